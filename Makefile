@@ -1,0 +1,63 @@
+# fullshard's commands. `make help` lists them; each makes the virtual environment it needs, once.
+#
+#   make train RANKS=2 STEPS=600 MODEL=base ARGS="--precision bf16"
+#   make test PYTHON=python3.12
+#   make train VENV="$VIRTUAL_ENV"      use an environment that is there already, and the torch that is in it
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= small
+RANKS ?=
+STEPS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+# In our own environment every tool has a pinned version. In someone else's nothing that is there already is replaced.
+PINS := $(if $(filter .venv,$(VENV)),-c constraints.txt)
+# Ranks that share one machine share its cores, and more threads than cores only slow each other down.
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+
+.PHONY: help train test lint types docs-test bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@sed -n '3,5s/^# *//p' Makefile | sed 's/^/  /'
+
+train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (default 2, or one for each GPU)
+	@ranks="$(RANKS)"; \
+	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)'); \
+	threads=$$(($(CORES) / ranks)); [ $$threads -ge 1 ] || threads=1; \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
+		--nproc-per-node=$$ranks examples/train.py --model $(MODEL) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: lint types ## lint, check types, run every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-test ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test ## mypy, strict
+	$(BIN)/mypy
+
+docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+bench: $(VENV)/.installed-test ## compare with DDP and with torch's own FSDP, side by side
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove the environment, the caches and what training wrote
+	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each set of extras: it is newer than the files that say what to install.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check $(PINS) -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and \
+		f"fullshard needs Python 3.11 or newer, and $(PYTHON) is {v[0]}.{v[1]}: name another, make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,254 @@
+"""Where the parameters of a group lie, and which part of them each rank owns.
+
+A :class:`Plan` is integer arithmetic: it knows shapes and a number of ranks, no tensor, no dtype and no process group.
+It owns two maps, both in elements, from parameters to the *full buffer* that every rank sees while a group is gathered
+and to the *shard* that each rank keeps; buffers turn them into memory and transports turn them into messages.
+
+The full buffer is parameter-major in every layout, so that an unsharded parameter is a view of it. Two layouts cut it::
+
+    three parameters a (4 rows), b (3 rows), c (2 rows) over two ranks; '.' is padding, digits name the owner
+
+    full buffer    a a a a | b b b . | c c .        the same in both layouts (up to the padding)
+
+    even           0 0 1 1 | 0 0 1 . | 0 1 .        one extent for each parameter: its chunk, as torch.chunk cuts
+    shard of 0     a0 a1 | b0 b1 | c0
+    shard of 1     a2 a3 | b2 .. | c1               every rank has the same offsets, those of rank 0, the largest
+
+    flat           0 0 0 0   0 0 1 1   1 1 1        one extent for each rank, wherever it falls
+    shard of 0     a0 a1 a2 a3 b0 b1
+    shard of 1     b2 .. c0 c1 .. ..                shard r is full[r * shard_numel : (r + 1) * shard_numel]
+
+A worked example of *even*: b has 3 rows of 5 elements. ``torch.chunk`` gives rank 0 two rows and rank 1 one row, so b
+takes 10 elements in each shard (16 with the alignment), of which rank 1 uses 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+LayoutName = Literal["even", "flat"]
+
+#: Elements to which each parameter is aligned by default: 16 bytes for the smallest dtype, 64 for fp32.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """One parameter as a Plan sees it.
+
+    Args:
+        name: how errors call it.
+        shape: its full shape; ``()`` for a scalar.
+        dim: the dim along which *even* cuts it. ``None`` keeps the whole parameter on every rank, which is what
+            becomes of a scalar.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = 0
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"parameter '{self.name}' has a negative size in its shape {self.shape}")
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise ValueError(
+                f"parameter '{self.name}' of shape {self.shape} cannot be sharded along dim {self.dim}: "
+                f"expected a dim from 0 to {len(self.shape) - 1}"
+            )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def chunk(self, rank: int, world_size: int) -> tuple[int, int]:
+        """The first and the past-the-last index along ``dim`` that ``torch.chunk`` would give to ``rank``."""
+        if self.dim is None:
+            return 0, 1
+        size = self.shape[self.dim]
+        step = -(-size // world_size)
+        return min(rank * step, size), min((rank + 1) * step, size)
+
+    def chunk_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """The shape of that chunk; 0 along ``dim`` for a rank that holds nothing."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.chunk(rank, world_size)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A part of the full buffer that one rank owns, in elements.
+
+    ``rows`` runs of ``length`` elements, ``stride`` elements apart in the full buffer and end to end in the shard. One
+    row, which is contiguous in both, is the rule: more come only from a cut along a dim other than the first.
+    """
+
+    full_start: int
+    shard_start: int
+    length: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Offsets of ``params`` in the full buffer and in the shards of ``world_size`` ranks. Made by :func:`make_plan`.
+
+    Attributes:
+        full_offsets: start of each parameter in the full buffer.
+        full_numel: size of the full buffer; at least ``world_size * shard_numel`` in *flat*.
+        shard_offsets: start of each parameter's chunk in every shard (*even* only; empty in *flat*).
+        shard_numel: size of a shard, the same for every rank.
+    """
+
+    params: tuple[ParamShape, ...]
+    world_size: int
+    layout: LayoutName
+    full_offsets: tuple[int, ...]
+    full_numel: int
+    shard_offsets: tuple[int, ...]
+    shard_numel: int
+    alignment: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameters themselves, without padding."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def padding(self) -> int:
+        """Elements that the shards of all ranks hold beyond what the parameters need.
+
+        A parameter that every rank keeps whole counts as needed ``world_size`` times.
+        """
+        needed = sum(param.numel * (self.world_size if self.kept_whole(param) else 1) for param in self.params)
+        return self.world_size * self.shard_numel - needed
+
+    def kept_whole(self, param: ParamShape) -> bool:
+        return self.layout == "even" and param.dim is None
+
+    def extents(self, rank: int) -> tuple[Extent, ...]:
+        """What ``rank`` owns of the full buffer, in the order of its shard; nothing is said of padding."""
+        return _extents(self, rank)
+
+    def chunk_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` holds of parameter ``index`` (*even*)."""
+        return self.params[index].chunk_shape(rank, self.world_size)
+
+    def fragment(self, index: int, rank: int) -> tuple[int, int]:
+        """First and past-the-last element of parameter ``index`` that ``rank`` holds (*flat*); equal if none."""
+        start = rank * self.shard_numel - self.full_offsets[index]
+        numel = self.params[index].numel
+        return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
+
+    def select(self, indices: Iterable[int]) -> Plan:
+        """The plan of some of the parameters: cut as here and at the same place in the full buffer, in a shard of their own.
+
+        *flat* cannot leave any out and returns itself.
+        """
+        chosen = tuple(indices)
+        if self.layout == "flat" or chosen == tuple(range(len(self.params))):
+            return self
+        return _select(self, chosen)
+
+    @cached_property
+    def copies_rank_major(self) -> bool:
+        """Whether the shards end to end are not yet the full buffer, so that an all-gather needs a copy after it."""
+        return self.layout == "even"
+
+
+def make_plan(
+    params: Sequence[ParamShape], world_size: int, layout: LayoutName = "even", alignment: int = ALIGNMENT
+) -> Plan:
+    """Lay out ``params`` over ``world_size`` ranks.
+
+    Args:
+        params: shapes in the order in which they lie.
+        world_size: number of ranks, at least 1.
+        layout: ``"even"`` or ``"flat"``, see the module's docstring.
+        alignment: elements to a multiple of which each parameter starts, at least 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")
+    if alignment < 1:
+        raise ValueError(f"alignment counts elements and must be at least 1, got {alignment}")
+    return _make_plan(tuple(params), world_size, layout, alignment)
+
+
+@lru_cache(maxsize=4096)
+def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
+    full_offsets, full_numel = _place((param.numel for param in params), alignment)
+    if layout == "flat":
+        shard_numel = _align(-(-full_numel // world_size), alignment)
+        return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
+    if layout != "even":
+        raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
+    largest = (math.prod(param.chunk_shape(0, world_size)) for param in params)
+    shard_offsets, shard_numel = _place(largest, alignment)
+    return Plan(params, world_size, layout, full_offsets, full_numel, shard_offsets, shard_numel, alignment)
+
+
+@lru_cache(maxsize=4096)
+def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
+    params = tuple(plan.params[i] for i in chosen)
+    largest = (math.prod(param.chunk_shape(0, plan.world_size)) for param in params)
+    shard_offsets, shard_numel = _place(largest, plan.alignment)
+    full_offsets = tuple(plan.full_offsets[i] for i in chosen)
+    return replace(
+        plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel
+    )
+
+
+def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(end)
+        end = _align(end + numel, alignment)
+    return tuple(offsets), end
+
+
+def _align(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+@lru_cache(maxsize=4096)
+def _extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
+    if not 0 <= rank < plan.world_size:
+        raise ValueError(f"rank {rank} is not one of the plan's {plan.world_size}")
+    if plan.layout == "flat":
+        return _flat_extents(plan, rank)
+    extents = []
+    for param, full_offset, shard_offset in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
+        start, stop = param.chunk(rank, plan.world_size)
+        if param.dim is None:
+            outer, inner, size = 1, param.numel, 1
+        else:
+            outer = math.prod(param.shape[: param.dim])
+            inner = math.prod(param.shape[param.dim + 1 :])
+            size = param.shape[param.dim]
+        length = (stop - start) * inner
+        if length * outer == 0:
+            continue
+        if length == size * inner:  # the whole parameter: contiguous whatever the dim
+            outer, length = 1, length * outer
+        extents.append(Extent(full_offset + start * inner, shard_offset, length, outer, size * inner))
+    return tuple(extents)
+
+
+def _flat_extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
+    """Padding between parameters travels with them, padding at the tail does not."""
+    if not plan.params:
+        return ()
+    end = plan.full_offsets[-1] + plan.params[-1].numel
+    start = rank * plan.shard_numel
+    length = min(start + plan.shard_numel, end) - start
+    return (Extent(start, 0, length),) if length > 0 else ()

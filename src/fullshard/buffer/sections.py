@@ -1,0 +1,72 @@
+"""The typed sections of a group's buffers.
+
+A group may hold parameters of several dtypes. Those of one dtype form a section, which has a Plan of its own; the
+sections of a buffer lie end to end in one piece of memory and travel in one call. This file owns the step from plans
+and dtypes to bytes and typed views, and leaves to others where the memory comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.buffer.plan import Plan
+
+_SECTION_ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Section:
+    """Parameters of one dtype.
+
+    Args:
+        dtype: the dtype in which they are stored.
+        members: which of the group's parameters they are, in the order of ``plan.params``.
+        plan: where they lie.
+    """
+
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    plan: Plan
+
+
+def full_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+    """Size in bytes of the full buffer when the sections have these dtypes."""
+    return _ends([section.plan.full_numel for section in sections], dtypes)[-1]
+
+
+def shard_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+    """Size in bytes of a shard when the sections have these dtypes."""
+    return _ends([section.plan.shard_numel for section in sections], dtypes)[-1]
+
+
+def full_views(
+    memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, ...]:
+    """The sections of a full buffer: 1-D tensors of ``plan.full_numel`` elements in ``memory`` (1-D, uint8)."""
+    return _views(memory, [section.plan.full_numel for section in sections], dtypes)
+
+
+def shard_views(
+    memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, ...]:
+    """The sections of a shard: 1-D tensors of ``plan.shard_numel`` elements in ``memory`` (1-D, uint8)."""
+    return _views(memory, [section.plan.shard_numel for section in sections], dtypes)
+
+
+def _ends(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    ends = [0]
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        nbytes = numel * dtype.itemsize
+        ends.append(ends[-1] + -(-nbytes // _SECTION_ALIGNMENT) * _SECTION_ALIGNMENT)
+    return ends
+
+
+def _views(memory: torch.Tensor, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
+    starts = _ends(numels, dtypes)[:-1]
+    return tuple(
+        memory[start : start + numel * dtype.itemsize].view(dtype)
+        for start, numel, dtype in zip(starts, numels, dtypes, strict=True)
+    )

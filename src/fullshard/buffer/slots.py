@@ -1,0 +1,196 @@
+"""Slots: a few pieces of memory that take turns in holding the buffers of many groups.
+
+A :class:`SlotPool` owns the memory; a :class:`SlotBuffer` is one group's full buffer, which has memory only while it
+is in use. Its tensors are made once and keep their storage for good: taking a slot moves the slot's memory into that
+storage and giving it back moves it out, so that what autograd saved is right again wherever the values lie next time.
+
+::
+
+    pool          slot 1 [########]     slot 2 [########]
+    block 0       holds slot 1                                in use
+    block 1                             holds slot 2          gathered ahead
+    block 2       (the address of a slot it had, and no memory of its own)
+
+Nothing is allocated, freed or faulted in once every slot exists. A buffer that was given back keeps its slot, and its
+values, until somebody else needs it: taking it again then costs nothing. Where storages cannot exchange their memory
+(torch before 2.12), a buffer has memory of its own that is resized to nothing and back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from fullshard.device import PASSED, Mark, mark_now
+from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
+
+Allocate = Callable[[int, torch.device], torch.Tensor]
+
+
+class Slot:
+    """A piece of memory and the buffer that has it, in use or no longer."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.storage = memory.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.holder: SlotBuffer | None = None
+        self.released: Mark = PASSED
+
+
+class SlotPool:
+    """Memory for buffers that take turns.
+
+    Args:
+        device: where the memory lies.
+        allocate: makes 1-D uint8 tensors of a number of bytes.
+    """
+
+    def __init__(self, device: torch.device, allocate: Allocate) -> None:
+        self.device = device
+        self._allocate = allocate
+        self._free: list[Slot] = []  # the longest unused first
+        self._in_use = 0
+        self.buffers: weakref.WeakSet[SlotBuffer] = weakref.WeakSet()
+        #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
+        self.ordinary = 0
+
+    def take(self, buffer: SlotBuffer, nbytes: int) -> Slot:
+        """A slot of at least ``nbytes`` for ``buffer``, free of its last holder."""
+        slot = self._pick(nbytes)
+        if slot is None:
+            size = self.ordinary if nbytes <= self.ordinary else nbytes
+            with torch.inference_mode(False):
+                slot = Slot(self._allocate(size, self.device))
+        elif slot.holder is not None:
+            slot.holder.lose()
+        slot.holder = buffer
+        self._in_use += 1
+        return slot
+
+    def take_back(self, slot: Slot) -> None:
+        """``slot.holder`` uses its slot again."""
+        self._free.remove(slot)
+        self._in_use += 1
+
+    def give_back(self, slot: Slot, released: Mark) -> None:
+        """``slot.holder`` no longer uses the slot, which others may take once ``released`` has passed."""
+        slot.released = released
+        self._free.append(slot)
+        self._in_use -= 1
+
+    def _pick(self, nbytes: int) -> Slot | None:
+        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= max(2 * nbytes, self.ordinary)]
+        if not fitting:
+            return None
+        slot = next((slot for slot in fitting if slot.holder is None), fitting[0])
+        self._free.remove(slot)
+        return slot
+
+    @property
+    def slots_in_use(self) -> int:
+        return self._in_use
+
+    @property
+    def nbytes_free(self) -> int:
+        """Bytes that are kept for the next step."""
+        return sum(slot.nbytes for slot in self._free)
+
+    def drop(self) -> int:
+        """Give every slot that is not in use back to the system; returns their bytes."""
+        dropped = self.nbytes_free
+        for slot in self._free:
+            if slot.holder is not None:
+                slot.holder.lose()
+        self._free.clear()
+        for buffer in self.buffers:
+            buffer.forget_address()
+        return dropped
+
+
+class SlotBuffer:
+    """Memory of ``nbytes`` that is there between :meth:`take` and :meth:`give_back`.
+
+    ``memory`` is a 1-D uint8 tensor; it may be viewed only once a slot was taken, and then for good.
+    """
+
+    def __init__(self, pool: SlotPool, nbytes: int) -> None:
+        self._pool = pool
+        self.nbytes = nbytes
+        self._slot: Slot | None = None
+        self._in_use = False
+        with torch.inference_mode(False):
+            self._own = torch.empty(0, dtype=torch.uint8, device=pool.device)
+        self._storage = self._own.untyped_storage()
+        self._memory: torch.Tensor | None = None
+        pool.buffers.add(self)
+
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._memory is None:
+            with torch.inference_mode(False), torch.no_grad():
+                empty = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
+                self._memory = empty.set_(self._storage, 0, (self.nbytes,))
+        return self._memory
+
+    @property
+    def storage_id(self) -> int:
+        """Which storage every view of the buffer has."""
+        return storage_id(self._own)
+
+    @property
+    def in_use(self) -> bool:
+        return self._in_use
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether what was written while it was last in use is still there."""
+        return self._slot is not None and not self._in_use
+
+    def take(self) -> Mark:
+        """Get memory; whoever writes to it first waits for the mark that is returned.
+
+        Raises:
+            RuntimeError: the buffer is in use.
+        """
+        if self._in_use:
+            raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
+        self._in_use = True
+        if not CAN_SWAP_MEMORY:
+            self._storage.resize_(self.nbytes)
+            return mark_now(self._pool.device)
+        if self._slot is not None:
+            self._pool.take_back(self._slot)
+        else:
+            self._slot = self._pool.take(self, self.nbytes)
+            swap_memory(self._storage, self._slot.storage)
+        return self._slot.released
+
+    def give_back(self, released: Mark) -> None:
+        """Others may have the memory once ``released`` has passed. Nothing happens if it is not in use."""
+        if not self._in_use:
+            return
+        self._in_use = False
+        if self._slot is None:
+            self._storage.resize_(0)
+        else:
+            self._pool.give_back(self._slot, released)
+
+    def lose(self) -> None:
+        """Part with the slot for somebody else's use. A stale read finds the old address, never an empty storage."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        slot.holder = None
+        slot.storage = alias_storage(self._storage)
+        swap_memory(self._storage, slot.storage)
+
+    def forget_address(self) -> None:
+        """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
+        if self._slot is None and CAN_SWAP_MEMORY:
+            swap_memory(self._storage, torch.UntypedStorage(0, device=self._pool.device))
+
+    def poison(self) -> None:
+        """Fill with NaN (as fp32 and most other formats read it), so that a read at the wrong time shows."""
+        self.memory.fill_(0xFF)

@@ -1,0 +1,101 @@
+"""Memory for bytes on their way: kept, grown when a larger exchange comes, and used again.
+
+A :class:`Staging` owns a few buffers, as many as exchanges are under way at once. Memory that is freed and taken
+again at each exchange would be faulted in again by the kernel, at nine times the cost of copying it, so buffers stay
+until :meth:`Staging.drop`; what is written to them and when is up to the transports.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import torch
+
+#: Bytes to which everything in a buffer is aligned: a cache line, and more than any dtype asks for.
+ALIGNMENT = 64
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Lease:
+    """A buffer that belongs to one exchange until it is given back.
+
+    Args:
+        memory: its bytes, 1-D; the lease sees them to the end of their storage.
+        index: which buffer of its Staging it is. Views that were made of a buffer stay right in later leases of it,
+            also when it has grown in between, and may be kept under this number; ``-1`` for memory that comes once.
+        place: where the lease goes back to.
+    """
+
+    def __init__(self, memory: torch.Tensor, index: int = -1, place: object = None) -> None:
+        self.storage = memory.untyped_storage()
+        self.index = index
+        self.place = place
+        self.device = memory.device
+        self._start = memory.storage_offset() * memory.itemsize
+
+    def __lt__(self, other: Lease) -> bool:
+        return self.index < other.index
+
+    def view(
+        self, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A tensor of ``shape`` in the buffer.
+
+        Args:
+            dtype: its dtype.
+            start: where it begins, in bytes.
+            shape: in elements.
+            stride: in elements; contiguous by default.
+        """
+        if stride is None:
+            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self.storage, (self._start + start) // dtype.itemsize, tuple(shape), tuple(stride))
+
+
+class Staging:
+    """Buffers that exchanges take in turn."""
+
+    def __init__(self) -> None:
+        self._free: dict[object, list[Lease]] = {}
+        self._made = 0
+
+    def lease(self, nbytes: int, device: torch.device) -> Lease:
+        """A buffer of at least ``nbytes``, contents undefined.
+
+        On a device with streams it may be used, and must be given back, on the current stream only.
+        """
+        place = device if device.type == "cpu" else (device, torch.accelerator.current_stream(device).stream_id)
+        free = self._free.setdefault(place, [])
+        if free:
+            # The first one, so that an exchange gets in every step the buffer for which it has views.
+            lease = heapq.heappop(free)
+        else:
+            with torch.inference_mode(False):
+                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, place)
+            self._made += 1
+        if lease.storage.nbytes() < nbytes:
+            lease.storage.resize_(0)  # or what is in it would be copied
+            lease.storage.resize_(nbytes)
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        heapq.heappush(self._free[lease.place], lease)
+
+    @property
+    def nbytes_free(self) -> int:
+        """Bytes that are kept for the next exchange."""
+        return sum(lease.storage.nbytes() for free in self._free.values() for lease in free)
+
+    def drop(self) -> int:
+        """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
+        dropped = self.nbytes_free
+        for free in self._free.values():
+            for lease in free:
+                lease.storage.resize_(0)
+        return dropped

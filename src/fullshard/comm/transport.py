@@ -1,0 +1,97 @@
+"""How buffers move between ranks: the interface that every transport fulfils.
+
+A transport owns two decisions, where buffers live (:meth:`Transport.allocate`) and how they travel. It is given what
+a :class:`~fullshard.buffer.plan.Plan` says of a group and leaves to its caller which group moves when, on which lane,
+and what becomes of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import Plan
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies.
+
+    Args:
+        plan: how the two correspond; ``plan.world_size`` is the size of the process group.
+        full: 1-D tensor of ``plan.full_numel`` elements.
+        shard: 1-D tensor of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary.
+    """
+
+    plan: Plan
+    full: torch.Tensor
+    shard: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What becomes of the ranks' values: their sum divided by ``divisor``.
+
+    Args:
+        divisor: usually the number of ranks that hold different data.
+        sum_only: use only plain sums on the wire and scale apart (some zero-copy collectives can do nothing else).
+    """
+
+    divisor: float = 1.0
+    sum_only: bool = False
+
+
+class Pending(Protocol):
+    """Communication that was started."""
+
+    def finish(self) -> None:
+        """Complete it and what follows it locally (copies, sums). Called exactly once.
+
+        On a device with streams it is called at once, on the lane's stream, and only enqueues work; on CPU it is called
+        when the result is needed, and blocks.
+        """
+        ...
+
+
+class Done:
+    """Communication with nothing left to do."""
+
+    def finish(self) -> None:
+        return
+
+
+class Transport(Protocol):
+    """The transitions of a buffer that need other ranks.
+
+    Every method must be called by all ranks of ``process_group`` with equal plans and tags. Buffers handed over belong
+    to the transport until ``finish`` returns (on a device with streams: until the lane's stream has passed it).
+    """
+
+    name: str
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
+        ...
+
+    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+        """Sharded to replicated: write every rank's ``shard`` to its extents of every rank's ``full``.
+
+        ``full`` and ``shard`` of one transfer have one dtype. Padding of ``full`` is left undefined. Parameters that
+        every rank keeps whole (``dim=None``) are taken from this rank's own shard.
+        """
+        ...
+
+    def reduce_scatter(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
+    ) -> Pending:
+        """Partial to sharded: write the reduced extents of this rank to its ``shard``, overwriting it.
+
+        ``full`` has the dtype that travels; ``shard`` may have another, into which the result is cast. ``full`` may be
+        overwritten. Padding of ``shard`` is left undefined. ``tag`` is a small non-negative integer that is unique to
+        the group and the kind of exchange, so that messages of different groups are never taken for one another.
+        """
+        ...

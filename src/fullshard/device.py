@@ -1,0 +1,120 @@
+"""Lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
+
+A :class:`Lane` is a stream on devices that have streams and, on the CPU, the fact that communication runs by itself.
+A *mark* is a point in a lane that can be waited for. Nothing above this file knows which of the two it drives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from fullshard.comm.transport import Pending
+
+
+class Mark(Protocol):
+    """A point that work has to reach."""
+
+    def wait(self) -> None:
+        """What follows on the current lane (CPU: in this thread) runs after the mark. May be called again."""
+        ...
+
+
+class HostMark:
+    """Communication that the host completes: waits for it, then does what follows it, once."""
+
+    def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
+        self._pending: Pending | None = pending
+        self._then = then
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.finish()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+
+class EventMark:
+    """A point in a stream."""
+
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class Passed:
+    """A mark that lies behind."""
+
+    def wait(self) -> None:
+        return
+
+
+PASSED = Passed()
+
+
+class Lane:
+    """Where one kind of work runs: all-gather with its copies, reduce-scatter, all-reduce."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        if device.type != "cpu":
+            self._stream = torch.Stream(device=device)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its work is completed by the host."""
+        return self._stream is None
+
+    def run(
+        self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Sequence[Mark] | None = None
+    ) -> Mark:
+        """Start communication and what follows it, after the marks ``after`` (all that the current lane holds so far).
+
+        On a stream everything is enqueued at once, ``then`` too. On the CPU ``start`` runs now, and ``then`` when the
+        mark is first waited for: the communication in between is what overlaps.
+        """
+        if self._stream is None:
+            return HostMark(start(), then)
+        if after is not None:
+            with self._stream:
+                for mark in after:
+                    mark.wait()
+        else:
+            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            start().finish()
+            if then is not None:
+                then()
+            return EventMark(self._stream.record_event(), self._device)
+
+
+class Lanes:
+    """The lanes of one tree of modules; several trees may share them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.gather = Lane(device)
+        self.reduce = Lane(device)
+        self.all_reduce = Lane(device)
+
+
+def mark_now(device: torch.device) -> Mark:
+    """A mark at the end of what the current lane holds."""
+    if device.type == "cpu":
+        return PASSED
+    return EventMark(torch.accelerator.current_stream(device).record_event(), device)
+
+
+def compute_device(device_type: str) -> torch.device:
+    """The device of this process among those of a type: the current one."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.accelerator.current_device_index())

@@ -1,0 +1,169 @@
+"""Full parameters outside of forward and backward: to look at them, to save them, to change them.
+
+Owns a context in which the modules show private full copies in the original dtype. Nothing of the engine's buffers is
+used, so that a copy is never another group's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
+from fullshard.comm.transport import Transfer
+from fullshard.group.group import Group
+from fullshard.group.parameter import ShardedParameter, attributes_of
+from fullshard.schedule.unit import Phase, Unit, unit_of
+from fullshard.torch_private import local_of, make_dtensor
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Let the sharded modules under ``module`` show full parameters, plain tensors in their original dtype.
+
+    Every rank must enter and leave. Inside, forward and backward must not run.
+
+    Args:
+        recurse: also the sharded modules inside ``module``; otherwise ``module`` alone.
+        writeback: what is written to the full parameters (and gradients) is kept: each rank takes its part.
+        rank0_only: only rank 0 of each mesh sees full parameters; the others see sharded ones and save the memory.
+        offload_to_cpu: the full parameters lie on the CPU.
+        with_grads: full parameters have the full gradients.
+
+    Raises:
+        ValueError: ``writeback`` with ``rank0_only``, or ``with_grads`` with ``offload_to_cpu``.
+        RuntimeError: inside a forward or backward.
+    """
+    if writeback and rank0_only:
+        raise ValueError("writeback with rank0_only would leave the ranks with different parameters: choose one")
+    if with_grads and offload_to_cpu:
+        raise ValueError("with_grads with offload_to_cpu is not supported: gradients stay on the compute device")
+    units = dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None)
+    if not recurse:
+        units = {unit: None for unit in units if module in unit.modules}
+    for unit in units:
+        _check_idle(unit)
+    summoned: list[_FullGroup] = []
+    try:
+        for unit in units:
+            for group in unit.groups:
+                group.reshard()
+                shown = not rank0_only or group.data.shard_rank == 0
+                summoned.append(_FullGroup(group, shown, offload_to_cpu, with_grads))
+        yield
+        if writeback:
+            for full in summoned:
+                full.write_back()
+    finally:
+        for full in summoned:
+            full.close()
+
+
+def _check_idle(unit: Unit) -> None:
+    if unit.phase is not Phase.IDLE:
+        raise RuntimeError(
+            f"summon_full_params was called while {unit!r} runs its {unit.phase.name.lower()}: call it between steps"
+        )
+
+
+class _FullGroup:
+    """The full parameters of one group, shown from construction to :meth:`close`."""
+
+    @torch.no_grad()
+    def __init__(self, group: Group, shown: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+        self._group = group
+        group.check_in()
+        if group.memory.has_meta:
+            raise RuntimeError(group.memory.meta_message())
+        self._full: dict[int, nn.Parameter] = {}
+        values = self._gather([local_of(param.sharded) for param in group.params])  # type: ignore[arg-type]
+        grads = self._gather([_local_gradient(param) for param in group.params]) if with_grads else {}
+        if not shown:
+            return
+        for index, value in values.items():
+            param = group.params[index]
+            value = value.to("cpu") if offload_to_cpu else value
+            if param.unsharded_spec is not None:
+                value = make_dtensor(value, param.unsharded_spec)
+            full = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
+            full.__dict__.update(attributes_of(param.sharded))
+            if param.sharded.grad is not None and index in grads:
+                grad = grads[index]
+                full.grad = grad if param.unsharded_spec is None else make_dtensor(grad, param.unsharded_spec)
+            self._full[index] = full
+            for location in param.locations:
+                location.module._parameters[location.name] = full
+
+    def _gather(self, locals_: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """All parts of tensors that are sharded as the parameters are, in memory of their own."""
+        group = self._group
+        found: dict[int, torch.Tensor] = {}
+        dtypes = [section.dtype for section in group.sections]
+        memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
+        staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
+        transfers = []
+        fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
+        for section, full, shard in zip(group.sections, fulls, shards, strict=True):
+            transfers.append(Transfer(section.plan, full, shard))
+            for position, index in enumerate(section.members):
+                shape = section.plan.chunk_shape(position, group.data.shard_rank)
+                start = section.plan.shard_offsets[position]
+                place = shard[start : start + torch.Size(shape).numel()]
+                group.params[index].view(place, shape).copy_(locals_[index])
+                whole = section.plan.params[position]
+                offset = section.plan.full_offsets[position]
+                found[index] = group.params[index].view(full[offset : offset + whole.numel], whole.shape)
+        if group.data.shard_group is None:
+            torch._foreach_copy_([t.full for t in transfers], [t.shard for t in transfers])
+        elif transfers:
+            group.transport.all_gather(transfers, group.data.shard_group, 2 * group.tag).finish()
+        for index, param in enumerate(group.params):
+            if param.extends:
+                found[index] = _gather_extension(param, locals_[index])
+        return found
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        group, rank = self._group, self._group.data.shard_rank
+        for index, full in self._full.items():
+            param = group.params[index]
+            value = full if param.unsharded_spec is None else local_of(full)  # type: ignore[arg-type]
+            local_of(param.sharded).copy_(param.chunk_of(value, rank))  # type: ignore[arg-type]
+            if full.grad is not None and param.sharded.grad is not None:
+                grad = full.grad if param.unsharded_spec is None else local_of(full.grad)  # type: ignore[arg-type]
+                local_of(param.sharded.grad).copy_(param.chunk_of(grad, rank))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for index in self._full:
+            param = self._group.params[index]
+            for location in param.locations:
+                location.module._parameters[location.name] = param.sharded
+        self._full.clear()
+
+
+def _local_gradient(param: ShardedParameter) -> torch.Tensor:
+    grad = param.sharded.grad
+    return torch.zeros_like(param.local) if grad is None else local_of(grad)  # type: ignore[arg-type]
+
+
+def _gather_extension(param: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
+    """A subclass that gathers in a form of its own is summoned as its plain values."""
+    group = param.data.shard_group
+    plain = torch.zeros(param.padded_shape(param.data.shard_size), dtype=param.dtype, device=local.device)
+    plain.narrow(param.dim or 0, 0, local.shape[param.dim or 0]).copy_(local)
+    if group is None:
+        return plain
+    parts = [torch.empty_like(plain) for _ in range(group.size())]
+    dist.all_gather(parts, plain, group=group)
+    return torch.cat(parts, param.dim or 0).narrow(param.dim or 0, 0, param.shape[param.dim or 0])

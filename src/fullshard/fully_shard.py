@@ -1,0 +1,311 @@
+"""The composable front end: ``fully_shard`` shards a module's parameters, one DTensor a parameter.
+
+Owns the validation of what the user gives, the choice of the parameters that form a group, and the hooks by which
+modules run sharded. It leaves everything that happens in a step to the units and groups that it builds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.comm.select import select_transport
+from fullshard.device import compute_device
+from fullshard.group.agreement import check_agreement
+from fullshard.group.group import Group, GroupOptions
+from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
+from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.registry import owner_of, register
+from fullshard.module import FSDPModule, sharded_class
+from fullshard.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    as_mesh_dims,
+    as_mixed_precision_policy,
+    as_offload_policy,
+    as_shard_placement,
+)
+from fullshard.schedule.hooks import attach
+from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import is_traceable_subclass
+from fullshard.wrap import repeated_blocks, targets
+
+M = TypeVar("M", bound=nn.Module)
+
+_log = logging.getLogger("fullshard")
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
+@overload
+def fully_shard(module: Sequence[nn.Module], **options: Any) -> list[FSDPModule]: ...
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    auto_wrap_policy: Any = None,
+) -> Any:
+    """Shard the parameters of ``module`` over the ranks of a mesh, in place.
+
+    ::
+
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())   # after sharding
+
+    Each call makes one group of the parameters that no call on a submodule has taken; so call it on the inner modules
+    first. A group is gathered in one collective before its module runs and reduced in one after its backward. Every
+    rank of the mesh must make the same calls in the same order.
+
+    Args:
+        module: the module, or a list of modules that form one group and may run apart.
+        mesh: 1-D to shard, 2-D with names to replicate over its first dim and shard over its second, or, with
+            ``dp_mesh_dims``, a full mesh. All ranks by default.
+        reshard_after_forward: ``True`` frees the gathered parameters between forward and backward, ``False`` keeps
+            them, an int (a divisor of the number of ranks that shard) keeps them sharded over that many neighbouring
+            ranks. ``None`` is ``True``, and ``False`` for the root.
+        shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
+            mesh too. Dims need not divide evenly.
+        mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers.
+        offload_policy: what lives on the CPU between uses.
+        ignored_params: parameters that stay as they are.
+        dp_mesh_dims: which dims of ``mesh``, the full mesh of parameters that are DTensors on it, are data-parallel.
+        auto_wrap_policy: shards the submodules that it picks first, each with the same options; see
+            ``fullshard.wrap``. One call on the root is then enough.
+
+    Returns:
+        ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its own.
+
+    Raises:
+        ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
+            differ between ranks.
+        AssertionError: a module to which ``fully_shard`` was applied before.
+        TypeError: an argument of a wrong type.
+    """
+    modules = _root_modules(module)
+    mp_policy, offload_policy = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
+    dims = as_mesh_dims(dp_mesh_dims) if dp_mesh_dims is not None else None
+    mesh = mesh if mesh is not None else default_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    data = data_mesh(mesh, dims)
+    device = compute_device(mesh.device_type)
+    options = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dims,
+    }
+    if auto_wrap_policy is not None:
+        for root in modules:
+            for inner, overrides in targets(root, auto_wrap_policy, set()).items():
+                if inner is not root and unit_of(inner) is None:
+                    fully_shard(inner, **{**options, **overrides})
+    auto_reshard = reshard_after_forward is None
+    reshard, resting = _after_forward(True if reshard_after_forward is None else reshard_after_forward, data)
+    params = _parameters(modules, ignored_params or set())
+    _check_parameters(params, device)
+    _move_to_device(modules, params, ignored_params or set(), device, mp_policy)
+    unit = Unit(modules, device, mp_policy, auto_reshard)
+    for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
+        sharded = [
+            ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen
+        ]
+        check_agreement(sharded, place, device)
+        rest = resting if place is data else _after_forward(reshard_after_forward in (None, True), place)[1]
+        group_options = GroupOptions(mp_policy, offload_policy, reshard, rest)
+        transport = select_transport(place.shard_group or place.replicate_group, device)
+        group = Group(sharded, modules, place, device, group_options, transport)
+        unit.groups.append(group)
+        register(group, [param for param, _, _ in chosen])
+    _borrow(unit)
+    attach(unit)
+    for target in modules:
+        target.__class__ = sharded_class(type(target))
+    return module
+
+
+fully_shard.state = unit_of  # type: ignore[attr-defined]
+
+
+def fully_shard_blocks(model: M, **options: Any) -> M:
+    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line.
+
+    The blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
+    ResNet. ``options`` are those of :func:`fully_shard`. Every rank must call it.
+    """
+    for block in repeated_blocks(model):
+        if unit_of(block) is None:
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def _root_modules(module: Any) -> tuple[nn.Module, ...]:
+    """The modules of the call, without those that lie inside another of them."""
+    modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else None
+    if not modules or not all(isinstance(each, nn.Module) for each in modules):
+        raise ValueError(f"fully_shard expects a module or a list of modules, got {module!r}")
+    for each in modules:
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {type(each).__name__} is "
+                f"never run itself. Apply it to each of its members, or give it a list of them"
+            )
+        if unit_of(each) is not None:
+            raise AssertionError(
+                f"fully_shard was already applied to this {type(each).__name__}: it can be applied once to each module"
+            )
+    inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
+    return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
+
+
+def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
+    """Whether parameters are resharded after forward, and the smaller mesh if it is to one."""
+    if not isinstance(choice, int):
+        raise ValueError(
+            f"reshard_after_forward must be a bool, an int (how many ranks to reshard to) or None, got {choice!r}"
+        )
+    if not data.shards:
+        return False, None
+    if isinstance(choice, bool):
+        return choice, None
+    size = data.shard_size
+    if choice < 1 or choice > size or size % choice != 0:
+        raise ValueError(
+            f"reshard_after_forward={choice} must be a factor of the {size} ranks over which parameters are sharded"
+        )
+    if choice == 1:
+        _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True is 'reshard'")
+        return False, None
+    return True, None if choice == size else smaller_mesh(data, choice)
+
+
+_Placed = tuple[nn.Parameter, list[Location], "Shard | None"]
+
+
+def _parameters(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> list[tuple[nn.Parameter, list[Location]]]:
+    """The parameters that no earlier call has taken, with every place where they stand."""
+    skip = {id(param) for param in ignored}
+    found: dict[int, tuple[nn.Parameter, list[Location]]] = {}
+    for module in _managed_modules(modules):
+        for name, param in module._parameters.items():
+            if param is None or id(param) in skip or owner_of(param) is not None:
+                continue
+            found.setdefault(id(param), (param, []))[1].append(Location(module, name))
+    return list(found.values())
+
+
+def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    managed: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in managed or (module not in modules and unit_of(module) is not None):
+            return
+        managed[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(managed)
+
+
+def _check_parameters(params: Sequence[tuple[nn.Parameter, list[Location]]], device: torch.device) -> None:
+    for param, locations in params:
+        where = f"parameter '{locations[0].name}' of {type(locations[0].module).__name__}"
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"{where} is not initialized yet: run its lazy module once before fully_shard")
+        if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
+            raise ValueError(
+                f"{where} is a DTensor on a mesh of {param.device_mesh.device_type}, but fully_shard is given a mesh "
+                f"of {device.type}: both must have one device type"
+            )
+
+
+def _move_to_device(
+    modules: Sequence[nn.Module],
+    params: Sequence[tuple[nn.Parameter, list[Location]]],
+    ignored: set[nn.Parameter],
+    device: torch.device,
+    mp_policy: MixedPrecisionPolicy,
+) -> None:
+    """Parameters and buffers go to the compute device, those on meta excepted; buffers to their dtype as well."""
+    for param, _ in params:
+        if param.device == device or param.is_meta or isinstance(param, DTensor):
+            continue
+        if is_traceable_subclass(param):
+            with torch.no_grad():
+                torch.utils.swap_tensors(param, nn.Parameter(param.to(device), requires_grad=param.requires_grad))
+        else:
+            param.data = param.to(device)
+    for module in _managed_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            dtype = mp_policy.buffer_dtype if buffer.is_floating_point() else None
+            if not buffer.is_meta or dtype is not None:
+                target = buffer.device if buffer.is_meta or isinstance(buffer, DTensor) else device
+                module._buffers[name] = buffer.to(device=target, dtype=dtype or buffer.dtype)
+
+
+def _by_mesh(
+    params: Sequence[tuple[nn.Parameter, list[Location]]],
+    data: DataMesh,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+) -> dict[DataMesh, list[_Placed]]:
+    """The parameters of each mesh; one mesh unless ``shard_placement_fn`` names others."""
+    groups: dict[DataMesh, list[_Placed]] = {}
+    meshes: dict[DeviceMesh, DataMesh] = {}
+    for param, locations in params:
+        place, placement = data, None
+        if shard_placement_fn is not None:
+            result = as_shard_placement(shard_placement_fn(param))
+            placement = result.placement
+            if result.device_mesh is not None and result.device_mesh != data.mesh:
+                if not data.shards:
+                    raise ValueError(
+                        f"shard_placement_fn names a mesh for parameter '{locations[0].name}', but the mesh given to "
+                        f"fully_shard only replicates"
+                    )
+                place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
+        groups.setdefault(place, []).append((param, locations, placement))
+    return groups
+
+
+def _borrow(unit: Unit) -> None:
+    """Parameters that another group has already and these modules use too: show them here, and hold that group."""
+    for module in _managed_modules(unit.modules):
+        for name, param in list(module._parameters.items()):
+            owner = owner_of(param) if param is not None else None
+            if owner is None:
+                continue
+            group, index = owner
+            if group in unit.groups:
+                continue
+            group.add_location(index, Location(module, name))
+            if group not in unit.borrowed:
+                unit.borrowed.append(group)
+
+
+

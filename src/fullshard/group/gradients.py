@@ -1,0 +1,316 @@
+"""How the gradients of a group come home.
+
+Owns the buffer into which each gradient is taken as soon as autograd has it, the reduction of what arrived, and the
+hand-over of the reduced chunks to the sharded parameters. It leaves to the schedule when a group's backward has ended.
+
+A gradient exists once: in the buffer, in the dtype in which it will travel. Between micro-batches without reduction
+the buffer stays with the group and gradients are added up in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fullshard.buffer.plan import Plan, make_plan
+from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.transport import Done, Pending, Reduction, Transfer
+from fullshard.device import Mark, mark_now
+from fullshard.torch_private import local_of, post_accumulate_hooks
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+    from fullshard.group.parameter import ShardedParameter
+
+
+class Flight:
+    """The reductions that are under way in a tree of modules, the oldest first."""
+
+    def __init__(self) -> None:
+        self._marks: deque[Mark] = deque()
+
+    def add(self, mark: Mark) -> None:
+        self._marks.append(mark)
+
+    def keep_at_most(self, count: int) -> None:
+        """Wait for the oldest until no more than ``count`` are under way."""
+        while len(self._marks) > count:
+            self._marks.popleft().wait()
+
+    def drop(self) -> None:
+        """Wait for all, whatever becomes of them."""
+        while self._marks:
+            try:
+                self._marks.popleft().wait()
+            except RuntimeError:  # an error is being recovered from: what was under way is lost anyway
+                continue
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The parameters of one section that take part in a reduction."""
+
+    indices: tuple[int, ...]
+    plan: Plan
+    section: int
+    dtype: torch.dtype  # of the parameter and its gradient
+
+
+class Gradients:
+    """The gradients of one group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._trainable: tuple[int, ...] | None = None
+        self._sections: tuple[Section, ...] = ()
+        self._dtypes: list[torch.dtype] = []
+        self._buffer: SlotBuffer | None = None
+        self._sections_full: tuple[torch.Tensor, ...] = ()
+        self._views: dict[int, torch.Tensor] = {}
+        self._arrived: set[int] = set()
+        self._partial: dict[int, torch.Tensor] = {}
+
+    # -- arrival -----------------------------------------------------------------------------------------------------
+
+    def listen(self, index: int, param: ShardedParameter) -> None:
+        """Take the gradient of an unsharded parameter whenever autograd has it."""
+        leaf = param.unsharded
+        assert leaf is not None
+        if not leaf.requires_grad:
+            if not (leaf.is_floating_point() or leaf.is_complex()):
+                return
+            leaf.requires_grad_(True)  # hooks are kept when a parameter is frozen and thawed again
+            leaf.register_post_accumulate_grad_hook(partial(self._receive, index))
+            leaf.requires_grad_(False)
+            return
+        leaf.register_post_accumulate_grad_hook(partial(self._receive, index))
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return bool(self._arrived) or bool(self._partial and self._group.options.all_reduce_gradients)
+
+    @torch.no_grad()
+    def _receive(self, index: int, leaf: torch.Tensor) -> None:
+        grad = leaf.grad
+        if grad is None:
+            return
+        leaf.grad = None
+        group = self._group
+        param = group.params[index]
+        if not group.is_unsharded and group.options.unshard_in_backward:
+            raise RuntimeError(
+                f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
+                f"backward of {group!r} read memory that was not its own. The output of the module must carry tensors "
+                f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
+                f"parameter was used outside the forward of the module that was given to fully_shard"
+            )
+        if self._buffer is None or not self._buffer.in_use:
+            self._begin()
+        if index not in self._views:
+            raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
+        local = param.local_gradient(grad)
+        if index in self._arrived:
+            self._views[index].add_(local)
+        else:
+            self._views[index].copy_(local)
+            self._arrived.add(index)
+
+    @torch.inference_mode(False)
+    def _begin(self) -> None:
+        """Get a buffer, once few enough reductions are under way."""
+        group = self._group
+        trainable = tuple(i for i, param in enumerate(group.params) if param.sharded.requires_grad)
+        if trainable != self._trainable:
+            self._lay_out(trainable)
+        assert self._buffer is not None
+        group.flight.keep_at_most(group.options.max_gradient_buffers - 1)
+        self._buffer.take().wait()
+        if not self._views:
+            self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
+            for section, full in zip(self._sections, self._sections_full, strict=True):
+                for index, shape, offset in zip(
+                    section.members, section.plan.params, section.plan.full_offsets, strict=True
+                ):
+                    param = self._group.params[index]
+                    self._views[index] = param.view(full[offset : offset + shape.numel], shape.shape)
+
+    def _lay_out(self, trainable: tuple[int, ...]) -> None:
+        """A section for each pair of reduce dtype and parameter dtype."""
+        group = self._group
+        self._trainable = trainable
+        wanted = group.options.mp_policy.reduce_dtype
+        members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for index in trainable:
+            dtype = group.params[index].dtype
+            reduce_dtype = wanted if wanted is not None else group.compute_dtype(dtype)
+            members.setdefault((reduce_dtype, dtype), []).append(index)
+        self._dtypes = [reduce_dtype for reduce_dtype, _ in members]
+        self._sections = tuple(
+            Section(dtype, tuple(chosen), make_plan([group.params[i].plan_shape for i in chosen], group.data.shard_size))
+            for (_, dtype), chosen in members.items()
+        )
+        pool = group.memory.gradient_pool
+        self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
+        if group.options.reshard_after_forward:
+            pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
+        self._views = {}
+
+    # -- reduction ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self) -> bool:
+        """Start to reduce what arrived; returns whether there was anything.
+
+        The reduced chunks are in ``sharded.grad`` once the flight was waited for.
+        """
+        group = self._group
+        if not self.pending:
+            return False
+        if self._buffer is None or not self._buffer.in_use:
+            self._begin()
+        wanted = self._arrived | set(self._partial)
+        if group.options.reduce_unused:
+            wanted |= set(self._trainable or ())
+        for index in wanted - self._arrived:
+            self._views[index].zero_()
+        self._arrived = set()
+        chosen = [self._choose(at, wanted) for at in range(len(self._sections))]
+        flight = _Reducing(self, [choice for choice in chosen if choice.indices])
+        lanes = group.lanes
+        assert lanes is not None
+        group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
+        return True
+
+    def _choose(self, at: int, wanted: set[int]) -> _Chosen:
+        section = self._sections[at]
+        positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
+        indices = tuple(section.members[position] for position in positions)
+        return _Chosen(indices, section.plan.select(positions), at, section.dtype)
+
+    def discard(self) -> None:
+        """Forget what arrived and what was accumulated."""
+        self._arrived.clear()
+        self._partial.clear()
+        if self._buffer is not None:
+            self._buffer.give_back(mark_now(self._group.device))
+
+
+class _Reducing:
+    """One reduction on its way."""
+
+    def __init__(self, gradients: Gradients, chosen: Sequence[_Chosen]) -> None:
+        self._gradients = gradients
+        self._group = gradients._group
+        self._chosen = chosen
+        self._outputs: list[torch.Tensor] = []
+
+    @property
+    def _finishes_here(self) -> bool:
+        """Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype."""
+        group = self._group
+        return group.data.replicate_group is None and group.options.all_reduce_hook is None
+
+    def start(self) -> Pending:
+        group, gradients = self._group, self._gradients
+        factor = group.options.divide_factor
+        divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
+        transfers = []
+        with torch.inference_mode(False):
+            for choice in self._chosen:
+                dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
+                output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
+                self._outputs.append(output)
+                transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
+        if group.reduce_process_group is None:  # every rank keeps everything: the shard is the whole
+            for transfer in transfers:
+                for extent in transfer.plan.extents(0):
+                    source = transfer.full[extent.full_start : extent.full_start + extent.length]
+                    transfer.shard[extent.shard_start : extent.shard_start + extent.length] = source / divisor
+            return Done()
+        reduction = Reduction(divisor, group.options.sum_only)
+        return group.reduce_transport.reduce_scatter(
+            transfers, group.reduce_process_group, 2 * group.tag + 1, reduction
+        )
+
+    @torch.no_grad()
+    def scattered(self) -> None:
+        """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
+        group = self._group
+        assert self._gradients._buffer is not None and group.lanes is not None
+        self._gradients._buffer.give_back(mark_now(group.device))
+        if self._finishes_here:
+            self.come_home()
+            return
+        if group.data.replicate_group is not None:
+            partial = self._gradients._partial
+            for index, local in self._locals():
+                if index in partial:
+                    local.add_(partial.pop(index))
+            if not group.options.all_reduce_gradients:
+                partial.update(self._locals())
+                return
+        mark = group.lanes.all_reduce.run(self.start_all_reduce, self.come_home)
+        if group.lanes.all_reduce.is_host:
+            mark.wait()
+        else:
+            group.flight.add(mark)
+
+    def start_all_reduce(self) -> Pending:
+        group = self._group
+        if group.data.replicate_group is not None:
+            for output in self._outputs:
+                dist.all_reduce(output, group=group.data.replicate_group)
+        hook = group.options.all_reduce_hook
+        if hook is not None:
+            for output in self._outputs:
+                hook(output)
+        return Done()
+
+    def _locals(self) -> list[tuple[int, torch.Tensor]]:
+        """The chunk of each parameter in the outputs."""
+        group, rank = self._group, self._group.data.shard_rank
+        found = []
+        for choice, output in zip(self._chosen, self._outputs, strict=True):
+            plan = choice.plan
+            for position, index in enumerate(choice.indices):
+                shape = plan.chunk_shape(position, rank)
+                start = plan.shard_offsets[position]
+                numel = torch.Size(shape).numel()
+                found.append((index, group.params[index].view(output[start : start + numel], shape)))
+        return found
+
+    @torch.no_grad()
+    def come_home(self) -> None:
+        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
+        group = self._group
+        for at, choice in enumerate(self._chosen):
+            self._outputs[at] = self._outputs[at].to(choice.dtype)
+            if group.offloads:
+                self._outputs[at] = self._outputs[at].to("cpu")
+        sums: list[torch.Tensor] = []
+        addends: list[torch.Tensor] = []
+        homes = self._locals()
+        for index, local in homes:
+            param = group.params[index]
+            grad = param.sharded.grad
+            if grad is None:
+                param.sharded.grad = param.sharded_dtensor(local)
+            else:
+                assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
+                sums.append(local_of(grad))
+                addends.append(local)
+        if sums:
+            torch._foreach_add_(sums, addends)
+        for index, _ in homes:
+            sharded = group.params[index].sharded
+            for hook in post_accumulate_hooks(sharded):
+                hook(sharded)

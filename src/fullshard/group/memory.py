@@ -1,0 +1,151 @@
+"""What a group keeps between uses: the shard, and the pools from which its passing buffers come.
+
+Owns one piece of memory in which every parameter of the group has its chunk, the move of values into it, and the
+copies that a gather needs where the shard has another dtype or lies on another device. It knows no states.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.buffer.sections import shard_bytes, shard_views
+from fullshard.buffer.slots import SlotBuffer, SlotPool
+from fullshard.comm.transport import Transport
+from fullshard.torch_private import local_of, storage_id
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+    from fullshard.group.parameter import ShardedParameter
+
+_pools: weakref.WeakValueDictionary[tuple[torch.device, str, str], SlotPool] = weakref.WeakValueDictionary()
+
+
+def shared_pool(device: torch.device, transport: Transport, kind: str) -> SlotPool:
+    """The pool that all models of this process share; it ends with the last buffer that uses it."""
+    key = (device, transport.name, kind)
+    pool = _pools.get(key)
+    if pool is None:
+        pool = _pools[key] = SlotPool(device, transport.allocate)
+    return pool
+
+
+def all_pools() -> list[SlotPool]:
+    return list(_pools.values())
+
+
+class Memory:
+    """The shard of a group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        device = group.device
+        self.parameter_pool = shared_pool(device, group.transport, "parameters")
+        self.gradient_pool = shared_pool(device, group.transport, "gradients")
+        self.staging_pool = shared_pool(device, group.transport, "staging")
+        held = [_held(param) for param in group.params]
+        #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
+        self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
+        self.has_meta = any(tensor.is_meta for tensor in held)
+        dtypes = [section.dtype for section in group.sections]
+        self.nbytes = shard_bytes(group.sections, dtypes)
+        self.views: tuple[torch.Tensor, ...] = ()
+        self._allocate(dtypes)
+        self.staged_views: tuple[torch.Tensor, ...] = ()
+        self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
+        self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
+
+    @torch.inference_mode(False)
+    def _allocate(self, dtypes: Sequence[torch.dtype]) -> None:
+        group, nbytes = self._group, self.nbytes
+        if self.is_meta:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        elif group.offloads:
+            pin = getattr(group.options.offload, "pin_memory", False) and group.device.type != "cpu"
+            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        else:
+            memory = group.transport.allocate(nbytes, group.device)
+        if not self.is_meta:
+            memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
+        self.views = shard_views(memory, group.sections, dtypes)
+
+    @property
+    def version(self) -> int:
+        """Counts the writes to the shard, by whomever."""
+        return sum([view._version for view in self.views])
+
+    def local_shape(self, param: ShardedParameter) -> Sequence[int]:
+        """The shape of what this rank holds of a parameter."""
+        return param.chunk_shape(self._group.data.shard_rank)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
+        group, rank = self._group, self._group.data.shard_rank
+        for section, view in zip(group.sections, self.views, strict=True):
+            for position, index in enumerate(section.members):
+                param = group.params[index]
+                if local_of_or_none(param.sharded) is param.local and isinstance(param.sharded, DTensor):
+                    if _in_view(param.local, view):
+                        continue
+                shape = section.plan.chunk_shape(position, rank)
+                start = section.plan.shard_offsets[position]
+                place = param.view(view[start : start + torch.Size(shape).numel()], shape)
+                held = _held(param)
+                if held.is_meta and not place.is_meta:
+                    place = torch.empty_like(place, device="meta")
+                elif not place.is_meta:
+                    place.copy_(held if param.placed else param.chunk_of(held, rank))
+                param.place(place)
+        for param in group.params:
+            if param.extends and not param.placed:
+                param.place_extension(rank, group.offloads)
+        self.has_meta = any(_held(param).is_meta for param in group.params)
+
+    def stage(self, staging: SlotBuffer | None) -> SlotBuffer:
+        """Copy the shard to the compute device and dtype, in memory from the pool."""
+        group = self._group
+        if staging is None:
+            staging = SlotBuffer(self.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
+            self.staging_pool.ordinary = max(self.staging_pool.ordinary, staging.nbytes)
+        staging.take().wait()
+        if not self.staged_views:
+            with torch.inference_mode(False):
+                self.staged_views = shard_views(staging.memory, group.sections, group.compute_dtypes)
+        with torch.no_grad():
+            torch._foreach_copy_(self.staged_views, self.views, non_blocking=True)
+        return staging
+
+    def copy_whole(self, full_views: Sequence[torch.Tensor]) -> None:
+        """Where every rank keeps everything: from the shard to the full buffer."""
+        with torch.no_grad():
+            torch._foreach_copy_(full_views, self.views, non_blocking=True)
+
+    def meta_message(self) -> str:
+        names = [param.name for param in self._group.params if _held(param).is_meta]
+        return (
+            f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
+            f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
+        )
+
+
+def local_of_or_none(param: nn.Parameter) -> torch.Tensor | None:
+    return local_of(param) if isinstance(param, DTensor) else None
+
+
+def _held(param: ShardedParameter) -> torch.Tensor:
+    """What a parameter holds now: all of it before it was placed, its chunk after."""
+    if isinstance(param.sharded, DTensor):
+        return local_of(param.sharded)
+    return param.sharded.detach()
+
+
+def _in_view(local: torch.Tensor, view: torch.Tensor) -> bool:
+    return storage_id(local) == storage_id(view)

@@ -1,0 +1,141 @@
+"""The part of a device mesh over which a group's data is parallel: who shards with whom, and who replicates.
+
+Owns the validation of meshes and the step from a mesh, with or without named dims, to two process groups. It leaves
+to the parameters what a DTensor on such a mesh looks like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.policies import DataParallelMeshDims
+from fullshard.torch_private import concatenate_meshes, flatten_mesh
+
+
+@dataclass(frozen=True, eq=False)
+class DataMesh:
+    """Ranks that hold different data.
+
+    Args:
+        mesh: 1-D, or 2-D as replicate × shard.
+        shards: whether the last dim shards; a mesh that only replicates is 1-D.
+        replicates: whether the first dim replicates.
+        spmd_mesh: the full mesh on which the parameters are already DTensors, if one was given.
+        dims: which of its dims are data-parallel.
+    """
+
+    mesh: DeviceMesh
+    shards: bool = True
+    replicates: bool = False
+    spmd_mesh: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
+    shard_group: dist.ProcessGroup | None = None
+    replicate_group: dist.ProcessGroup | None = None
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard_group.size() if self.shard_group is not None else 1
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard_group.rank() if self.shard_group is not None else 0
+
+    @property
+    def replicate_size(self) -> int:
+        return self.replicate_group.size() if self.replicate_group is not None else 1
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh of the ranks that shard with this one."""
+        if self.mesh.ndim == 1:
+            return self.mesh
+        names = self.mesh.mesh_dim_names
+        assert names is not None
+        return self.mesh[names[-1]]
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks, on the accelerator where there is one and on the CPU otherwise."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    assert device is not None
+    return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:
+    """Check ``mesh`` and find its groups.
+
+    Raises:
+        ValueError: the mesh has other than one or two dims, has no names where names are needed, or lacks a named dim.
+        AssertionError: a 2-D mesh without names.
+    """
+    if dims is not None:
+        return _named(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name its data-parallel dims with dp_mesh_dims"
+        )
+    return _positional(mesh)
+
+
+def _positional(mesh: DeviceMesh) -> DataMesh:
+    if mesh.ndim == 1:
+        return DataMesh(mesh, shard_group=mesh.get_group(0))
+    assert mesh.mesh_dim_names is not None, (
+        f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+    )
+    return DataMesh(mesh, True, True, shard_group=mesh.get_group(1), replicate_group=mesh.get_group(0))
+
+
+def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} was made without mesh_dim_names")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {mesh.mesh_dim_names}")
+    shard = _submesh(mesh, dims.shard_names) if dims.shard_names else None
+    replicate = _submesh(mesh, dims.replicate_names) if dims.replicate_names else None
+    if shard is None:
+        assert replicate is not None
+        return DataMesh(replicate, False, True, mesh, dims, replicate_group=replicate.get_group())
+    if replicate is None:
+        return DataMesh(shard, True, False, mesh, dims, shard_group=shard.get_group())
+    both = concatenate_meshes([replicate, shard])
+    return DataMesh(both, True, True, mesh, dims, shard.get_group(), replicate.get_group())
+
+
+def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
+
+
+def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
+    """The mesh on which parameters rest between forward and backward for ``reshard_after_forward=size``.
+
+    All ranks of ``data`` must call it in the same order: it makes process groups, once for each mesh and size.
+    """
+    key = (tuple(data.mesh.mesh.flatten().tolist()), size, data.mesh.device_type)
+    world, smaller = _smaller.get(key, (None, None))
+    if smaller is None or world is not dist.group.WORLD:  # groups end with the process group that they were made in
+        smaller = _make_smaller(data, size)
+        _smaller[key] = (dist.group.WORLD, smaller)
+    return smaller
+
+
+_smaller: dict[tuple[tuple[int, ...], int, str], tuple[dist.ProcessGroup | None, DataMesh | None]] = {}
+
+
+def _make_smaller(data: DataMesh, size: int) -> DataMesh:
+    ranks = data.mesh.mesh.reshape(-1, size)
+    here = (ranks == dist.get_rank()).nonzero()[0]
+    row, column = ranks[here[0]].tolist(), ranks[:, here[1]].tolist()
+    shard = dist.new_group(row, use_local_synchronization=True)
+    replicate = dist.new_group(column, use_local_synchronization=True)
+    mesh = DeviceMesh.from_group(
+        [replicate, shard], data.mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+    )
+    return DataMesh(mesh, True, True, shard_group=shard, replicate_group=replicate)

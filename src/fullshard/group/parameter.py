@@ -1,0 +1,300 @@
+"""One parameter of a group: what it was, what stands for it while it is sharded, and what while it is not.
+
+Owns the DTensor that optimizers and state dicts see, the leaf that autograd sees, and the places in the module tree
+where either is shown. It leaves to the group where the values lie and when they move.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fullshard.buffer.plan import ParamShape
+from fullshard.group.mesh import DataMesh
+from fullshard.torch_private import (
+    DTensorSpec,
+    StridedShard,
+    concatenate_meshes,
+    local_of,
+    make_dtensor,
+    post_accumulate_hooks,
+    set_local,
+    sharding_spec,
+    spec_of,
+    strided_split_factor,
+)
+
+
+@dataclass
+class Location:
+    """A module that holds the parameter, and the name under which it does."""
+
+    module: nn.Module
+    name: str
+
+
+class ShardedParameter:
+    """A parameter over the ranks of a mesh.
+
+    Attributes:
+        name: fully qualified once the root is known; the name in its module before.
+        locations: everywhere it stands in the module tree; more than one if it is shared.
+        shape: of the unsharded local tensor (all of it, unless tensor parallel cut it before).
+        sharded: what the module shows between uses.
+        local: what ``sharded`` holds: a view of the group's shard.
+        unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
+    """
+
+    def __init__(
+        self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None
+    ) -> None:
+        self.locations = locations
+        self.name = locations[0].name
+        self.data = data
+        whole = local_of(param) if isinstance(param, DTensor) else param.detach()
+        self.shape = whole.shape
+        self.dtype = whole.dtype
+        self.order = _memory_order(whole)
+        self.dim = self._shard_dim(placement)
+        self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
+        self.spec = self._sharded_spec(whole)
+        self.extends = self._extends(whole)
+        self.sharded: nn.Parameter = param  # until the group has a place for it
+        self.local = whole
+        self.placed = False
+        self.unsharded: nn.Parameter | None = None
+        self.unsharded_local: torch.Tensor | None = None
+        self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
+
+    def __repr__(self) -> str:
+        return f"ShardedParameter({self.name}, shape={tuple(self.shape)}, dim={self.dim})"
+
+    # -- shapes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def plan_shape(self) -> ParamShape:
+        """The shape in the order in which the values lie in memory."""
+        dim = None if self.dim is None else self.order.index(self.dim)
+        return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
+
+    def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
+        """A 1-D tensor as the parameter or its chunk."""
+        return flat.view(tuple(memory_shape)).permute(_inverse(self.order)) if self.order else flat.view(())
+
+    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of an unsharded tensor that ``rank`` holds, as a view."""
+        if self.dim is None:
+            return whole
+        start, stop = ParamShape(self.name, tuple(self.shape), self.dim).chunk(rank, self.data.shard_size)
+        return whole.narrow(self.dim, start, stop - start)
+
+    def chunk_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that ``rank`` holds."""
+        return ParamShape(self.name, tuple(self.shape), self.dim).chunk_shape(rank, self.data.shard_size)
+
+    def padded_shape(self, world_size: int) -> tuple[int, ...]:
+        """The shape of the largest part."""
+        return ParamShape(self.name, tuple(self.shape), self.dim).chunk_shape(0, world_size)
+
+    def _shard_dim(self, placement: Shard | None) -> int | None:
+        if not self.data.shards:
+            return None
+        if not self.shape:
+            return None
+        dim = 0 if placement is None else placement.dim
+        if not -len(self.shape) <= dim < len(self.shape):
+            raise ValueError(
+                f"shard_placement_fn asks to shard parameter '{self.name}' of shape {tuple(self.shape)} "
+                f"along dim {dim}, which it does not have"
+            )
+        return dim % len(self.shape)
+
+    def _extends(self, whole: torch.Tensor) -> bool:
+        before, after = hasattr(whole, "fsdp_pre_all_gather"), hasattr(whole, "fsdp_post_all_gather")
+        if before != after:
+            missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
+            raise AssertionError(
+                f"parameter '{self.name}' is a {type(whole).__name__}, which defines one of fsdp_pre_all_gather and "
+                f"fsdp_post_all_gather and lacks {missing}: define both or neither"
+            )
+        return before
+
+    # -- DTensors ----------------------------------------------------------------------------------------------------
+
+    def _sharded_spec(self, whole: torch.Tensor) -> DTensorSpec:
+        placement: Placement = Replicate() if self.dim is None else Shard(self.dim)
+        if self.unsharded_spec is None:
+            if self.data.spmd_mesh is not None:
+                raise ValueError(
+                    f"with dp_mesh_dims every parameter must be a DTensor on the full mesh, but '{self.name}' is a "
+                    f"plain tensor: distribute it first, for example with distribute_module"
+                )
+            placements = [Replicate()] if self.data.replicates else []
+            if self.data.shards:
+                placements = [*placements, placement]
+            return sharding_spec(self.data.mesh, placements, whole.shape, whole.stride(), whole.dtype)
+        if self.data.spmd_mesh is not None:
+            return self._spec_on_full_mesh(self.unsharded_spec, placement)
+        return self._spec_beside_tensor_parallel(self.unsharded_spec, placement)
+
+    def _spec_beside_tensor_parallel(self, before: DTensorSpec, placement: Placement) -> DTensorSpec:
+        mesh = concatenate_meshes([self.data.mesh, before.mesh])
+        if self.dim is not None and (parts := strided_split_factor(before, self.dim)) > 1:
+            placement = StridedShard(self.dim, split_factor=parts)
+        placements = [Replicate()] if self.data.replicates else []
+        if self.data.shards:
+            placements = [*placements, placement]
+        meta = before.tensor_meta
+        assert meta is not None
+        return sharding_spec(mesh, [*placements, *before.placements], meta.shape, meta.stride, meta.dtype)
+
+    def _spec_on_full_mesh(self, before: DTensorSpec, placement: Placement) -> DTensorSpec:
+        mesh, dims = self.data.spmd_mesh, self.data.dims
+        assert mesh is not None and dims is not None and mesh.mesh_dim_names is not None
+        if before.mesh != mesh:
+            raise ValueError(
+                f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
+            )
+        names = mesh.mesh_dim_names
+        for name in (*dims.shard_names, *dims.replicate_names):
+            found = before.placements[names.index(name)]
+            if not found.is_replicate():
+                raise ValueError(
+                    f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{name}', found {found}"
+                )
+        first = names.index(dims.shard_names[0]) if dims.shard_names else 0
+        if self.dim is not None and dims.shard_names:
+            parts = math.prod(
+                mesh.size(i)
+                for i, other in enumerate(before.placements)
+                if i > first and isinstance(other, (Shard, StridedShard)) and other.dim == self.dim
+            )
+            if parts > 1:
+                placement = StridedShard(self.dim, split_factor=parts)
+        meta = before.tensor_meta
+        assert meta is not None
+        placements = list(before.placements)
+        if len(dims.shard_names) <= 1:
+            if dims.shard_names:
+                placements[first] = placement
+            return sharding_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)
+        # Several dims that shard become one axis, beside it the replicating one, in the place of the first of them.
+        meshes, flattened = [], []
+        for i, name in enumerate(names):
+            if i == first:
+                meshes.append(self.data.mesh)
+                flattened += [Replicate(), placement] if self.data.replicates else [placement]
+            elif name not in dims.shard_names and name not in dims.replicate_names:
+                meshes.append(mesh[name])
+                flattened.append(placements[i])
+        return sharding_spec(concatenate_meshes(meshes), flattened, meta.shape, meta.stride, meta.dtype)
+
+    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
+        """A local chunk, of the parameter or its gradient, as the DTensor that stands for all of it."""
+        return make_dtensor(local, self.spec)
+
+    def place(self, local: torch.Tensor) -> None:
+        """Let ``sharded`` hold ``local``, which has the values already; the first time it is made."""
+        self.local = local
+        if self.placed:
+            set_local(self.sharded, local)  # type: ignore[arg-type]
+            return
+        self.placed = True
+        before = self.sharded
+        self.sharded = nn.Parameter(self.sharded_dtensor(local), requires_grad=before.requires_grad)
+        self.sharded.__dict__.update(attributes_of(before))
+        for hook in post_accumulate_hooks(before):
+            self.sharded.register_post_accumulate_grad_hook(hook)
+        self._gradient_hooks = tuple((before._backward_hooks or {}).values())
+
+    def place_extension(self, rank: int, offload: bool) -> None:
+        """Give a subclass with a gather of its own a chunk of its own, padded to the largest part."""
+        whole = self.sharded.detach()
+        chunk = self.chunk_of(whole, rank)
+        padded = whole.new_zeros(self.padded_shape(self.data.shard_size))
+        local = padded.narrow(self.dim or 0, 0, chunk.shape[self.dim or 0])
+        local.copy_(chunk)
+        self.place(local.cpu() if offload else local)
+
+    def copy(self, memo: dict[int, Any]) -> ShardedParameter:
+        """The parameter of a copied module tree; ``memo`` is that of ``copy.deepcopy``."""
+        twin = copy.copy(self)
+        twin.locations = [Location(copy.deepcopy(at.module, memo), at.name) for at in self.locations]
+        twin.sharded = self.copy_values(memo)
+        twin.local = local_of(twin.sharded)  # type: ignore[arg-type]
+        twin.unsharded = twin.unsharded_local = None
+        return twin
+
+    def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy of what stands for the parameter, for ``copy.deepcopy``, which cannot copy a DTensor itself."""
+        twin = memo.get(id(self.sharded))
+        if twin is None:
+            twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
+            twin.__dict__.update(copy.deepcopy(attributes_of(self.sharded), memo))
+            if self.sharded.grad is not None:
+                twin.grad = self.sharded.grad.detach().clone()
+            memo[id(self.sharded)] = twin
+        assert isinstance(twin, nn.Parameter)
+        return twin
+
+    # -- the leaf ----------------------------------------------------------------------------------------------------
+
+    def make_unsharded(self, local: torch.Tensor) -> None:
+        """Make the leaf over ``local``, a view of the full buffer, or of what an extension made of it."""
+        self.unsharded_local = local
+        leaf: torch.Tensor = local
+        if self.unsharded_spec is not None:
+            before, meta = self.unsharded_spec, self.unsharded_spec.tensor_meta
+            assert meta is not None
+            leaf = make_dtensor(
+                local, sharding_spec(before.mesh, before.placements, meta.shape, meta.stride, local.dtype)
+            )
+        self.unsharded = nn.Parameter(leaf, requires_grad=self.sharded.requires_grad)
+        self.unsharded.__dict__.update(attributes_of(self.sharded))
+        for hook in self._gradient_hooks:
+            self.unsharded.register_hook(hook)
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """What autograd computed, as a plain tensor of ``shape``."""
+        if self.unsharded_spec is None:
+            return grad
+        assert isinstance(grad, DTensor), f"the gradient of the DTensor '{self.name}' is a {type(grad).__name__}"
+        wanted: list[Placement] = list(self.unsharded_spec.placements)
+        if self.data.spmd_mesh is not None:
+            # Sums over data-parallel dims are the group's reduction; here they would be summed twice.
+            names = self.data.spmd_mesh.mesh_dim_names
+            dims = self.data.dims
+            assert names is not None and dims is not None
+            for name in (*dims.shard_names, *dims.replicate_names):
+                at = names.index(name)
+                wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
+        if tuple(wanted) != tuple(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        return local_of(grad)
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, Any]:
+    """What a user put on a parameter, without what a DTensor keeps there itself."""
+    return {name: value for name, value in param.__dict__.items() if name not in ("_local_tensor", "_spec")}
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dims from the slowest to the fastest, for a tensor without gaps or overlaps; otherwise the order of its dims."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.ndim))
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim)))
+    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    inverse = [0] * len(order)
+    for position, dim in enumerate(order):
+        inverse[dim] = position
+    return tuple(inverse)

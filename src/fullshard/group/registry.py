@@ -1,0 +1,59 @@
+"""Which parameter objects were taken by which group.
+
+A parameter that is tied across groups is met again as the object that it was before sharding. Owns the memory of those
+objects, by weak references, so that the second group can be told of the first; and the check that no optimizer still
+steps on them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+
+_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_watching = False
+
+
+def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
+    """``originals`` are what the parameters of ``group`` were before it took them."""
+    global _watching
+    if not _watching:
+        register_optimizer_step_pre_hook(_refuse_stale_optimizer)
+        _watching = True
+    for index, param in enumerate(originals):
+        key = id(param)
+        _owners[key] = (weakref.ref(param, lambda _, key=key: _owners.pop(key, None)), weakref.ref(group), index)
+
+
+def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
+    """The group that took this object, and as which of its parameters."""
+    found = _owners.get(id(param))
+    if found is None or found[0]() is not param:
+        return None
+    group = found[1]()
+    return None if group is None else (group, found[2])
+
+
+def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _checked:
+        return
+    for options in optimizer.param_groups:
+        for param in options["params"]:
+            owner = owner_of(param)
+            if owner is not None:
+                group, index = owner
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} was built before fully_shard: its parameter "
+                    f"'{group.params[index].name}' is no longer the model's. Build the optimizer after sharding, from "
+                    f"model.parameters()"
+                )
+    _checked.add(optimizer)

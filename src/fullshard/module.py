@@ -1,0 +1,363 @@
+"""``FSDPModule``: what a module can do beyond its own class once it is sharded.
+
+Owns the methods that users call between and inside steps. Each sets an option of the module's groups or asks the
+schedule for a transition; none does the work itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from typing_extensions import deprecated
+
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.native import process_group_memory, symmetric_memory
+from fullshard.group.group import Group
+from fullshard.policies import AllGather, ReduceScatter
+from fullshard.schedule.observer import Observer
+from fullshard.schedule.unit import Unit, unit_of
+
+if TYPE_CHECKING:
+    from fullshard.schedule.schedule import Schedule
+
+_sharded_classes: dict[type, type] = {}
+
+
+def sharded_class(cls: type) -> type:
+    """The class of a sharded module: ``FSDP<Name>(FSDPModule, <Name>)``, made once for each class."""
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _sharded_classes[cls]
+
+
+class UnshardHandle:
+    """A gather that was started by ``unshard(async_op=True)``."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """What follows may use the unsharded parameters, which the module now shows. Waiting twice is harmless."""
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.schedule is not None:
+            for group in unit.groups:
+                unit.schedule.unshard(group)
+
+
+class FSDPModule:
+    """A module to which ``fully_shard`` was applied. Methods that communicate must be called by all ranks alike."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Indexing or slicing a sharded container constructs a container of the class that it was before."""
+        original = cls.__mro__[2]
+        module = original.__new__(original)
+        module.__init__(*args, **kwargs)  # type: ignore[misc]
+        return module
+
+    # -- gathering by hand -------------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and show the sharded ones. Not recursive."""
+        unit = _unit(self)
+        for group in unit.groups:
+            _schedule(self).reshard(group) if unit.schedule is not None else group.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
+
+        Args:
+            async_op: return a handle at once; forward waits for it too.
+        """
+        unit = _unit(self)
+        schedule = _schedule(self)
+        for group in unit.groups:
+            if not async_op:
+                schedule.unshard(group)
+            else:
+                schedule.gather(group)
+        return UnshardHandle(unit) if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
+
+        What was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too.
+
+        Raises:
+            RuntimeError: the module is not the root.
+        """
+        schedule = _unit(self).schedule
+        if schedule is None:
+            return
+        if schedule.root is not _unit(self):
+            raise RuntimeError(
+                f"reset_iter_state must be called on the root, {schedule.root!r}, not on {type(self).__name__}"
+            )
+        schedule.reset()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last before the optimizer: only then does it wait for every reduction."""
+        _schedule(self).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients. Without, they add up unsharded, in ``reduce_dtype``."""
+        for group in _groups(self, recurse):
+            group.options.reduce_gradients = requires_gradient_sync
+            group.options.all_reduce_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether gradients are summed over replicas (HSDP). Without, they add up sharded, in ``reduce_dtype``."""
+        for group in _groups(self, recurse):
+            group.options.all_reduce_gradients = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
+        if not factor > 0:
+            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        for group in _unit(self).groups:
+            group.options.divide_factor = factor
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Reduce with plain sums only and scale apart, as zero-copy collectives need."""
+        for group in _unit(self).groups:
+            group.options.sum_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that got no gradient take part with zeros: needed if ranks use different parameters."""
+        for group in _groups(self, recurse):
+            group.options.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many gradient buffers may be in use at once, the one that fills and those under way; 1 by default."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for group in _groups(self, recurse):
+            group.options.max_gradient_buffers = max_input_buffers
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.
+
+        Args:
+            stream: where to run it; not with native HSDP, whose all-reduce has a stream.
+        """
+        for group in _unit(self).groups:
+            if stream is not None and group.data.replicate_group is not None:
+                raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
+            group.options.all_reduce_hook = hook
+            group.options.all_reduce_hook_stream = stream
+
+    # -- resharding and prefetch -------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed between forward and backward; see ``fully_shard``."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in _units(self, recurse):
+            unit.auto_reshard = False
+            for group in unit.groups:
+                group.options.reshard_after_forward = reshard_after_forward and group.data.shards
+                group.options.resting = None
+            if unit.schedule is not None:
+                unit.schedule.size_slots()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are freed after backward. Without, the next forward of an accumulation gathers nothing."""
+        for group in _groups(self, recurse):
+            group.options.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs the parameters of this module; an embedding's does not."""
+        for group in _unit(self).groups:
+            group.options.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules while this one runs its forward, in this order, in place of what the order suggests."""
+        _unit(self).forward_prefetch = _all_sharded(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these modules while this one runs its backward, in this order, in place of what the order suggests."""
+        _unit(self).backward_prefetch = _all_sharded(modules)
+
+    def set_prefetch_limit(self, groups: int) -> None:
+        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none.
+
+        Each costs the memory of one group.
+        """
+        if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
+            raise ValueError(f"the prefetch limit counts groups and must be 0 or more, got {groups!r}")
+        _schedule(self).prefetch_limit = groups
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's gathers wait for ``event`` and not for all that was enqueued; used once."""
+        _schedule(self).after_optimizer = event
+
+    # -- communication -----------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        for group in _unit(self).groups:
+            group.use_transport(gather=CollectiveTransport(all_gather=comm))
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        for group in _unit(self).groups:
+            group.use_transport(reduce=CollectiveTransport(reduce_scatter=comm))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Let the process group allocate what collectives read and write, for zero-copy transfers."""
+        for group in _unit(self).groups:
+            _refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
+            native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
+            group.use_transport(gather=native, reduce=native)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Gather and reduce in symmetric memory, from which NCCL has faster algorithms."""
+        for group in _unit(self).groups:
+            _refuse_custom(group, "set_symm_mem_for_comm")
+            if group.options.max_gradient_buffers > 1:
+                raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
+            native = symmetric_memory(group.data.shard_group, backend)
+            group.use_transport(gather=native, reduce=native)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce over a process group of its own, so that reductions and gathers share no communicator.
+
+        All ranks that shard together must call it alike.
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in _groups(self, recurse):
+            shard_group = group.data.shard_group
+            if not enable or shard_group is None:
+                group.reduce_process_group = shard_group
+                continue
+            if group.reduce_process_group is not shard_group:
+                continue
+            ranks = tuple(dist.get_process_group_ranks(shard_group))
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+            group.reduce_process_group = made[ranks]
+
+    # -- beyond ------------------------------------------------------------------------------------------------------
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Tell ``observer`` what happens in this module's tree; returns a function that ends it."""
+        observers = _schedule(self).observers
+        observers.append(observer)
+        return lambda: observers.remove(observer)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        unit = _unit(self)
+        for group in unit.groups:
+            group.reshard()
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in unit.groups:
+            group.take_in()
+        return applied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded copy: it communicates nothing and shares nothing with this module."""
+        unit = _unit(self)
+        for group in (*unit.groups, *unit.borrowed):
+            group.reshard()
+            for param in group.params:
+                param.copy_values(memo)
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+        return twin
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` gather parameters before it runs and free them after it.
+
+    Does nothing if ``module`` is not sharded, so that one program can run both ways.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} does not have a method '{method_name}'")
+    setattr(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
+
+
+class _ForwardMethod:
+    """A method between the hooks of its module's unit."""
+
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
+        self._module = module
+        self.__wrapped__ = method
+        self.__name__ = getattr(method, "__name__", "method")
+        self.__doc__ = method.__doc__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = _unit(self._module)
+        args, kwargs = unit.pre_forward(self._module, args, kwargs)
+        return unit.post_forward(self._module, args, self.__wrapped__(*args, **kwargs))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, such as the stages of a pipeline, use the same lanes and the same bound on reductions."""
+    units = _all_sharded(modules)
+    if not units:
+        return
+    first = _schedule(units[0].modules[0])
+    for unit in units[1:]:
+        schedule = _schedule(unit.modules[0])
+        schedule.lanes, schedule.flight = first.lanes, first.flight
+        for group in schedule.groups():
+            group.lanes, group.flight = first.lanes, first.flight
+
+
+def _unit(module: Any) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None, f"{type(module).__name__} lost the state that fully_shard gave it"
+    return unit
+
+
+def _schedule(module: Any) -> Schedule:
+    unit = _unit(module)
+    return unit.schedule or unit.start()
+
+
+def _units(module: Any, recurse: bool) -> Iterator[Unit]:
+    seen: set[int] = set()
+    for each in module.modules() if recurse else (module,):
+        unit = unit_of(each)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+def _groups(module: Any, recurse: bool) -> Iterator[Group]:
+    for unit in _units(module, recurse):
+        yield from unit.groups
+
+
+def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"expected modules to which fully_shard was applied, got {type(module)}: {module}")
+    return list(dict.fromkeys(_unit(module) for module in modules))
+
+
+def _refuse_custom(group: Group, method: str) -> None:
+    if any(getattr(transport, "is_custom", False) for transport in (group.transport, group.reduce_transport)):
+        raise AssertionError(f"{method} cannot be combined with set_custom_all_gather or set_custom_reduce_scatter")

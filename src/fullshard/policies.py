@@ -1,0 +1,411 @@
+"""How a group computes, where it rests and over which mesh: the settings users hand to ``fully_shard``.
+
+Everything here is data, frozen and checked when it is made, besides two interfaces (:class:`AllGather`,
+:class:`ReduceScatter`) that users may implement to bring their own communication. Names, fields and defaults are those
+of PyTorch, and PyTorch's own objects are turned into these by the ``as_...`` functions, which know them by class name
+and fields and so import nothing. What the settings do is left to the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes of a module's computation and communication; the optimizer always sees the original dtype.
+
+    Args:
+        param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
+        reduce_dtype: in which gradients are reduced, and accumulated while their reduction is switched off.
+            ``None``: that of the computation.
+        output_dtype: to which floating-point outputs of forward are cast. ``None``: left as they are.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch's.)
+
+    Raises:
+        TypeError: for a field that is neither a ``torch.dtype`` nor ``None``.
+        ValueError: for a dtype that is not floating-point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, field)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(
+                    f"MixedPrecisionPolicy.{field} is {_describe(dtype)}; expected a floating-point torch.dtype or None"
+                )
+            if not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{field} is {dtype}, which is not floating-point; expected a dtype such as "
+                    "torch.bfloat16, or None"
+                )
+        _expect_bools(self, "cast_forward_inputs")
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded. The base of policies that do, and the default."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """What rests in CPU memory while it is not used.
+
+    Where the parameters are, there must their gradients be, and there the optimizer runs; so the switches (not in
+    PyTorch's, which offloads all three) leave these choices:
+
+    ============  ===========  =================  ==================================================================
+    parameters    gradients    optimizer_state
+    ============  ===========  =================  ==================================================================
+    True          True         True               the step runs on the CPU; parameters are copied up to be gathered
+    False         False        True               the step runs on the device; state is copied up for it and back
+    False         True         False              gradients are accumulated on the CPU and copied up for the step
+    False         True         True               both of the above
+    ============  ===========  =================  ==================================================================
+
+    Args:
+        pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
+            pages are lost to other processes; say ``False`` where CPU memory is scarce.
+        parameters: whether sharded parameters rest on the CPU.
+        gradients: whether sharded gradients rest on the CPU.
+        optimizer_state: whether the optimizer's state rests on the CPU.
+
+    Raises:
+        ValueError: for any other combination.
+    """
+
+    pin_memory: bool = True
+    parameters: bool = True
+    gradients: bool = True
+    optimizer_state: bool = True
+
+    def __post_init__(self) -> None:
+        _expect_bools(self, "pin_memory", "parameters", "gradients", "optimizer_state")
+        if not (self.parameters or self.gradients or self.optimizer_state):
+            raise ValueError(
+                "CPUOffloadPolicy with parameters, gradients and optimizer_state all False offloads nothing: "
+                "use OffloadPolicy() to say so, or switch one of them on"
+            )
+        if self.parameters and not (self.gradients and self.optimizer_state):
+            left = " and ".join(field for field in ("gradients", "optimizer_state") if not getattr(self, field))
+            raise ValueError(
+                f"CPUOffloadPolicy offloads parameters but not {left}: a parameter's gradient lives on the "
+                "parameter's device and the optimizer runs there too, so parameters=True needs gradients=True and "
+                "optimizer_state=True. Set those, or parameters=False"
+            )
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of a mesh that carries several kinds of parallelism are the data-parallel ones.
+
+    Args:
+        shard: name of the dimension to shard over; several names act as one dimension made of all of them.
+        replicate: name of the dimension to replicate over; several act as one.
+
+    Raises:
+        ValueError: if no dimension is named, or one is named twice.
+        TypeError: for something that is not a name.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("shard", "replicate"):
+            names = getattr(self, field)
+            if names is None or isinstance(names, str):
+                continue
+            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise TypeError(
+                    f"DataParallelMeshDims.{field} is {_describe(names)}; expected the name of a mesh dimension, a "
+                    "tuple of names, or None"
+                )
+            object.__setattr__(self, field, tuple(names))
+        names = self.shard_names + self.replicate_names
+        if not names:
+            raise ValueError("DataParallelMeshDims names no dimension: set shard, replicate or both")
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"DataParallelMeshDims names a dimension twice: shard={self.shard!r}, replicate={self.replicate!r}; "
+                "a mesh dimension can do only one of the two"
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+class Comm(ABC):
+    """Communication that a user brings: where its buffers lie is said here, how data moves by its subclasses."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a buffer to communicate from or into.
+
+        Called before each use; whether to make new memory, to take it from a registered pool, or to hand out the same
+        buffer again is up to the implementation, as long as no two uses that overlap share it.
+
+        Args:
+            size: shape of the buffer, in elements.
+            dtype: dtype of the buffer.
+            device: where it must lie.
+
+        Returns:
+            A contiguous tensor of that shape; its contents do not matter.
+        """
+
+
+class AllGather(Comm):
+    """An all-gather that a user brings."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Write the ``input_tensor`` of every rank of ``group``, in rank order, to ``output_tensor``.
+
+        Args:
+            output_tensor: 1-D, as many elements as all inputs together. The input may be a part of it.
+            input_tensor: 1-D, of equal size on all ranks.
+            group: the ranks that take part; all of them call.
+            async_op: whether to return before it is done.
+
+        Returns:
+            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter that a user brings."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce the ``input_tensor`` of all ranks of ``group`` and write this rank's part to ``output_tensor``.
+
+        Args:
+            output_tensor: 1-D, ``input_tensor.numel() / group.size()`` elements. It may be a part of the input.
+            input_tensor: 1-D, of equal size on all ranks; part ``r`` is for rank ``r``.
+            group: the ranks that take part; all of them call.
+            op: how to combine values.
+            async_op: whether to return before it is done.
+
+        Returns:
+            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
+        """
+
+
+class InvalidShardPlacement(TypeError, ValueError):
+    """What a ``shard_placement_fn`` returned is not a placement. A ValueError too, because PyTorch raises that."""
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """How, and over which mesh, one parameter is sharded: what a ``shard_placement_fn`` may return.
+
+    Naming a mesh is for parameters that fewer ranks share than the rest of the model, such as experts::
+
+        def place(param):
+            return ShardPlacementResult(Shard(0), expert_mesh) if param in experts else None
+
+    Args:
+        placement: the dimension to shard along; ``None`` for the first.
+        mesh: a 1-D mesh to shard over, or a 2-D mesh with names to replicate over its first dimension and to shard
+            over its second. An object that describes one by ``mesh`` and ``shard_mesh_dim`` (and perhaps
+            ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is taken as well. ``None`` for the mesh of the
+            ``fully_shard`` call.
+
+    Raises:
+        InvalidShardPlacement: (a TypeError and ValueError) if ``placement`` is not a ``Shard`` or ``mesh`` not a mesh.
+        ValueError: if the mesh does not have one of these two forms.
+    """
+
+    placement: Shard | None = None
+    mesh: Any = None
+
+    def __post_init__(self) -> None:
+        if self.placement is not None and not isinstance(self.placement, Shard):
+            raise InvalidShardPlacement(
+                f"ShardPlacementResult.placement is {_describe(self.placement)}; expected a torch.distributed.tensor "
+                "Shard(dim) or None"
+            )
+        _ = self.device_mesh  # a mesh that does not fit is refused here and not at first use
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The 1-D (shard) or 2-D (replicate, shard) mesh, or ``None`` for that of the ``fully_shard`` call."""
+        if self.mesh is None:
+            return None
+        if isinstance(self.mesh, DeviceMesh):
+            return _checked_mesh(self.mesh)
+        if isinstance(getattr(self.mesh, "mesh", None), DeviceMesh) and hasattr(self.mesh, "shard_mesh_dim"):
+            return _described_mesh(self.mesh)
+        raise InvalidShardPlacement(
+            f"ShardPlacementResult.mesh is {_describe(self.mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
+            "with .mesh and .shard_mesh_dim, or None"
+        )
+
+
+def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
+            "shard). Slice the mesh by the names of its data-parallel dimensions"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
+            'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
+        )
+    return mesh
+
+
+def _described_mesh(info: Any) -> DeviceMesh:
+    """The data-parallel part of ``info.mesh``, replicate before shard."""
+    mesh: DeviceMesh = info.mesh
+    shard, replicate = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
+    if shard is None:
+        raise ValueError(
+            f"ShardPlacementResult.mesh is {_describe(info)} without a shard_mesh_dim, over which nothing can be "
+            "sharded; give it the dimension to shard over"
+        )
+    dims = (shard,) if replicate is None else (replicate, shard)
+    if not all(0 <= dim < mesh.ndim for dim in dims) or list(dims) != sorted(set(dims)):
+        raise ValueError(
+            f"ShardPlacementResult.mesh says replicate_mesh_dim={replicate} and shard_mesh_dim={shard} of {mesh}; "
+            f"expected dimensions from 0 to {mesh.ndim - 1}, that for replication before that for sharding"
+        )
+    if len(dims) == mesh.ndim:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[tuple(mesh.mesh_dim_names[dim] for dim in dims)]
+    if len(dims) == 1:
+        return DeviceMesh.from_group(mesh.get_group(shard), mesh.device_type)
+    raise ValueError(
+        f"ShardPlacementResult.mesh says to use dimensions {dims} of {mesh}, which has no names to slice it by; make "
+        "the mesh with mesh_dim_names"
+    )
+
+
+# PyTorch's own objects: the same class name, and the fields that are read here. A class derived from one counts as it.
+
+
+def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
+    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if _is_foreign(policy, "MixedPrecisionPolicy", fields):
+        values = {field: getattr(policy, field) for field in fields}
+        return MixedPrecisionPolicy(**values, buffer_dtype=getattr(policy, "buffer_dtype", None))
+    raise TypeError(f"mp_policy is {_describe(policy)}; expected a MixedPrecisionPolicy (fullshard's or PyTorch's)")
+
+
+def as_offload_policy(policy: object) -> OffloadPolicy:
+    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    if _is_foreign(policy, "CPUOffloadPolicy", ("pin_memory",)):
+        return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
+    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
+    if _is_foreign(policy, "OffloadPolicy", ()) and not _is_foreign(policy, "CPUOffloadPolicy", ()):
+        return OffloadPolicy()
+    raise TypeError(
+        f"offload_policy is {_describe(policy)}; expected an OffloadPolicy or a CPUOffloadPolicy "
+        "(fullshard's or PyTorch's)"
+    )
+
+
+def as_mesh_dims(dims: object) -> DataParallelMeshDims:
+    """``dims`` itself if it is ours, ours with the same values if it is PyTorch's.
+
+    Raises:
+        TypeError: if it is neither.
+    """
+    if isinstance(dims, DataParallelMeshDims):
+        return dims
+    if _is_foreign(dims, "DataParallelMeshDims", ("shard", "replicate")):
+        return DataParallelMeshDims(dims.shard, dims.replicate)  # type: ignore[attr-defined]
+    raise TypeError(f"dp_mesh_dims is {_describe(dims)}; expected DataParallelMeshDims (fullshard's or PyTorch's)")
+
+
+def as_shard_placement(result: object) -> ShardPlacementResult:
+    """What a ``shard_placement_fn`` returned, whichever of the forms it may take.
+
+    Args:
+        result: ``None``, a ``Shard``, or a :class:`ShardPlacementResult` (fullshard's or PyTorch's).
+
+    Raises:
+        InvalidShardPlacement: (a TypeError and ValueError) if it is none of these.
+    """
+    if isinstance(result, ShardPlacementResult):
+        return result
+    if result is None or isinstance(result, Shard):
+        return ShardPlacementResult(result)
+    if _is_foreign(result, "ShardPlacementResult", ("placement", "mesh_info")):
+        return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
+    raise InvalidShardPlacement(
+        f"shard_placement_fn returned {_describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
+        "ShardPlacementResult (fullshard's or PyTorch's)"
+    )
+
+
+def _is_foreign(obj: object, class_name: str, fields: Sequence[str]) -> bool:
+    named = any(cls.__name__ == class_name for cls in type(obj).__mro__)
+    return named and all(hasattr(obj, field) for field in fields)
+
+
+def _describe(obj: object) -> str:
+    if isinstance(obj, type):
+        return f"the class {obj.__qualname__} itself"
+    return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"
+
+
+def _expect_bools(policy: object, *fields: str) -> None:
+    for field in fields:
+        value = getattr(policy, field)
+        if not isinstance(value, bool):
+            raise TypeError(f"{type(policy).__name__}.{field} is {_describe(value)}; expected True or False")
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)

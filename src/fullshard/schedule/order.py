@@ -1,0 +1,55 @@
+"""The order in which groups run: recorded in one step, used to gather ahead in the next.
+
+Implicit prefetch that follows how far the host runs ahead is lost when a model synchronises; a recorded order is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fullshard.group.group import Group
+
+_LONGEST = 100_000  # uses of groups that are remembered when no backward ever clears them
+
+
+class Order:
+    """Which group follows which, in forward and in backward."""
+
+    def __init__(self) -> None:
+        self._last_forward: list[Group] = []
+        self._forward: list[Group] = []
+        self._finished: list[Group] = []
+        self._uses: dict[int, list[int]] = {}
+
+    def begin_forward(self) -> None:
+        if self._forward:
+            self._last_forward = self._forward
+        self._forward = []
+
+    def enter(self, group: Group) -> None:
+        """``group`` begins its forward."""
+        self._forward.append(group)
+
+    def leave(self, group: Group) -> None:
+        """``group`` ended its forward."""
+        if len(self._finished) >= _LONGEST:
+            self.forget()
+        self._uses.setdefault(id(group), []).append(len(self._finished))
+        self._finished.append(group)
+
+    def next_in_forward(self) -> Iterator[Group]:
+        """The groups that followed, last time, the one that has just been entered."""
+        at = len(self._forward) - 1
+        if 0 <= at < len(self._last_forward) and self._last_forward[at] is self._forward[at]:
+            yield from self._last_forward[at + 1 :]
+
+    def next_in_backward(self, group: Group) -> Iterator[Group]:
+        """The groups whose backward follows that of the last use of ``group``."""
+        uses = self._uses.get(id(group))
+        if uses:
+            yield from reversed(self._finished[: uses.pop()])
+
+    def forget(self) -> None:
+        """The uses so far have had their backward."""
+        self._finished.clear()
+        self._uses.clear()

@@ -1,0 +1,211 @@
+"""When each group of a tree of modules is gathered, resharded and reduced, and what waits for what.
+
+One schedule serves all units under one root. Owns the passes of a step (their beginning, their end, and what an error
+leaves behind), prefetch and its bound, and the observers. It leaves to the groups how they gather and reduce, and to
+the units which module is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+
+from fullshard.device import EventMark, Lanes, mark_now
+from fullshard.group.gradients import Flight
+from fullshard.group.group import Clock, Group, State
+from fullshard.schedule.observer import Action, Event, Observer
+from fullshard.schedule.order import Order
+from fullshard.torch_private import call_after_backward, in_backward
+
+if TYPE_CHECKING:
+    from fullshard.schedule.unit import Unit
+
+
+class Schedule:
+    """The passes of one tree of modules."""
+
+    def __init__(self, root: Unit, device: torch.device) -> None:
+        self.root = root
+        self.device = device
+        self.units: list[Unit] = []
+        self.lanes = Lanes(device)
+        self.flight = Flight()
+        self.clock = Clock()
+        self.order = Order()
+        self.observers: list[Observer] = []
+        self.prefetch_limit = 1
+        self.is_last_backward = True
+        self.after_optimizer: torch.Event | None = None
+        self._forward_root: Unit | None = None
+        self._in_backward = False
+        self._step = 0
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def take_over(self, units: Iterable[Unit], module: nn.Module) -> None:
+        """Make all units under the root share this schedule, and name their groups after their modules."""
+        self.units = list(units)
+        names = {id(submodule): name for name, submodule in module.named_modules()}
+        for unit in self.units:
+            unit.schedule = self
+            for group in unit.groups:
+                group.name = ", ".join(names.get(id(member), "?") for member in unit.modules)
+                group.lanes, group.flight, group.clock = self.lanes, self.flight, self.clock
+                for param in group.params:
+                    location = param.locations[0]
+                    prefix = names.get(id(location.module), "")
+                    param.name = f"{prefix}.{location.name}" if prefix else location.name
+        self.size_slots()
+
+    def size_slots(self) -> None:
+        """An ordinary slot is as large as the largest group that takes turns."""
+        for group in self.groups():
+            if group.options.reshard_after_forward:
+                pool = group.memory.parameter_pool
+                pool.ordinary = max(pool.ordinary, group.full.nbytes)
+
+    def groups(self) -> list[Group]:
+        return [group for unit in self.units for group in unit.groups]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit) -> bool:
+        """The forward of ``unit`` begins; returns whether it is the outermost one.
+
+        Raises:
+            RuntimeError: an earlier forward or backward was cut short by an error.
+        """
+        if self._in_backward:
+            raise RuntimeError(
+                f"a backward of {self.root!r} did not end, as an error in it leaves it: call reset_iter_state() on the "
+                f"root module before the next forward. The gradients of that step are lost"
+            )
+        if self._forward_root is not None:
+            if unit is self._forward_root or unit is self.root:
+                raise RuntimeError(
+                    f"the forward of {self._forward_root!r} did not end, as an error in it leaves it: call "
+                    f"reset_iter_state() on the root module before the next forward"
+                )
+            return False
+        self._forward_root = unit
+        self._step += 1
+        self.clock.epoch += 1
+        if self.after_optimizer is not None:
+            self.clock.written = EventMark(self.after_optimizer, self.device)
+            self.after_optimizer = None
+        else:
+            self.clock.written = mark_now(self.device)
+        for group in self.groups():
+            group.check_in()
+        self.order.begin_forward()
+        return True
+
+    def end_forward(self, unit: Unit) -> bool:
+        """The forward of ``unit`` ended; returns whether it was the outermost one."""
+        if self._forward_root is not unit:
+            return False
+        self._forward_root = None
+        for group in self.groups():
+            if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
+                self.reshard(group)
+        return True
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Gather ahead, after what ``unit`` needs itself."""
+        if unit.forward_prefetch:
+            for target in unit.forward_prefetch:
+                for group in target.groups:
+                    self.gather(group)
+            return
+        self._gather_ahead(self.order.next_in_forward())
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward reached the tree: be called when it ends."""
+        if not self._in_backward:
+            self._in_backward = True
+            call_after_backward(self.end_backward)
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Gather ahead what comes before ``unit`` in forward, and so after it in backward."""
+        if unit.backward_prefetch:
+            for target in unit.backward_prefetch:
+                for group in reversed(target.groups):
+                    self.gather(group)
+            return
+        for group in reversed(unit.groups):
+            ahead = self.order.next_in_backward(group)
+        if unit.groups:
+            self._gather_ahead(other for other in ahead if other.options.unshard_in_backward)
+
+    def end_backward(self) -> None:
+        """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
+        self._in_backward = False
+        self._forward_root = None
+        for unit in self.units:
+            unit.end_backward()
+        if self.is_last_backward:
+            self.flight.keep_at_most(0)
+            self.order.forget()
+
+    def reset(self) -> None:
+        """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
+        self._forward_root = None
+        self._in_backward = False
+        for unit in self.units:
+            unit.reset()
+        self.flight.drop()
+        self.order.forget()
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def unshard(self, group: Group) -> None:
+        """Gather ``group`` unless it was gathered ahead, and let its modules show the unsharded parameters."""
+        before = group.state
+        self.gather(group)
+        group.wait_for_unshard()
+        if before is not State.UNSHARDED:
+            self.tell("unshard", group)
+
+    def gather(self, group: Group) -> None:
+        """Start to gather ``group``, unless its values are there."""
+        before = group.state
+        if group.unshard():
+            self.tell("gather", group)
+        elif before is not group.state:
+            self.tell("reuse", group)
+
+    def _gather_ahead(self, targets: Iterable[Group]) -> None:
+        left = self.prefetch_limit
+        for group in targets:
+            if left == 0:
+                return
+            left -= 1
+            if group.state is State.SHARDED or group.state is State.RESTING:
+                self.gather(group)
+
+    def reshard(self, group: Group) -> None:
+        if group.state is not State.SHARDED:
+            group.reshard()
+            self.tell("reshard", group)
+
+    def reshard_after_forward(self, group: Group) -> None:
+        before = group.state
+        group.reshard_after_forward()
+        if group.state is not before:
+            self.tell("rest" if group.state is State.RESTING else "reshard", group)
+
+    def reduce(self, group: Group) -> None:
+        if group.gradients.reduce():
+            self.tell("reduce", group)
+
+    def tell(self, action: Action, group: Group) -> None:
+        if self.observers:
+            during = "backward" if in_backward() or self._in_backward else "forward"
+            event = Event(action, group.name, during, self._step)  # type: ignore[arg-type]
+            for observer in self.observers:
+                observer(event)

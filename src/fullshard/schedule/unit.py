@@ -1,0 +1,347 @@
+"""A unit: the modules that were sharded in one call, and the hooks by which they run.
+
+Owns the phase in which its modules are, the autograd nodes that mark where their backward begins and ends, and the
+casts at their boundaries. It leaves to the schedule what is gathered when.
+
+A forward call, with gradients, leaves two marks in autograd's graph::
+
+    inputs ─▶ [EndOfBackward] ─▶ forward ─▶ outputs with a hook
+                    ▲                            │
+                    └── its backward: reduce,    └── its backward: gather
+                        reshard
+
+A recomputation (activation checkpointing) runs the forward inside of backward. It gathers and does not reshard, because
+the backward of the same modules follows; and it may stop before the forward ends, so that nothing relies on the hook
+after a forward having run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fullshard import tree
+from fullshard.group.group import Group
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.schedule.schedule import Schedule
+from fullshard.torch_private import base_of, in_backward, storage_id
+
+
+class Phase(Enum):
+    """Where the modules of a unit are."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+class Use:
+    """One forward call, which may have one backward."""
+
+    __slots__ = ("entered",)
+
+    def __init__(self) -> None:
+        self.entered = False
+
+
+class EndOfBackward(torch.autograd.Function):
+    """The identity on a unit's inputs: when their gradients are there, the backward of the unit has ended."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(unit: Unit, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.unit, ctx.use = inputs[0], inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.unit.post_backward(ctx.use)
+        return (None, None, *grads)
+
+
+class Unit:
+    """Modules that were sharded in one call.
+
+    Attributes:
+        groups: their groups; more than one if parameters were put on several meshes.
+        borrowed: groups of other units that hold parameters tied to ones of these modules.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
+    ) -> None:
+        self.modules = tuple(modules)
+        self.device = device
+        self.mp_policy = mp_policy
+        #: Whether the root may choose to stay unsharded after forward, because the user did not say.
+        self.auto_reshard = auto_reshard
+        self.groups: list[Group] = []
+        self.borrowed: list[Group] = []
+        self.schedule: Schedule | None = None
+        self.forward_prefetch: list[Unit] = []
+        self.backward_prefetch: list[Unit] = []
+        self.phase = Phase.IDLE
+        self._to_run: set[nn.Module] = set()
+        self._use = Use()
+        self._entered = 0  # uses whose backward has begun and not ended
+        self._holds = False  # whether this unit is counted among the users of its groups
+
+    def __repr__(self) -> str:
+        return ", ".join(type(module).__name__ for module in self.modules)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Runs before the forward of each of the modules."""
+        schedule = self.schedule or self.start()
+        recomputes = in_backward()
+        if self.phase is Phase.BACKWARD:
+            for group in self._needed():
+                schedule.unshard(group)
+            return self._cast_inputs(args, kwargs)
+        first = self.phase is Phase.IDLE
+        if first and not recomputes and schedule.begin_forward(self) and self.device.type != "cpu":
+            args, kwargs = tree.to_device((args, kwargs), self.device)
+        self.phase = Phase.FORWARD
+        if not self._to_run and len(self.modules) > 1:
+            self._to_run.update(self.modules)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        needed = self._needed()
+        for group in needed:
+            if first and not recomputes:
+                schedule.order.enter(group)
+            schedule.unshard(group)
+        if first:
+            self._hold(needed)
+            self._use = Use()
+            if not recomputes:
+                schedule.prefetch_forward(self)
+            if torch.is_grad_enabled():
+                args, kwargs = self._mark_end(args, kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Runs after the forward of each of the modules."""
+        schedule = self.schedule
+        assert schedule is not None
+        if self.phase is Phase.BACKWARD:
+            return self._cast_output(output)
+        recomputes = in_backward()
+        self._to_run.discard(module)
+        ended = not self._to_run
+        output = self._cast_output(self._own_output(output))
+        if torch.is_grad_enabled():
+            self._mark_begin(output)
+        if recomputes:
+            if ended:
+                self._release(self._needed())
+                self.phase = Phase.IDLE
+            return output
+        if ended:
+            self._leave_forward(schedule)
+        if schedule.end_forward(self):
+            for unit in schedule.units:
+                if unit._to_run:  # modules of a list that did not run in this forward
+                    unit._leave_forward(schedule)
+        return output
+
+    def _leave_forward(self, schedule: Schedule) -> None:
+        needed = self._needed()
+        self._to_run.clear()
+        self._release(needed)
+        for group in needed:
+            schedule.order.leave(group)
+            if not group.users:
+                schedule.reshard_after_forward(group)
+        self.phase = Phase.IDLE
+
+    def _needed(self) -> list[Group]:
+        return self.groups if not self.borrowed else [*self.groups, *self.borrowed]
+
+    def _hold(self, groups: Sequence[Group]) -> None:
+        """Be counted among the users of groups: one that is tied to another stays while anybody needs it."""
+        if not self._holds:
+            self._holds = True
+            for group in groups:
+                group.users += 1
+
+    def _release(self, groups: Sequence[Group]) -> None:
+        if self._holds:
+            self._holds = False
+            for group in groups:
+                group.users -= 1
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        policy = self.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return args, kwargs
+        return tree.cast_floating(args, policy.param_dtype), tree.cast_floating(kwargs, policy.param_dtype)
+
+    def _cast_output(self, output: Any) -> Any:
+        if self.mp_policy.output_dtype is None:
+            return output
+        return tree.cast_floating(output, self.mp_policy.output_dtype)
+
+    def _own_output(self, output: Any) -> Any:
+        """Copy an output that is a view of gathered parameters: what it reads is about to be somebody else's."""
+        storages = {group.full.storage_id for group in self._needed()}
+
+        def owned(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout is torch.strided and storage_id(tensor) in storages:
+                return tensor.clone()
+            return tensor
+
+        return tree.map_tensors(owned, output)
+
+    # -- the marks in autograd's graph -------------------------------------------------------------------------------
+
+    def _mark_end(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put :class:`EndOfBackward` on the inputs that require gradients."""
+        inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
+        if not inputs:
+            return args, kwargs
+        marked = EndOfBackward.apply(self, self._use, *inputs)
+        replacement = dict(zip(map(id, inputs), marked, strict=True))
+        replace = partial(_replace, replacement)
+        return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
+
+    def _mark_begin(self, output: Any) -> None:
+        """Put a hook on the outputs that require gradients.
+
+        An operation in place on a view gives the view a new history, in which its hook is lost; its base keeps one.
+        """
+        hook = None
+        for tensor in tree.tensors(output):
+            if tensor.requires_grad:
+                hook = hook or partial(self.pre_backward, self._use)
+                tensor.register_hook(hook)
+                base = base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    base.register_hook(hook)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, use: Use, grad: torch.Tensor) -> None:
+        """Runs when autograd has a gradient of an output."""
+        if use.entered:
+            return
+        use.entered = True
+        self._entered += 1
+        schedule = self.schedule
+        assert schedule is not None
+        schedule.begin_backward()
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        needed = self._needed()
+        for group in needed:
+            if group.options.unshard_in_backward:
+                schedule.unshard(group)
+        self._hold(needed)
+        schedule.prefetch_backward(self)
+
+    def post_backward(self, use: Use) -> None:
+        """Runs when autograd has the gradients of the inputs."""
+        schedule = self.schedule
+        assert schedule is not None
+        if use.entered:
+            self._entered -= 1
+            use.entered = False
+        elif not all(group.is_unsharded for group in self.groups):
+            raise RuntimeError(
+                f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
+                f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
+                f"dicts, dataclasses or containers known to pytree"
+            )
+        schedule.begin_backward()
+        if self._entered > 0:
+            return  # another forward call of these modules is still in its backward
+        self._finish_backward(schedule)
+
+    def _finish_backward(self, schedule: Schedule) -> None:
+        needed = self._needed()
+        self._release(needed)
+        self.phase = Phase.IDLE
+        for group in self.groups:
+            if group.options.reduce_gradients:
+                schedule.reduce(group)
+        for group in needed:
+            if group.options.reshard_after_backward and not group.users:
+                schedule.reshard(group)
+
+    def end_backward(self) -> None:
+        """The backward of the whole tree ended."""
+        schedule = self.schedule
+        assert schedule is not None
+        self._entered = 0
+        self._to_run.clear()
+        self._finish_backward(schedule)
+
+    def reset(self) -> None:
+        """Back to the beginning of a step."""
+        self.phase = Phase.IDLE
+        self._entered = 0
+        self._to_run.clear()
+        self._holds = False
+        self._use = Use()
+        for group in self.groups:
+            group.users = 0
+            group.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
+        twin = memo[id(self)] = Unit.__new__(Unit)
+        twin.__init__((), self.device, self.mp_policy, self.auto_reshard)  # type: ignore[misc]
+        twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
+        twin.groups = [copy.deepcopy(group, memo) for group in self.groups]
+        twin.borrowed = [copy.deepcopy(group, memo) for group in self.borrowed]
+        twin.forward_prefetch = [copy.deepcopy(unit, memo) for unit in self.forward_prefetch]
+        twin.backward_prefetch = [copy.deepcopy(unit, memo) for unit in self.backward_prefetch]
+        return twin
+
+    # -- the root ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Schedule:
+        """Become the root of a tree: the first unit that runs, or whose groups are used, is."""
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"fully_shard was called with a list of modules, {self!r}, of which one ran outside of any root: apply "
+                f"fully_shard to the module that contains them and run that first"
+            )
+        module = self.modules[0]
+        schedule = Schedule(self, self.device)
+        units = list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
+        for unit in units:
+            if unit.schedule is not None and unit.phase is not Phase.IDLE:
+                raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
+        if self.auto_reshard:
+            for group in self.groups:
+                group.options.reshard_after_forward = False
+                group.options.resting = None
+        schedule.take_over(units, module)
+        return schedule
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit to which a module belongs, if ``fully_shard`` was applied to it."""
+    return module.__dict__.get("_fullshard_unit")
+
+
+def _replace(replacement: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return replacement.get(id(tensor), tensor)
+

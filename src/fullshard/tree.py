@@ -1,0 +1,324 @@
+"""Tensors inside whatever a forward takes and returns: nested containers, dataclasses, registered objects.
+
+:func:`map_tensors` replaces them and :func:`tensors` lists them; casting and moving are two such maps. What holds no
+tensor that changes is handed back as it is, the same object, and nothing is written into: a container with a changed
+tensor is rebuilt, and so is what encloses it. Hooks call this for every module, so a single tensor and a short tuple
+of them take a path of their own.
+
+======================================================  ==============================================================
+walked into                                             how it is rebuilt
+======================================================  ==============================================================
+tuple, list, dict, and classes derived from them        an object of the same class, without calling its constructor
+named tuple                                             the same
+dataclass (frozen, with slots, derived from dict),      the same; fields with ``init=False`` and other attributes too,
+``UserDict`` and ``UserList``                           ``cached_property`` values left out, to be computed anew
+registered with pytree                                  by its registered functions, which have the last word
+``PackedSequence``                                      by its constructor; ``batch_sizes``, always on the CPU, is kept
+======================================================  ==============================================================
+
+Everything else is a leaf, sets and modules among it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, UserList, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
+from operator import is_
+from types import MemberDescriptorType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fullshard.torch_private import PYTREE_NODES
+
+T = TypeVar("T")
+
+_LEAVES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device}
+)
+_PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
+    """``tree`` with every tensor replaced by ``fn(tensor)``.
+
+    A tensor that appears several times is given to ``fn`` once, and containers that appear several times stay one
+    container; cycles are followed and come out as cycles.
+
+    Args:
+        fn: returns the tensor itself to leave it as it is.
+        tree: any nesting of what the module's docstring lists.
+
+    Returns:
+        ``tree`` itself if ``fn`` returned every tensor unchanged.
+    """
+    if isinstance(tree, Tensor):
+        return cast(T, fn(tree))
+    if _is_empty(tree):
+        return tree
+    flat = _flat_tensors(tree)
+    if flat is not None:
+        if len(flat) == 1:
+            new = fn(flat[0])
+            return tree if new is flat[0] else cast(T, (new,))
+        several = tuple(map(fn, flat))
+        return tree if all(map(is_, several, flat)) else cast(T, several)
+    walk = _Walk(fn)
+    mapped = walk.visit(tree)
+    return mapped if walk.changed else tree  # a cycle is rebuilt before it is known that nothing in it changes
+
+
+def tensors(tree: object) -> list[Tensor]:
+    """The tensors in ``tree`` in the order in which they are met, each once."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    flat = _flat_tensors(tree)
+    if flat is not None:
+        return list(flat)
+    found: list[Tensor] = []
+    if not _is_empty(tree):
+
+        def collect(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        _Walk(collect).visit(tree)
+    return found
+
+
+def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
+    """``tree`` with its floating-point tensors in ``dtype``, or as they are if that is ``None``."""
+    if dtype is None:
+        return tree
+
+    def cast_one(tensor: Tensor) -> Tensor:
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    return map_tensors(cast_one, tree)
+
+
+def to_device(tree: T, device: torch.device | str | int) -> T:
+    """``tree`` with its tensors on ``device``; a tensor that lies there already is left as it is."""
+    target = device if isinstance(device, torch.device) else torch.device(device)
+    return map_tensors(lambda tensor: tensor if tensor.device == target else tensor.to(target), tree)
+
+
+def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
+    """``tree`` if it is a tuple of different tensors and nothing else, as the arguments of most modules are."""
+    if type(tree) is not tuple:
+        return None
+    if len(tree) == 1:
+        return tree if isinstance(tree[0], Tensor) else None
+    is_flat = _PLAIN_TENSORS.issuperset(map(type, tree)) and len(set(map(id, tree))) == len(tree)
+    return tree if is_flat else None
+
+
+def _is_empty(tree: Any) -> bool:
+    cls = type(tree)
+    if cls is tuple or cls is dict or cls is list:
+        return not tree
+    return cls in _LEAVES
+
+
+class _Kind(NamedTuple):
+    """How the containers of one class come apart and together.
+
+    ``open`` gives the values to walk and whatever else ``build`` needs to know. ``blank`` makes an empty container that
+    ``build`` fills in place, which is how a container can be referred to before it is complete; without it there are no
+    such references, and ``build`` is given ``None`` and makes the container.
+    """
+
+    open: Callable[[Any], tuple[Sequence[Any], Any]]
+    build: Callable[[Any, list[Any], Any, Any], Any]
+    blank: Callable[[Any], Any] | None = None
+
+
+class _Walk:
+    """One walk over a tree: what was already mapped, and which containers are being walked right now."""
+
+    __slots__ = ("changed", "done", "fn", "under_way")
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.fn = fn
+        self.changed = False
+        self.done: dict[int, tuple[Any, Any]] = {}  # the key is an id, so the object is kept alive beside its result
+        self.under_way: dict[int, Any] = {}
+
+    def visit(self, node: Any) -> Any:
+        cls = type(node)
+        if cls in _LEAVES:
+            return node
+        key = id(node)
+        if key in self.done:
+            return self.done[key][1]
+        if isinstance(node, Tensor):
+            result = self.fn(node)
+            self.changed |= result is not node
+        else:
+            kind = _kind(cls)
+            if kind is None:
+                return node
+            if key in self.under_way:
+                return self._refer_to(key, node, kind)
+            result = self._visit_container(key, node, kind)
+        self.done[key] = (node, result)
+        return result
+
+    def _visit_container(self, key: int, node: Any, kind: _Kind) -> Any:
+        self.under_way[key] = None
+        old, context = kind.open(node)
+        new = [self.visit(value) for value in old]
+        blank = self.under_way.pop(key)
+        if blank is None:
+            if all(map(is_, new, old)):
+                return node
+            if kind.blank is not None:
+                blank = kind.blank(node)
+        return kind.build(node, new, context, blank)
+
+    def _refer_to(self, key: int, node: Any, kind: _Kind) -> Any:
+        """What stands for a container inside itself. A cycle through a tuple also passes through something mutable, at
+        which it is cut; were it entered at the tuple, the old tuple stands there."""
+        if kind.blank is None:
+            return node
+        if self.under_way[key] is None:
+            self.under_way[key] = kind.blank(node)
+        return self.under_way[key]
+
+
+def _kind(cls: type) -> _Kind | None:
+    """``None`` for a leaf. Registrations are looked up each time, because they may come at any time."""
+    kind = _BUILTIN_KINDS.get(cls)
+    if kind is None:
+        kind = _REGISTERED if cls in PYTREE_NODES else _derived_kind(cls)
+    return kind
+
+
+@lru_cache(maxsize=1024)
+def _derived_kind(cls: type) -> _Kind | None:
+    if issubclass(cls, PackedSequence):
+        return _PACKED
+    if issubclass(cls, nn.Module):
+        return None
+    if issubclass(cls, tuple):
+        return _TUPLE_LIKE
+    if dataclasses.is_dataclass(cls) or issubclass(cls, (dict, list, UserDict, UserList)):
+        return _OBJECT
+    return None
+
+
+def _open_object(node: Any) -> tuple[Sequence[Any], Any]:
+    """Values of the items, if it is a list or a dict, then those of the attributes. Methods that the class overrides
+    are passed by, so that what is stored is seen."""
+    items: dict[Any, Any] = {}
+    if isinstance(node, dict):
+        items.update(OrderedDict.items(node) if isinstance(node, OrderedDict) else dict.items(node))
+    elif isinstance(node, list):
+        items.update(enumerate(list.__iter__(node)))
+    attributes = dict(_attributes(node))
+    return (*items.values(), *attributes.values()), (tuple(items), tuple(attributes))
+
+
+def _build_object(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
+    keys, names = context
+    if isinstance(node, dict):
+        put = OrderedDict.__setitem__ if isinstance(node, OrderedDict) else dict.__setitem__
+        for key, value in zip(keys, new, strict=False):
+            put(blank, key, value)
+    elif isinstance(node, list):
+        list.extend(blank, new[: len(keys)])
+    for name, value in zip(names, new[len(keys) :], strict=True):
+        object.__setattr__(blank, name, value)  # works for frozen dataclasses too
+    return blank
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
+    """What the instance itself holds, in ``__dict__`` or slots; not the values that it caches."""
+    cls: type = type(node)
+    for name in _slot_names(cls):
+        try:
+            yield name, object.__getattribute__(node, name)
+        except AttributeError:
+            continue  # a field that was never set
+    for name, value in getattr(node, "__dict__", {}).items():
+        if not isinstance(getattr(cls, name, None), cached_property):
+            yield name, value
+
+
+@lru_cache(maxsize=1024)
+def _slot_names(cls: type) -> tuple[str, ...]:
+    """Attributes that are kept outside ``__dict__``, a defaultdict's ``default_factory`` among them."""
+    return tuple(
+        name for base in cls.__mro__ for name, member in vars(base).items() if isinstance(member, MemberDescriptorType)
+    )
+
+
+def _blank_object(node: Any) -> Any:
+    return _new(type(node))
+
+
+def _new(cls: type, *args: Any) -> Any:
+    """An object made by the class of the interpreter from which ``cls`` derives, because constructors that users write
+    may want other arguments than we have."""
+    return _constructing_base(cls).__new__(cls, *args)
+
+
+@lru_cache(maxsize=1024)
+def _constructing_base(cls: type) -> Any:
+    return next(
+        base for base in cls.__mro__ if "__new__" in vars(base) and not isinstance(vars(base)["__new__"], staticmethod)
+    )
+
+
+def _build_tuple_like(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
+    copy = _new(type(node), new)
+    for name, value in getattr(node, "__dict__", {}).items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+def _open_packed(node: PackedSequence) -> tuple[Sequence[Any], Any]:
+    return (node.data, node.sorted_indices, node.unsorted_indices), node.batch_sizes
+
+
+def _build_packed(node: PackedSequence, new: list[Any], batch_sizes: Any, blank: Any) -> PackedSequence:
+    data, sorted_indices, unsorted_indices = new
+    return type(node)(data, batch_sizes, sorted_indices, unsorted_indices)
+
+
+def _open_registered(node: Any) -> tuple[Sequence[Any], Any]:
+    values, context = PYTREE_NODES[type(node)].flatten_fn(node)
+    return list(values), context
+
+
+def _build_registered(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
+    return PYTREE_NODES[type(node)].unflatten_fn(new, context)
+
+
+def _build_dict(node: dict[Any, Any], new: list[Any], keys: Any, blank: dict[Any, Any]) -> dict[Any, Any]:
+    blank.update(zip(keys, new, strict=True))
+    return blank
+
+
+def _build_list(node: list[Any], new: list[Any], context: Any, blank: list[Any]) -> list[Any]:
+    blank.extend(new)
+    return blank
+
+
+_OBJECT = _Kind(_open_object, _build_object, _blank_object)
+_TUPLE_LIKE = _Kind(lambda node: (tuple(node), None), _build_tuple_like)
+_PACKED = _Kind(_open_packed, _build_packed)
+_REGISTERED = _Kind(_open_registered, _build_registered)
+_BUILTIN_KINDS: dict[type, _Kind] = {
+    tuple: _Kind(lambda node: (node, None), lambda node, new, context, blank: tuple(new)),
+    list: _Kind(lambda node: (tuple(node), None), _build_list, lambda node: []),
+    dict: _Kind(lambda node: (tuple(node.values()), tuple(node)), _build_dict, lambda node: {}),
+    OrderedDict: _OBJECT,
+    defaultdict: _OBJECT,
+}

@@ -1,0 +1,494 @@
+"""Which submodules become groups of their own: the auto-wrap policies, and blocks found without one.
+
+A policy is an object with ``_run_policy`` (:class:`ModuleWrapPolicy`, :class:`CustomPolicy`, PyTorch's own) or a
+function ``(module, recurse, nonwrapped_numel) -> bool``. :func:`targets` asks either for both front ends and answers in
+the order in which modules must be handled; :func:`repeated_blocks` needs no policy. What is then done to the modules is
+left to the front ends; only :func:`wrap` constructs a wrapper, where the user writes it.
+
+A function is asked twice about a module, as in PyTorch: with ``recurse=True`` and the elements of all its parameters
+whether its children shall be considered, and after those, with ``recurse=False`` and the elements they left, whether
+the module itself is wanted::
+
+    root (recurse? 100)            a, b and d are targets, in the order b, a, d
+     |- a    (recurse? 60)
+     |   |- b   (recurse? 40)  ->  (40?) yes
+     |   '- c   (recurse? 10)  ->  (10?) no, stays with a        a  ->  (60 - 40 = 20?) yes
+     '- d    (recurse? 40)     ->  (40?) yes                     the root is not asked: its caller handles it
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "repeated_blocks",
+    "size_based_auto_wrap_policy",
+    "targets",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+Overrides = dict[str, Any]
+WrapFunction = Callable[..., bool]  # called with the keywords module, recurse and nonwrapped_numel
+
+
+class _Policy(ABC):
+    """A policy that sees the whole tree at once. Named as PyTorch's base, from which users derive their own."""
+
+    @abstractmethod
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
+    ) -> dict[nn.Module, Overrides]:
+        """The modules of the tree to wrap, in any order, each with its keywords: ``root_kwargs``, changed or not."""
+
+
+class ModuleWrapPolicy(_Policy):
+    """Wraps every module of the given classes, or of classes derived from them.
+
+    Args:
+        module_classes: the classes.
+
+    Raises:
+        TypeError: for something that is not a collection of classes.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        if isinstance(module_classes, type) or not isinstance(module_classes, Iterable):
+            raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got {module_classes!r}; put it in braces")
+        self._module_classes = set(module_classes)
+        for cls in self._module_classes:
+            if not isinstance(cls, type):
+                raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got one with {cls!r} in it")
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
+    ) -> dict[nn.Module, Overrides]:
+        chosen = (module for module in root_module.modules() if isinstance(module, tuple(self._module_classes)))
+        return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return _module_wrap_policy(module, recurse, -1, self._module_classes)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}({self._module_classes})"
+
+
+class CustomPolicy(_Policy):
+    """Wraps what a function says, with the keywords it says::
+
+        CustomPolicy(lambda module: {"reshard_after_forward": False} if module is model.head else type(module) is Block)
+
+    Args:
+        lambda_fn: returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
+            keywords, or a dict of keywords that differ from the root's.
+
+    Raises:
+        ValueError: when the policy is run and the function returns something else.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | Overrides]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
+    ) -> dict[nn.Module, Overrides]:
+        chosen = {}
+        for name, module in root_module.named_modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, (bool, dict)):
+                raise ValueError(
+                    f"the function of a CustomPolicy returned {answer!r} for module '{name}' "
+                    f"({type(module).__name__}); expected True, False or a dict of keywords"
+                )
+            if answer:
+                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return chosen
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wraps every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wraps every module for which ``lambda_fn`` is true; give that with ``functools.partial``."""
+    return True if recurse else lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wraps every module of the given classes; give them with ``functools.partial``.
+
+    What is outside of them, such as an embedding and the head tied to it, stays together in the root.
+    """
+    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps a module as soon as what its wrapped children leave over is large enough.
+
+    Args:
+        min_num_params: how large that is, in elements.
+        force_leaf_modules: classes whose children are never wrapped. ``None`` for the function's attribute
+            ``FORCE_LEAF_MODULES``: attention reads its children's weights without calling them.
+        exclude_wrap_modules: classes that are never wrapped themselves. ``None`` for the function's attribute
+            ``EXCLUDE_WRAP_MODULES``: containers that have no forward.
+    """
+    defaults = cast(Any, size_based_auto_wrap_policy)
+    if recurse:
+        barred = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        barred = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+cast(Any, size_based_auto_wrap_policy).EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}
+cast(Any, size_based_auto_wrap_policy).FORCE_LEAF_MODULES = {nn.MultiheadAttention}
+
+
+# Not exported by PyTorch either, but public training code imports both by these names.
+
+
+def _module_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
+) -> bool:
+    return True if recurse else isinstance(module, tuple(module_classes))
+
+
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]) -> bool:
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+def targets(
+    root_module: nn.Module,
+    policy: Any,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    class_overrides: Mapping[type[nn.Module], Overrides] | None = None,
+) -> dict[nn.Module, Overrides]:
+    """The submodules that ``policy`` picks, children before their parents, each with the keywords it wants differently.
+
+    Args:
+        root_module: the tree. The root itself is not among the results: whoever asks handles it.
+        policy: as in this file's docstring; PyTorch's objects are known by their ``_run_policy``.
+        ignored_modules: not considered, nor anything below them; their parameters do not count as elements.
+        ignored_params: further parameters that do not count.
+        class_overrides: classes whose modules are wrapped whatever the policy says, with these keywords on top: how
+            mixed precision leaves batch norm out.
+
+    Returns:
+        For each module the overrides, an own dict. A module in several places appears once.
+
+    Raises:
+        TypeError: if ``policy`` is not a policy.
+    """
+    skipped = {inner for module in ignored_modules for inner in module.modules()}
+    forced = dict(class_overrides or {})
+    if hasattr(policy, "_run_policy") and not isinstance(policy, type):
+        chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
+    elif callable(policy) and not isinstance(policy, type):
+        uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
+        chosen = _Recursion(policy, skipped, uncounted, tuple(forced)).run(root_module)
+    else:
+        found = f"the class {policy.__name__} itself" if isinstance(policy, type) else repr(policy)
+        raise TypeError(
+            f"auto_wrap_policy is {found}; expected a ModuleWrapPolicy, a CustomPolicy, or a function "
+            "(module, recurse, nonwrapped_numel) -> bool"
+        )
+    ordered = {}
+    for module in _post_order(root_module):
+        overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
+        if module is not root_module and (module in chosen or overriding):
+            ordered[module] = dict(chain(chosen.get(module, {}).items(), *(kw.items() for kw in overriding)))
+    return ordered
+
+
+class _Recursion:
+    """Asks a function about the modules of a tree. A module in several places is asked about where it is met first."""
+
+    def __init__(
+        self,
+        policy: WrapFunction,
+        skipped: set[nn.Module],
+        uncounted: set[nn.Parameter],
+        forced: tuple[type[nn.Module], ...],
+    ) -> None:
+        self.policy = policy
+        self.skipped = skipped
+        self.uncounted = uncounted
+        self.forced = forced
+        self.taken: dict[nn.Module, set[nn.Parameter]] = {}  # by the targets in a module, itself included
+        self.chosen: dict[nn.Module, Overrides] = {}
+
+    def run(self, root: nn.Module) -> dict[nn.Module, Overrides]:
+        self._visit(root, is_root=True)
+        return self.chosen
+
+    def _visit(self, module: nn.Module, is_root: bool = False) -> set[nn.Parameter]:
+        if module in self.taken:
+            return self.taken[module]
+        self.taken[module] = taken = set()
+        own = {param for param in module.parameters() if param not in self.uncounted}
+        if self._ask(module, True, own):
+            for child in module.children():
+                if child not in self.skipped:
+                    taken |= self._visit(child)
+            wanted = not is_root and self._ask(module, False, own - taken)
+        else:
+            wanted = False
+            for inner in module.modules():  # some are wrapped even where the policy does not look
+                if isinstance(inner, self.forced) and inner not in self.skipped:
+                    taken.update(param for param in inner.parameters() if param not in self.uncounted)
+        if wanted or (not is_root and isinstance(module, self.forced)):
+            self.chosen[module] = {}
+            taken |= own
+        return taken
+
+    def _ask(self, module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
+        numel = sum(param.numel() for param in params)
+        return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
+
+
+def _post_order(root: nn.Module) -> list[nn.Module]:
+    """Every module once, children before their parents, otherwise in the order of registration."""
+    seen = {root}
+    ordered: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                visit(child)
+        ordered.append(module)
+
+    visit(root)
+    return ordered
+
+
+_wrapping: ContextVar[tuple[Callable[..., nn.Module], Overrides] | None] = ContextVar("fullshard_wrap", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside this context :func:`wrap` wraps::
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):
+            self.layer = wrap(nn.Linear(5, 5))
+
+    Args:
+        wrapper_cls: what is called with the module.
+        **wrapper_kwargs: what else it is given.
+
+    Raises:
+        NotImplementedError: inside another such context.
+        TypeError: if ``wrapper_cls`` cannot be called.
+    """
+    if not callable(wrapper_cls):
+        raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
+    if _wrapping.get() is not None:
+        raise NotImplementedError(
+            "enable_wrap was entered inside another enable_wrap, which is not supported: leave the outer one first, or "
+            "give wrap() the keywords that differ"
+        )
+    token = _wrapping.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wrapping.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module`` wrapped as :func:`enable_wrap` says, or as it is outside of that context.
+
+    Args:
+        module: what to wrap.
+        **wrap_overrides: keywords for the wrapper, which go before those of the context.
+    """
+    context = _wrapping.get()
+    if context is None:
+        return module
+    wrapper_cls, kwargs = context
+    return wrapper_cls(module, **{**kwargs, **wrap_overrides})
+
+
+# Note: what a repeated block is
+#
+# Models keep the layers that they repeat in a ModuleList, Sequential or ModuleDict. So a *candidate* is a child of such
+# a container, found from the root without looking inside other candidates, and it is a block if another candidate is of
+# its class. Some details make this what a person would choose:
+#
+# - What cannot be called is looked through (lists of lists), and what does not repeat is looked into.
+# - A list may mix classes (attention and state-space layers): if one of its members repeats, all of them are blocks.
+# - A *stage*, hardly more than a list of blocks itself, is looked into. Vision models are built of stages, no two of
+#   them of one width; layers of a mixture-of-experts model are hardly more than a list of experts, but all alike.
+# - So is a Sequential without a class of its own if some of its members are equal (experts do not follow each other),
+#   and what a ModuleDict keeps under names that are no numbers (two towers) if there are blocks inside.
+# - Plain layers (Linear, Conv2d, Embedding) and norms are blocks only where nothing better is found: a stem, a head or
+#   a dict of embeddings beside the layers is none; the layers of a small perceptron are.
+
+_STAGE_SHARE = 2 / 3  # of a stage's parameters are in its blocks; the rest changes the width between stages
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model, such as the layers of a transformer or the bottlenecks of a ResNet.
+
+    They are the outermost that repeat: neither the experts of a layer nor its sub-layers. Both stacks of an
+    encoder-decoder are found.
+
+    Returns:
+        Blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
+    """
+    for is_acceptable in (_is_composite, _has_matrix, _has_params):
+        blocks = _find_blocks(model, is_acceptable)
+        if blocks:
+            return blocks
+    return []
+
+
+def _find_blocks(model: nn.Module, is_acceptable: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    opened: set[nn.Module] = set()
+    while True:
+        families = list(_families(model, opened, is_acceptable))
+        counts = Counter(_look(member) for _, members in families for member in members)
+        to_open: set[nn.Module] = set()
+        for container, members in families:
+            to_open |= _members_to_open(container, members, counts, is_acceptable)
+        if not to_open:
+            blocks = {member for _, members in families for member in members}
+            return [module for module in model.modules() if module in blocks]
+        opened |= to_open
+
+
+def _families(
+    model: nn.Module, opened: set[nn.Module], is_acceptable: Callable[[nn.Module], bool]
+) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Containers, each with its candidates, met from ``model`` without looking into candidates that are not opened."""
+    seen = {model}
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        members: list[nn.Module] = []
+        inside: list[nn.Module] = []
+        for child in _children(module):
+            if child not in seen:
+                seen.add(child)
+                is_candidate = _is_container(module) and _can_run(child) and is_acceptable(child)
+                (members if is_candidate and child not in opened else inside).append(child)
+        if members:
+            yield module, members
+        waiting.extend(reversed(inside))
+
+
+def _members_to_open(
+    container: nn.Module,
+    members: list[nn.Module],
+    counts: Counter[tuple[object, ...]],
+    is_acceptable: Callable[[nn.Module], bool],
+) -> set[nn.Module]:
+    """Those of a container's candidates that are no blocks themselves."""
+    repeating = [member for member in members if counts[_look(member)] > 1]
+    is_mixed_list = repeating and not isinstance(container, nn.Sequential)
+    to_open = set() if is_mixed_list else set(members).difference(repeating)
+    by_look: dict[object, list[nn.Module]] = {}
+    for member in members:
+        by_look.setdefault(_look(member), []).append(member)
+    for alike in by_look.values():
+        if _are_stages(alike, is_acceptable):
+            to_open.update(alike)
+    if isinstance(container, nn.ModuleDict) and not _is_numbered(container):
+        to_open.update(member for member in members if _find_blocks(member, is_acceptable))
+    for member in members:
+        if type(member) is nn.Sequential:
+            chain_of = Counter(_signature(child) for child in _children(member) if is_acceptable(child))
+            if chain_of and max(chain_of.values()) > 1:
+                to_open.add(member)
+    return to_open
+
+
+def _are_stages(alike: list[nn.Module], is_acceptable: Callable[[nn.Module], bool]) -> bool:
+    """Whether members of one class are each hardly more than a list of blocks, of a width that no other of them has."""
+    widths: list[set[object]] = []
+    numel_inside, is_chain = 0, False
+    for stage in alike:
+        lists = [module for module in (stage, *_children(stage)) if _is_container(module)]
+        inside = [child for module in lists for child in _children(module) if _can_run(child) and is_acceptable(child)]
+        if not inside:
+            return False
+        widths.append({_signature(child) for child in inside})
+        is_chain |= max(Counter(map(_look, inside)).values()) > 1
+        numel_inside += sum(map(_numel, inside))
+    are_disjoint = len(set().union(*widths)) == sum(map(len, widths))
+    return is_chain and are_disjoint and numel_inside >= _STAGE_SHARE * sum(map(_numel, alike))
+
+
+def _look(module: nn.Module) -> tuple[object, ...]:
+    """By what modules are told to repeat: their class, or for a bare Sequential what it is made of."""
+    cls = type_before_parametrizations(module)
+    return (cls, *map(_look, _children(module))) if cls is nn.Sequential else (cls,)
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    return (*_look(module), *((name, param.shape) for name, param in module.named_parameters()))
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Not counting what ``register_parametrization`` put below the module."""
+    parametrizations = getattr(module, "parametrizations", None) if is_parametrized(module) else None
+    return [child for child in module.children() if child is not parametrizations]
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+
+
+def _can_run(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_numbered(container: nn.ModuleDict) -> bool:
+    return len({re.sub(r"\d+", "", name) for name in container}) == 1
+
+
+def _is_composite(module: nn.Module) -> bool:
+    """Not one of the layers that torch.nn brings. A module of the user's own may compute with its own parameters."""
+    is_from_torch = type_before_parametrizations(module).__module__.startswith("torch.nn.")
+    return _has_matrix(module) and not (is_from_torch and not _children(module))
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(param.ndim >= 2 for param in module.parameters())
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

@@ -1,0 +1,260 @@
+"""Sharded training against the same training unsharded: losses, gradients and parameters, step by step.
+
+The reference is a whole copy of the model on each rank, which sees the batches of all ranks and takes the mean of
+their gradients: data parallelism as arithmetic, without communication. The same run is done with torch's own
+`fully_shard` where it supports the case, so that a wrong test fails for both.
+
+Every tensor is compared with one rule: the largest difference is at most `TOLERANCE` of the largest entry of the
+reference. That is about eight roundings of fp32; what remains above zero is the order of sums over ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.harness.rank import World
+
+TOLERANCE = 1e-6
+Batch = tuple[Tensor, ...]
+Call = Callable[..., Any]
+"""The model as a loss sees it: something to call with the tensors of a batch."""
+Shard = Callable[[ModuleType, Any], object]
+"""Shards a model with the library it is given: a module that has torch's `fully_shard` and policies."""
+
+
+def mean_square(call: Call, batch: Batch) -> Tensor:
+    """The loss of most cases: the mean square of what the model returns."""
+    output: Tensor = call(*batch)
+    return output.square().mean()
+
+
+def each_block(*, precision: Precision | None = None, **options: Any) -> Shard:
+    """The usual way to shard: a group for each of `model.blocks` and one for the rest, with the same options for all."""
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        if precision is not None:
+            options["mp_policy"] = precision.policy(fsdp)
+        for block in model.blocks:
+            fsdp.fully_shard(block, **options)
+        fsdp.fully_shard(model, **options)
+
+    return shard
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum, so that a wrong gradient of one step is still seen in the next."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW with an `eps` large enough not to blow the rounding of gradients near zero up to a step of full size."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A mixed-precision policy, which the reference follows with a low-precision copy of the model on each rank."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def policy(self, fsdp: ModuleType) -> Any:
+        """The same as the policy of a library."""
+        return fsdp.MixedPrecisionPolicy(**vars(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training run, told in such a way that it can be done unsharded and with any library that has `fully_shard`.
+
+    `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
+    `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too. The sum of
+    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks.
+    """
+
+    build: Callable[[], nn.Module]
+    shard: Shard
+    batch: Callable[[int], Batch]
+    loss: Callable[[Call, Batch], Tensor] = mean_square
+    optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = sgd
+    precision: Precision = field(default_factory=Precision)
+    steps: int = 3
+    micro_batches: int = 1
+    set_up_micro: Callable[[Any, int], object] = lambda model, micro: None
+    after_backward: Callable[[nn.Module], Tensor | None] = lambda model: None
+    divisor: float | None = None
+
+    def micro(self, step: int, rank: int, size: int, micro: int) -> Batch:
+        """The micro-batch of a rank, different from all others."""
+        return self.batch((step * size + rank) * self.micro_batches + micro)
+
+
+@dataclass
+class Step:
+    """What one step left behind: this rank's losses, and whole gradients and parameters by name."""
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+    extra: Tensor | None
+
+
+def compare(
+    world: World,
+    training: Training,
+    *,
+    with_torch: bool = True,
+    data_parallel: tuple[int, int] | None = None,
+) -> None:
+    """Train unsharded, with fullshard, and (unless the case is beyond it) with torch's fully_shard; compare all steps.
+
+    `data_parallel` is this rank's place among the ranks with different data and their number, if not the world's.
+    """
+    rank, size = data_parallel or (world.rank, world.size)
+    reference = train_unsharded(training, rank, size)
+    libraries = {"fullshard": fullshard, "torch": torch.distributed.fsdp}
+    for name, fsdp in libraries.items():
+        if fsdp is fullshard or with_torch:
+            assert_equal_steps(train_sharded(training, fsdp, rank, size), reference, name)
+
+
+def train_sharded(training: Training, fsdp: ModuleType, rank: int, size: int) -> list[Step]:
+    """Do the run with `fully_shard` of the module `fsdp`."""
+    model = training.build()
+    training.shard(fsdp, model)
+    # The optimizer's parameters are read, whatever the model shows in their place at the end of a step.
+    parameters = dict(model.named_parameters())
+    optimizer = training.optimizer(model.parameters())
+    steps = []
+    for step in range(training.steps):
+        losses = []
+        for micro in range(training.micro_batches):
+            training.set_up_micro(model, micro)
+            loss = training.loss(model, training.micro(step, rank, size, micro))
+            loss.backward()
+            losses.append(loss.detach())
+        steps.append(_end_of_step(training, model, parameters, optimizer, losses))
+    return steps
+
+
+def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
+    """Do the run with a whole model, for all ranks; the losses are those of `rank`."""
+    model = training.build()
+    optimizer = training.optimizer(model.parameters())
+    steps = []
+    for step in range(training.steps):
+        losses: list[Tensor] = []
+        sums: dict[str, Tensor] = {}
+        for other in range(size):
+            for micro in range(training.micro_batches):
+                worker = _Worker(model, training.precision)
+                loss = training.loss(worker, training.micro(step, other, size, micro))
+                loss.backward()
+                losses += [loss.detach()] if other == rank else []
+                for name, gradient in worker.gradients():
+                    sums[name] = sums.get(name, 0) + gradient.to(training.precision.reduce_dtype).double()
+        for name, parameter in model.named_parameters():
+            if name in sums:
+                mean = sums[name] / (training.divisor or size)
+                parameter.grad = mean.to(training.precision.reduce_dtype or parameter.dtype).to(parameter.dtype)
+        steps.append(_end_of_step(training, model, dict(model.named_parameters()), optimizer, losses))
+    return steps
+
+
+class _Worker:
+    """A copy of the model as one rank computes with it: low-precision parameters, and casts at the boundary."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self.model = copy.deepcopy(model)
+        self.precision = precision
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            if precision.param_dtype is not None:
+                parameter.data = parameter.data.to(precision.param_dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, *batch: Tensor) -> Any:
+        precision = self.precision
+        inputs = precision.param_dtype if precision.cast_forward_inputs else None
+        output = self.model(*(x.to(inputs) if x.is_floating_point() else x for x in batch))
+        return output if precision.output_dtype is None else output.to(precision.output_dtype)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+
+def _end_of_step(
+    training: Training,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    losses: list[Tensor],
+) -> Step:
+    extra = training.after_backward(model)
+    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
+    optimizer.step()
+    optimizer.zero_grad()
+    values = {name: whole(p) for name, p in parameters.items()}
+    return Step(losses, gradients, values, None if extra is None else whole(extra))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor with all its rows; all ranks of its mesh have to call this."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_equal_steps(steps: Sequence[Step], reference: Sequence[Step], subject: str) -> None:
+    """Fail with every tensor that differs, in the first step in which one does."""
+    for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):
+        problems = [
+            *_differences("loss", dict(enumerate(step.losses)), dict(enumerate(expected.losses))),
+            *_differences("result of after_backward", {"": step.extra}, {"": expected.extra}),
+            *_differences("gradient", step.gradients, expected.gradients),
+            *_differences("parameter", step.parameters, expected.parameters),
+        ]
+        if problems:
+            raise AssertionError(
+                f"{subject} differs from unsharded training in step {number}:\n  " + "\n  ".join(problems)
+            )
+
+
+def _differences(kind: str, found: dict[Any, Tensor | None], expected: dict[Any, Tensor | None]) -> Iterator[str]:
+    if list(found) != list(expected):
+        yield f"{kind}s of {list(found)} instead of {list(expected)}"
+        return
+    for name, tensor in found.items():
+        other = expected[name]
+        if tensor is None or other is None:
+            if tensor is not other:
+                yield f"{kind} {name}: {'None' if tensor is None else 'a tensor'} instead of " + (
+                    "None" if other is None else "a tensor"
+                )
+        elif (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+            yield f"{kind} {name}: {tensor.dtype} of {list(tensor.shape)} instead of {other.dtype} of {list(other.shape)}"
+        elif not (error := deviation(tensor, other)) <= TOLERANCE:
+            yield f"{kind} {name}: off by {error:.2e} of its largest entry (allowed: {TOLERANCE:.0e})"
+
+
+def deviation(tensor: Tensor, reference: Tensor) -> float:
+    """The largest difference of two tensors as a fraction of the largest entry of the second; NaN if either has one."""
+    difference = (tensor.double() - reference.double()).abs()
+    if not difference.any():
+        return 0.0
+    return (difference.max() / reference.double().abs().max()).item()

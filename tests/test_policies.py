@@ -1,0 +1,328 @@
+"""The settings of ``fully_shard``: the same fields as PyTorch's, checked when made, and PyTorch's own accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common
+from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard import policies
+from fullshard.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
+
+OURS_BEYOND_TORCH = {
+    "MixedPrecisionPolicy": ["buffer_dtype"],
+    "CPUOffloadPolicy": ["parameters", "gradients", "optimizer_state"],
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """Eight ranks of which this is the first, without communication."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh_2d(world: None) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"])
+def test_fields_and_defaults_are_torchs_and_ours_follow(name: str) -> None:
+    def defaults(cls: type) -> list[tuple[str, Any]]:
+        return [(field.name, field.default) for field in dataclasses.fields(cls)]
+
+    theirs, ours = defaults(getattr(torch_fsdp, name)), defaults(getattr(policies, name))
+    assert ours[: len(theirs)] == theirs
+    assert [field for field, _ in ours[len(theirs) :]] == OURS_BEYOND_TORCH.get(name, [])
+
+
+@pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
+def test_communication_interfaces_take_the_arguments_of_torchs(name: str) -> None:
+    ours, theirs = getattr(policies, name), getattr(_fsdp_api, name)
+    assert ours.__abstractmethods__ == theirs.__abstractmethods__
+    for method in theirs.__abstractmethods__:
+        described = [
+            [(parameter.name, parameter.kind, parameter.default) for parameter in signature.parameters.values()]
+            for signature in (inspect.signature(getattr(cls, method)) for cls in (ours, theirs))
+        ]
+        assert described[0] == described[1]
+
+
+def test_communication_that_says_nothing_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        policies.AllGather()  # type: ignore[abstract]
+
+
+def test_communication_written_for_ours_runs() -> None:
+    class Copy(policies.AllGather):
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> None:
+            output_tensor.copy_(input_tensor)
+
+    gather = Copy()
+    out = gather.allocate([3], dtype=torch.float64, device=torch.device("cpu"))
+    gather(out, torch.ones(3, dtype=torch.float64), None)
+    assert out.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), OffloadPolicy(), CPUOffloadPolicy(), DataParallelMeshDims(shard=["a", "b"])],  # type: ignore[arg-type]
+    ids=lambda policy: type(policy).__name__,
+)
+def test_policies_are_frozen_and_hashable(policy: Any) -> None:
+    assert hash(policy) == hash(dataclasses.replace(policy))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.pin_memory = False
+
+
+class TestMixedPrecisionPolicy:
+    DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+
+    @pytest.mark.parametrize("field", DTYPE_FIELDS)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, None])
+    def test_takes_floating_point_dtypes_and_none(self, field: str, dtype: torch.dtype | None) -> None:
+        assert getattr(MixedPrecisionPolicy(**{field: dtype}), field) is dtype
+
+    @pytest.mark.parametrize("field", DTYPE_FIELDS)
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64])
+    def test_refuses_other_dtypes_by_field_name(self, field: str, dtype: torch.dtype) -> None:
+        with pytest.raises(ValueError, match=rf"{field} is {dtype}, which is not floating-point"):
+            MixedPrecisionPolicy(**{field: dtype})
+
+    @pytest.mark.parametrize("field", DTYPE_FIELDS)
+    @pytest.mark.parametrize("value", ["bfloat16", float, 16, False])
+    def test_refuses_what_is_no_dtype_by_field_name(self, field: str, value: Any) -> None:
+        with pytest.raises(TypeError, match=rf"MixedPrecisionPolicy\.{field} is .*expected a floating-point"):
+            MixedPrecisionPolicy(**{field: value})
+
+    def test_refuses_a_dtype_where_a_switch_belongs(self) -> None:
+        with pytest.raises(TypeError, match="cast_forward_inputs"):
+            MixedPrecisionPolicy(None, None, None, torch.bfloat16)  # type: ignore[arg-type]
+
+
+class TestCPUOffloadPolicy:
+    MEANINGFUL = frozenset({(True, True, True), (False, False, True), (False, True, False), (False, True, True)})
+
+    @pytest.mark.parametrize("switches", itertools.product([True, False], repeat=3))
+    def test_allows_the_four_combinations_that_make_sense(self, switches: tuple[bool, bool, bool]) -> None:
+        named = dict(zip(("parameters", "gradients", "optimizer_state"), switches, strict=True))
+        if switches in self.MEANINGFUL:
+            assert dataclasses.astuple(CPUOffloadPolicy(**named)) == (True, *switches)
+        else:
+            with pytest.raises(ValueError, match="offloads"):
+                CPUOffloadPolicy(**named)
+
+    def test_says_what_is_missing_beside_parameters(self) -> None:
+        with pytest.raises(ValueError, match="parameters but not optimizer_state: .*gradient lives on the parameter's"):
+            CPUOffloadPolicy(optimizer_state=False)
+        with pytest.raises(ValueError, match="parameters but not gradients and optimizer_state"):
+            CPUOffloadPolicy(gradients=False, optimizer_state=False)
+
+    def test_says_what_to_use_for_no_offload(self) -> None:
+        with pytest.raises(ValueError, match=r"use OffloadPolicy\(\)"):
+            CPUOffloadPolicy(parameters=False, gradients=False, optimizer_state=False)
+
+    @pytest.mark.parametrize("field", ["pin_memory", "parameters", "gradients", "optimizer_state"])
+    def test_refuses_switches_that_are_not_bools(self, field: str) -> None:
+        with pytest.raises(TypeError, match=field):
+            CPUOffloadPolicy(**{field: "cpu"})  # type: ignore[arg-type]
+
+
+class TestDataParallelMeshDims:
+    @pytest.mark.parametrize("names", [None, "dp", ("dp", "cp"), ["dp", "cp"]])
+    def test_names_are_torchs(self, names: Any) -> None:
+        for ours, theirs in (
+            (DataParallelMeshDims(names, "r"), torch_fsdp.DataParallelMeshDims(names, "r")),
+            (DataParallelMeshDims("s", names), torch_fsdp.DataParallelMeshDims("s", names)),
+        ):
+            assert (ours.shard_names, ours.replicate_names) == (theirs.shard_names, theirs.replicate_names)
+
+    @pytest.mark.parametrize("dims", [(None, None), ((), None), (None, ())])
+    def test_refuses_to_name_nothing(self, dims: tuple[Any, Any]) -> None:
+        with pytest.raises(ValueError, match="names no dimension"):
+            DataParallelMeshDims(*dims)
+
+    @pytest.mark.parametrize("dims", [("dp", "dp"), (("dp", "dp"), None), (("dp", "cp"), ("cp",))])
+    def test_refuses_to_name_a_dimension_twice(self, dims: tuple[Any, Any]) -> None:
+        with pytest.raises(ValueError, match="names a dimension twice"):
+            DataParallelMeshDims(*dims)
+
+    @pytest.mark.parametrize("names", [0, ("dp", 1)])
+    def test_refuses_what_is_no_name(self, names: Any) -> None:
+        with pytest.raises(TypeError, match=r"DataParallelMeshDims\.shard is"):
+            DataParallelMeshDims(shard=names)
+
+
+class TestShardPlacementResult:
+    def test_without_a_mesh_means_that_of_the_call(self) -> None:
+        assert ShardPlacementResult(Shard(1)).device_mesh is None
+
+    def test_takes_a_1d_mesh_and_a_named_2d_mesh(self, mesh_2d: DeviceMesh) -> None:
+        assert ShardPlacementResult(Shard(0), mesh_2d).device_mesh is mesh_2d
+        line = mesh_2d["shard"]
+        assert ShardPlacementResult(None, line).device_mesh is line
+
+    def test_refuses_a_2d_mesh_without_names(self, world: None) -> None:
+        with pytest.raises(ValueError, match="two dimensions without names"):
+            ShardPlacementResult(None, init_device_mesh("cpu", (2, 4)))
+
+    def test_refuses_a_3d_mesh(self, world: None) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        with pytest.raises(ValueError, match="3 dimensions; expected 1"):
+            ShardPlacementResult(None, mesh)
+
+    @pytest.mark.parametrize("placement", [0, Replicate(), "shard"])
+    def test_refuses_what_is_no_shard(self, placement: Any) -> None:
+        with pytest.raises(TypeError, match=r"ShardPlacementResult\.placement is"):
+            ShardPlacementResult(placement)
+
+    @pytest.mark.parametrize("mesh", [8, SimpleNamespace(mesh=3, shard_mesh_dim=0)])
+    def test_refuses_what_is_no_mesh(self, mesh: Any) -> None:
+        with pytest.raises(TypeError, match=r"ShardPlacementResult\.mesh is"):
+            ShardPlacementResult(None, mesh)
+
+    def test_takes_torchs_mesh_infos(self, mesh_2d: DeviceMesh) -> None:
+        line = mesh_2d["shard"]
+        plain = _fsdp_common.FSDPMeshInfo(line, shard_mesh_dim=0)
+        hybrid = _fsdp_common.HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
+        part = _fsdp_common.FSDPMeshInfo(mesh_2d, shard_mesh_dim=1)
+        assert ShardPlacementResult(None, plain).device_mesh is line
+        assert ShardPlacementResult(None, hybrid).device_mesh is mesh_2d
+        assert ShardPlacementResult(None, part).device_mesh == line
+
+    def test_takes_one_dimension_of_a_mesh_without_names(self, world: None) -> None:
+        mesh = init_device_mesh("cpu", (2, 4))
+        found = ShardPlacementResult(None, SimpleNamespace(mesh=mesh, shard_mesh_dim=1)).device_mesh
+        assert found is not None
+        assert found.mesh.tolist() == [0, 1, 2, 3]
+
+    def test_takes_two_dimensions_of_a_larger_mesh(self, world: None) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("r", "s", "tp"))
+        info = SimpleNamespace(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        found = ShardPlacementResult(None, info).device_mesh
+        assert found is not None
+        assert (found.mesh_dim_names, found.mesh.tolist()) == (("r", "s"), [[0, 2], [4, 6]])
+
+    @pytest.mark.parametrize(
+        ("dims", "message"),
+        [
+            ({"shard_mesh_dim": None}, "without a shard_mesh_dim"),
+            ({"shard_mesh_dim": 2}, "expected dimensions from 0 to 1"),
+            ({"shard_mesh_dim": 0, "replicate_mesh_dim": 1}, "that for replication before that for sharding"),
+            ({"shard_mesh_dim": 1, "replicate_mesh_dim": 1}, "that for replication before that for sharding"),
+        ],
+    )
+    def test_refuses_mesh_infos_that_describe_no_mesh(
+        self, mesh_2d: DeviceMesh, dims: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            ShardPlacementResult(None, SimpleNamespace(mesh=mesh_2d, **dims))
+
+    def test_refuses_two_dimensions_of_a_larger_mesh_without_names(self, world: None) -> None:
+        info = SimpleNamespace(mesh=init_device_mesh("cpu", (2, 2, 2)), shard_mesh_dim=1, replicate_mesh_dim=0)
+        with pytest.raises(ValueError, match="no names to slice it by"):
+            ShardPlacementResult(None, info)
+
+
+class TestTorchsOwnObjects:
+    @pytest.mark.parametrize(
+        ("convert", "ours"),
+        [
+            (policies.as_mixed_precision_policy, MixedPrecisionPolicy(torch.bfloat16)),
+            (policies.as_offload_policy, OffloadPolicy()),
+            (policies.as_offload_policy, CPUOffloadPolicy()),
+            (policies.as_mesh_dims, DataParallelMeshDims("dp")),
+            (policies.as_shard_placement, ShardPlacementResult(Shard(1))),
+        ],
+    )
+    def test_ours_is_returned_itself(self, convert: Any, ours: Any) -> None:
+        assert convert(ours) is ours
+
+    def test_become_ours_with_the_same_values(self) -> None:
+        theirs = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
+        expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
+        assert policies.as_mixed_precision_policy(theirs) == expected
+        assert policies.as_offload_policy(torch_fsdp.OffloadPolicy()) == OffloadPolicy()
+        assert policies.as_offload_policy(torch_fsdp.CPUOffloadPolicy(False)) == CPUOffloadPolicy(pin_memory=False)
+        assert policies.as_mesh_dims(torch_fsdp.DataParallelMeshDims(("a", "b"), "r")) == DataParallelMeshDims(
+            ("a", "b"), "r"
+        )
+
+    def test_placements_become_ours(self, mesh_2d: DeviceMesh) -> None:
+        info = _fsdp_common.HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
+        placement = policies.as_shard_placement(_fsdp_common.ShardPlacementResult(Shard(1), info))
+        assert (placement.placement, placement.device_mesh) == (Shard(1), mesh_2d)
+
+    @pytest.mark.parametrize("returned", [None, Shard(0), Shard(-1)])
+    def test_short_forms_of_a_placement_use_the_calls_mesh(self, returned: Shard | None) -> None:
+        placement = policies.as_shard_placement(returned)
+        assert (placement.placement, placement.device_mesh) == (returned, None)
+
+    def test_classes_derived_from_torchs_count(self) -> None:
+        class Unpinned(torch_fsdp.CPUOffloadPolicy):
+            def __init__(self) -> None:
+                super().__init__(pin_memory=False)
+
+        assert policies.as_offload_policy(Unpinned()) == CPUOffloadPolicy(pin_memory=False)
+
+    def test_bad_values_in_torchs_objects_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="reduce_dtype is torch.int32"):
+            policies.as_mixed_precision_policy(torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.int32))
+
+    @pytest.mark.parametrize(
+        ("convert", "argument", "expected"),
+        [
+            (policies.as_mixed_precision_policy, "mp_policy", "MixedPrecisionPolicy"),
+            (policies.as_offload_policy, "offload_policy", "OffloadPolicy"),
+            (policies.as_mesh_dims, "dp_mesh_dims", "DataParallelMeshDims"),
+            (policies.as_shard_placement, "shard_placement_fn", "ShardPlacementResult"),
+        ],
+    )
+    def test_anything_else_is_refused_by_what_was_found(self, convert: Any, argument: str, expected: str) -> None:
+        with pytest.raises(TypeError, match=rf"{argument} .*torch.bfloat16.*expected .*{expected}"):
+            convert(torch.bfloat16)
+        with pytest.raises(TypeError, match=rf"the class {expected} itself"):
+            convert(getattr(policies, expected))
+
+    def test_the_wrappers_settings_are_not_taken_for_these(self) -> None:
+        with pytest.raises(TypeError, match="MixedPrecision"):
+            policies.as_mixed_precision_policy(torch_fsdp.MixedPrecision(torch.bfloat16))
+        with pytest.raises(TypeError, match="CPUOffload"):
+            policies.as_offload_policy(torch_fsdp.CPUOffload(True))
+
+    def test_a_namesake_without_the_fields_is_refused(self) -> None:
+        class OffloadPolicy:
+            """As a base, to see that the derived class is not taken for it."""
+
+        derived = type("CPUOffloadPolicy", (OffloadPolicy,), {})
+        with pytest.raises(TypeError, match="offload_policy is"):
+            policies.as_offload_policy(derived())
+
+    def test_a_bad_placement_is_also_the_value_error_that_torch_raises(self) -> None:
+        with pytest.raises(ValueError, match="Invalid"):
+            _fsdp_common.resolve_shard_placement(3, None)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="shard_placement_fn returned 3"):
+            policies.as_shard_placement(3)
