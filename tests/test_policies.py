@@ -126,7 +126,7 @@ class TestMixedPrecisionPolicy:
 class TestCPUOffloadPolicy:
     MEANINGFUL = frozenset({(True, True, True), (False, False, True), (False, True, False), (False, True, True)})
 
-    @pytest.mark.parametrize("switches", itertools.product([True, False], repeat=3))
+    @pytest.mark.parametrize("switches", [*itertools.product([True, False], repeat=3)])
     def test_allows_the_four_combinations_that_make_sense(self, switches: tuple[bool, bool, bool]) -> None:
         named = dict(zip(("parameters", "gradients", "optimizer_state"), switches, strict=True))
         if switches in self.MEANINGFUL:
@@ -136,7 +136,7 @@ class TestCPUOffloadPolicy:
                 CPUOffloadPolicy(**named)
 
     def test_says_what_is_missing_beside_parameters(self) -> None:
-        with pytest.raises(ValueError, match="parameters but not optimizer_state: .*gradient lives on the parameter's"):
+        with pytest.raises(ValueError, match=r"parameters but not optimizer_state: .*gradient lives on the"):
             CPUOffloadPolicy(optimizer_state=False)
         with pytest.raises(ValueError, match="parameters but not gradients and optimizer_state"):
             CPUOffloadPolicy(gradients=False, optimizer_state=False)
@@ -289,7 +289,7 @@ class TestTorchsOwnObjects:
         assert policies.as_offload_policy(Unpinned()) == CPUOffloadPolicy(pin_memory=False)
 
     def test_bad_values_in_torchs_objects_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="reduce_dtype is torch.int32"):
+        with pytest.raises(ValueError, match=r"reduce_dtype is torch\.int32"):
             policies.as_mixed_precision_policy(torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.int32))
 
     @pytest.mark.parametrize(

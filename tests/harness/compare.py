@@ -25,6 +25,8 @@ import fullshard
 from tests.harness.rank import World
 
 TOLERANCE = 1e-6
+OURS = {"fullshard": fullshard}
+LIBRARIES = {**OURS, "torch": torch.distributed.fsdp}
 Batch = tuple[Tensor, ...]
 Call = Callable[..., Any]
 """The model as a loss sees it: something to call with the tensors of a batch."""
@@ -81,14 +83,17 @@ class Training:
 
     `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
     `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too. The sum of
-    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks.
+    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks. A reference that
+    has to say by hand what a policy does to single modules has a `build_reference` of its own.
     """
 
     build: Callable[[], nn.Module]
     shard: Shard
     batch: Callable[[int], Batch]
+    build_reference: Callable[[], nn.Module] | None = None
     loss: Callable[[Call, Batch], Tensor] = mean_square
     optimizer: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer] = sgd
+    scaler: Callable[[], torch.amp.GradScaler] = lambda: torch.amp.GradScaler("cpu", enabled=False)
     precision: Precision = field(default_factory=Precision)
     steps: int = 3
     micro_batches: int = 1
@@ -124,53 +129,82 @@ def compare(
     """
     rank, size = data_parallel or (world.rank, world.size)
     reference = train_unsharded(training, rank, size)
-    libraries = {"fullshard": fullshard, "torch": torch.distributed.fsdp}
-    for name, fsdp in libraries.items():
-        if fsdp is fullshard or with_torch:
-            assert_equal_steps(train_sharded(training, fsdp, rank, size), reference, name)
+    for name, fsdp in (LIBRARIES if with_torch else OURS).items():
+        assert_equal_steps(train_sharded(training, fsdp, rank, size), reference, name)
 
 
 def train_sharded(training: Training, fsdp: ModuleType, rank: int, size: int) -> list[Step]:
     """Do the run with `fully_shard` of the module `fsdp`."""
     model = training.build()
     training.shard(fsdp, model)
-    # The optimizer's parameters are read, whatever the model shows in their place at the end of a step.
-    parameters = dict(model.named_parameters())
-    optimizer = training.optimizer(model.parameters())
-    steps = []
+    optimizer = _Optimizer(training, model)
     for step in range(training.steps):
         losses = []
         for micro in range(training.micro_batches):
             training.set_up_micro(model, micro)
             loss = training.loss(model, training.micro(step, rank, size, micro))
-            loss.backward()
+            optimizer.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        steps.append(_end_of_step(training, model, parameters, optimizer, losses))
-    return steps
+        optimizer.step(losses)
+    return optimizer.steps
 
 
 def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
     """Do the run with a whole model, for all ranks; the losses are those of `rank`."""
-    model = training.build()
-    optimizer = training.optimizer(model.parameters())
-    steps = []
+    model = (training.build_reference or training.build)()
+    optimizer = _Optimizer(training, model)
+    precision = training.precision
+    reduce_dtype = {
+        name: precision.reduce_dtype or precision.param_dtype or parameter.dtype
+        for name, parameter in model.named_parameters()
+    }
     for step in range(training.steps):
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
         for other in range(size):
+            of_rank: dict[str, Tensor] = {}
             for micro in range(training.micro_batches):
                 worker = _Worker(model, training.precision)
                 loss = training.loss(worker, training.micro(step, other, size, micro))
-                loss.backward()
+                optimizer.scaler.scale(loss).backward()
                 losses += [loss.detach()] if other == rank else []
-                for name, gradient in worker.gradients():
-                    sums[name] = sums.get(name, 0) + gradient.to(training.precision.reduce_dtype).double()
-        for name, parameter in model.named_parameters():
-            if name in sums:
-                mean = sums[name] / (training.divisor or size)
-                parameter.grad = mean.to(training.precision.reduce_dtype or parameter.dtype).to(parameter.dtype)
-        steps.append(_end_of_step(training, model, dict(model.named_parameters()), optimizer, losses))
-    return steps
+                _add(of_rank, worker.gradients())
+            _add(sums, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_rank.items()})
+        for name, total in sums.items():
+            parameter = model.get_parameter(name)
+            mean = total / (training.divisor or size)
+            parameter.grad = mean.to(reduce_dtype[name]).to(parameter.dtype)
+        optimizer.step(losses)
+    return optimizer.steps
+
+
+def _add(sums: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
+    """Sum up in double precision, so that what is rounded in the reference is rounded where a library rounds."""
+    for name, gradient in gradients.items():
+        sums[name] = sums.get(name, 0) + gradient.double()
+
+
+class _Optimizer:
+    """The end of each step, the same for both runs: unscale, look at everything, step."""
+
+    def __init__(self, training: Training, model: nn.Module) -> None:
+        self.after_backward = training.after_backward
+        self.model = model
+        # The optimizer's parameters are read, whatever the model shows in their place at the end of a step.
+        self.parameters = dict(model.named_parameters())
+        self.optimizer = training.optimizer(model.parameters())
+        self.scaler = training.scaler()
+        self.steps: list[Step] = []
+
+    def step(self, losses: list[Tensor]) -> None:
+        self.scaler.unscale_(self.optimizer)
+        extra = self.after_backward(self.model)
+        gradients = {name: None if p.grad is None else whole(p.grad) for name, p in self.parameters.items()}
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        parameters = {name: whole(parameter) for name, parameter in self.parameters.items()}
+        self.steps.append(Step(losses, gradients, parameters, None if extra is None else whole(extra)))
 
 
 class _Worker:
@@ -193,25 +227,8 @@ class _Worker:
         output = self.model(*(x.to(inputs) if x.is_floating_point() else x for x in batch))
         return output if precision.output_dtype is None else output.to(precision.output_dtype)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                yield name, parameter.grad
-
-
-def _end_of_step(
-    training: Training,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    losses: list[Tensor],
-) -> Step:
-    extra = training.after_backward(model)
-    gradients = {name: None if p.grad is None else whole(p.grad) for name, p in parameters.items()}
-    optimizer.step()
-    optimizer.zero_grad()
-    values = {name: whole(p) for name, p in parameters.items()}
-    return Step(losses, gradients, values, None if extra is None else whole(extra))
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
 
 def whole(tensor: Tensor) -> Tensor:

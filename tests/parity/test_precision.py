@@ -12,10 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import World, ranks
-from tests.harness.compare import Batch, Call, Precision, Training, adamw, compare, each_block, mean_square, sgd
+from tests.harness.compare import (
+    LIBRARIES,
+    Batch,
+    Call,
+    Precision,
+    Training,
+    adamw,
+    compare,
+    each_block,
+    mean_square,
+    sgd,
+    whole,
+)
 from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,8 +68,7 @@ def test_bf16_parameters_hybrid(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("param_dtype", [None, BF16])
-@pytest.mark.parametrize("reduce_dtype", [None, BF16])
+@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, BF16), (BF16, None), (BF16, BF16)])
 def test_reduced_in_bf16(world: World, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
     compare(world, training_with(Precision(param_dtype, reduce_dtype)))
 
@@ -101,27 +113,90 @@ def test_cast_forward_inputs(world: World, cast: bool) -> None:
     compare(world, training_with(precision, build=lambda: seeded(CastsItself), loss=loss))
 
 
+class ThirdBlockInFp32(MLP):
+    """What a rank computes when the third block has a policy of fp32 with bf16 outputs, and all else is bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, (linear, activation) in enumerate(self.blocks):
+            dtype = FP32 if index == 2 else BF16
+            x = activation(F.linear(x.to(dtype), linear.weight.to(dtype), linear.bias.to(dtype))).to(BF16)
+        return x * self.scale.to(BF16)
+
+
 @ranks(2)
 def test_a_policy_for_each_module(world: World) -> None:
-    precision = Precision(BF16, FP32)
-
-    class OneBlockInFp32(nn.Module):
-        """What a rank computes if the third block keeps fp32: casts around it, and low precision elsewhere."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.low, self.high = seeded(MLP), None
-
     def shard(fsdp: ModuleType, model: Any) -> None:
+        low = Precision(BF16, FP32).policy(fsdp)
+        full = Precision(FP32, FP32, output_dtype=BF16).policy(fsdp)
         for index, block in enumerate(model.blocks):
-            full = fsdp.MixedPrecisionPolicy(output_dtype=BF16, param_dtype=FP32)
-            fsdp.fully_shard(block, mp_policy=full if index == 2 else precision.policy(fsdp))
-        fsdp.fully_shard(model, mp_policy=precision.policy(fsdp))
+            fsdp.fully_shard(block, mp_policy=full if index == 2 else low)
+        fsdp.fully_shard(model, mp_policy=low)
 
-    raise NotImplementedError
+    training = Training(
+        build=lambda: seeded(MLP),
+        build_reference=lambda: seeded(ThirdBlockInFp32),
+        shard=shard,
+        batch=random_batch(4, 6),
+    )
+    compare(world, training)
 
 
 @ranks(2)
-@pytest.mark.parametrize("optimizer", [sgd])
-def test_fp16_parameters(world: World, optimizer: Any) -> None:
-    compare(world, training_with(Precision(FP16, FP32), optimizer=optimizer))
+def test_bf16_accumulated_over_micro_batches_in_fp32(world: World) -> None:
+    compare(world, training_with(Precision(BF16, FP32), micro_batches=3, set_up_micro=reduce_after_the_last))
+
+
+def reduce_after_the_last(model: Any, micro: int) -> None:
+    """Communicate gradients after the last of three micro-batches only."""
+    model.set_requires_gradient_sync(micro == 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_fp16_parameters_reduced_in_fp32(world: World, offloaded: bool) -> None:
+    precision = Precision(FP16, FP32)
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        offload = fsdp.CPUOffloadPolicy(pin_memory=False) if offloaded else fsdp.OffloadPolicy()
+        each_block(precision=precision, offload_policy=offload)(fsdp, model)
+
+    compare(world, training_with(precision, shard=shard))
+
+
+@ranks(2)
+def test_scaled_gradients_of_fp16_parameters(world: World) -> None:
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+    compare(world, training_with(Precision(FP16, FP32), scaler=scaler))
+
+
+@ranks(2)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_overflow_on_one_rank_skips_the_step_on_all(world: World, library: str) -> None:
+    fsdp = LIBRARIES[library]
+    model = seeded(MLP)
+    each_block(precision=Precision(FP16, FP32))(fsdp, model)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = [whole(parameter) for parameter in model.parameters()]
+
+    loss = mean_square(model, random_batch(4, 6)(seed=world.rank))
+    scaler.scale(loss * (1e6 if world.rank == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(whole(after), old) for after, old in zip(model.parameters(), before, strict=True))
+
+
+@ranks(2)
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast(world: World, cache: bool) -> None:
+    def loss(call: Call, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", BF16, cache_enabled=cache):
+            output: Tensor = call(*batch)
+        return output.square().mean()
+
+    training = training_with(Precision(), loss=loss)
+    compare(world, training)

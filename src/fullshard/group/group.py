@@ -35,6 +35,7 @@ from fullshard.group.gradients import Flight, Gradients
 from fullshard.group.memory import Memory
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.registry import register
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.torch_private import local_of, make_dtensor, sharding_spec, spec_of
 
@@ -185,7 +186,7 @@ class Group:
         for param, module, name in self._places:
             shown = module._parameters.get(name)
             if shown is param.sharded:
-                if local_of(shown) is not param.local:  # type: ignore[arg-type]
+                if local_of(shown) is not param.local or self.state is State.UNSHARDED:  # type: ignore[arg-type]
                     changed = True
                 if param.unsharded is not None and param.unsharded.requires_grad is not shown.requires_grad:
                     param.unsharded.requires_grad_(shown.requires_grad)
@@ -213,6 +214,7 @@ class Group:
             else:
                 self.memory.take_in()
         self._prepare()
+        self._show(self._unsharded if self.state is State.UNSHARDED else self._sharded)
 
     def _storage_changed(self, param: ShardedParameter) -> bool:
         held = local_of(param.sharded)  # type: ignore[arg-type]
@@ -304,7 +306,8 @@ class Group:
             return False
         ready = self.full.take()
         if not self._full_views:
-            self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
+            with torch.inference_mode(False):
+                self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
         self._gathered = self._current()
         lanes = self.lanes or self._own_lanes()
         self._gather = lanes.gather.run(self._start_gather, self._end_gather, (ready, self.clock.written))
@@ -376,6 +379,7 @@ class Group:
             self._extensions.make_leaves()
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
+        register(self, [param.unsharded for param in self.params if param.unsharded is not None])
         self._prepare()
 
     def reshard(self) -> None:

@@ -24,7 +24,7 @@ _watching = False
 
 
 def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
-    """``originals`` are what the parameters of ``group`` were before it took them."""
+    """``originals`` are what the parameters of ``group`` were before it took them, or their unsharded leaves."""
     global _watching
     if not _watching:
         register_optimizer_step_pre_hook(_refuse_stale_optimizer)
@@ -51,9 +51,10 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
             owner = owner_of(param)
             if owner is not None:
                 group, index = owner
+                when = "while the module was unsharded" if param is group.params[index].unsharded else "before fully_shard"
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} was built before fully_shard: its parameter "
-                    f"'{group.params[index].name}' is no longer the model's. Build the optimizer after sharding, from "
-                    f"model.parameters()"
+                    f"this {type(optimizer).__name__} was built {when}: its parameter '{group.params[index].name}' is "
+                    f"not the one that is trained. Build the optimizer after sharding, from model.parameters(), and "
+                    f"call model.reshard() first if a forward was run before"
                 )
     _checked.add(optimizer)

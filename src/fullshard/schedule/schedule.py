@@ -8,7 +8,7 @@ the units which module is running.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.nn as nn
@@ -85,10 +85,7 @@ class Schedule:
             )
         if self._forward_root is not None:
             if unit is self._forward_root or unit is self.root:
-                raise RuntimeError(
-                    f"the forward of {self._forward_root!r} did not end, as an error in it leaves it: call "
-                    f"reset_iter_state() on the root module before the next forward"
-                )
+                self.refuse_forward(self._forward_root)
             return False
         self._forward_root = unit
         self._step += 1
@@ -102,6 +99,13 @@ class Schedule:
             group.check_in()
         self.order.begin_forward()
         return True
+
+    def refuse_forward(self, unit: Unit) -> NoReturn:
+        """``unit`` is still in an earlier forward."""
+        raise RuntimeError(
+            f"the forward of {unit!r} did not end, as an error in it leaves it: call reset_iter_state() on the root "
+            f"module before the next forward"
+        )
 
     def end_forward(self, unit: Unit) -> bool:
         """The forward of ``unit`` ended; returns whether it was the outermost one."""

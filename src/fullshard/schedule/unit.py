@@ -113,6 +113,8 @@ class Unit:
                 schedule.unshard(group)
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
+        if not first and not recomputes and module not in self._to_run and len(self.modules) == 1:
+            schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and self.device.type != "cpu":
             args, kwargs = tree.to_device((args, kwargs), self.device)
         self.phase = Phase.FORWARD

@@ -1,0 +1,276 @@
+"""Parity over kinds of parameters: tied, frozen, unused, scalar, uneven, sharded on other dims, of several dtypes."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from tests.harness import World, ranks
+from tests.harness.compare import Batch, Precision, Training, adamw, compare, each_block, sgd
+from tests.harness.models import MLP, Branches, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [sgd, adamw])
+
+
+def tied_transformer() -> Transformer:
+    """A transformer whose head has the weight of its embedding."""
+    return seeded(lambda: Transformer(tied=True))
+
+
+@ranks(1, 2, 3)
+@OPTIMIZERS
+def test_embedding_and_head_tied_within_a_group(world: World, optimizer: Any) -> None:
+    training = Training(build=tied_transformer, shard=each_block(), batch=token_batch(3, 5), optimizer=optimizer)
+    compare(world, training)
+
+
+def shard_embedding_and_head_apart(fsdp: ModuleType, model: Any, **options: Any) -> None:
+    """The embedding and the head each get a group, as do the blocks."""
+    fsdp.fully_shard(model.tokens, **options)
+    for block in model.blocks:
+        fsdp.fully_shard(block, **options)
+    fsdp.fully_shard([model.norm, model.head], **options)
+    fsdp.fully_shard(model, **options)
+
+
+@ranks(1, 2, 3)
+@OPTIMIZERS
+def test_embedding_and_head_tied_across_groups(world: World, optimizer: Any) -> None:
+    training = Training(
+        build=tied_transformer, shard=shard_embedding_and_head_apart, batch=token_batch(3, 5), optimizer=optimizer
+    )
+    compare(world, training, with_torch=False)  # torch shards the weight in one group, and the other loses it
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_tied_across_groups_in_bf16(world: World, reshard: bool) -> None:
+    precision = Precision(torch.bfloat16, torch.float32)
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        options = {"mp_policy": precision.policy(fsdp), "reshard_after_forward": reshard}
+        shard_embedding_and_head_apart(fsdp, model, **options)
+
+    training = Training(build=tied_transformer, shard=shard, batch=token_batch(3, 5), precision=precision)
+    compare(world, training, with_torch=False)
+
+
+@ranks(2)
+def test_tied_across_groups_over_micro_batches(world: World) -> None:
+    training = Training(
+        build=tied_transformer,
+        shard=shard_embedding_and_head_apart,
+        batch=token_batch(3, 5),
+        micro_batches=2,
+        set_up_micro=lambda model, micro: model.set_requires_gradient_sync(micro == 1),
+    )
+    compare(world, training, with_torch=False)
+
+
+def tied_blocks() -> MLP:
+    """An MLP of which two blocks have the same weight and separate biases."""
+    model = seeded(lambda: MLP((5, 5, 5, 3)))
+    model.blocks[1][0].weight = model.blocks[0][0].weight
+    return model
+
+
+@ranks(2, 3)
+def test_two_blocks_with_one_weight(world: World) -> None:
+    training = Training(build=tied_blocks, shard=each_block(), batch=random_batch(4, 5))
+    compare(world, training, with_torch=False)
+
+
+@ranks(1, 2, 3)
+@OPTIMIZERS
+def test_scalar_non_contiguous_and_frozen_parameters(world: World, optimizer: Any) -> None:
+    training = Training(
+        build=lambda: seeded(OddParameters), shard=each_block(), batch=random_batch(4, 6), optimizer=optimizer
+    )
+    compare(world, training, with_torch=False)
+
+
+@ranks(2, 3)
+def test_frozen_parameters_among_trained_ones(world: World) -> None:
+    def build() -> nn.Module:
+        return seeded(lambda: OddParameters(scalar=False, non_contiguous=False))
+
+    compare(world, Training(build=build, shard=each_block(), batch=random_batch(4, 6)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("frozen", [[0], [1], [3], [0, 1], [1, 2, 3]])
+def test_frozen_blocks(world: World, frozen: list[int]) -> None:
+    def build() -> nn.Module:
+        model = seeded(MLP)
+        for index in frozen:
+            model.blocks[index].requires_grad_(False)
+        return model
+
+    compare(world, Training(build=build, shard=each_block(), batch=random_batch(4, 6)))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a small trained addition, as low-rank adapters have it."""
+
+    def __init__(self, columns: int, rows: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(columns, rows).requires_grad_(False)
+        self.down, self.up = nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.base(x) + self.up(self.down(x)))
+        return y
+
+
+@ranks(2, 3)
+def test_adapters_on_a_frozen_model(world: World) -> None:
+    def build() -> nn.Module:
+        model = seeded(MLP)
+        model.requires_grad_(False)
+        model.blocks[1], model.blocks[2] = seeded(lambda: Adapted(7, 5)), seeded(lambda: Adapted(5, 5))
+        return model
+
+    compare(world, Training(build=build, shard=each_block(), batch=random_batch(4, 6)))
+
+
+@ranks(2)
+def test_parameters_frozen_and_thawed_between_steps(world: World) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        thawed = model.blocks[1][0].weight.requires_grad
+        model.blocks[1].requires_grad_(not thawed)
+
+    def build() -> nn.Module:
+        return seeded(MLP)
+
+    def thaw_next(model: Any) -> None:
+        model.blocks[1].requires_grad_(not model.blocks[1][0].weight.requires_grad)
+
+    training = Training(build=build, shard=each_block(), batch=random_batch(4, 6), after_backward=thaw_next, steps=4)
+    compare(world, training)
+
+
+def branch_batch(*flags: int) -> Any:
+    """Batches for `Branches` in which the flags of the branches move on with the seed: every rank sees others."""
+
+    def batch(seed: int) -> Batch:
+        return (*random_batch(4, 6)(seed), torch.tensor(flags).roll(seed))
+
+    return batch
+
+
+@ranks(1, 2, 3)
+@OPTIMIZERS
+def test_unused_parameters(world: World, optimizer: Any) -> None:
+    def batch(seed: int) -> Batch:
+        step = seed // world.size  # all ranks use the same branches, others in the next step
+        return (*random_batch(4, 6)(seed), torch.tensor([1, 0, 1]).roll(step))
+
+    training = Training(
+        build=lambda: seeded(Branches), shard=each_block(), batch=batch, optimizer=optimizer, steps=4
+    )
+    compare(world, training)
+
+
+@ranks(2, 3)
+def test_parameters_used_on_some_ranks_only(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block(reshard_after_forward=False)(fsdp, model)
+        model.set_reduce_scatter_unused_params(True)
+
+    def batch(seed: int) -> Batch:
+        return (*random_batch(4, 6)(seed), torch.tensor([1, 1, 0]).roll(seed))
+
+    raise NotImplementedError
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+def test_rows_that_do_not_divide(world: World, rows: int) -> None:
+    training = Training(build=lambda: seeded(lambda: MLP((6, rows, 5))), shard=each_block(), batch=random_batch(4, 6))
+    compare(world, training)
+
+
+def widest_dim(parameter: nn.Parameter) -> Shard | None:
+    """Shard a matrix on its second dim; leave the default to vectors."""
+    return Shard(1) if parameter.ndim > 1 else None
+
+
+@ranks(2)
+@OPTIMIZERS
+def test_even_shards_of_columns(world: World, optimizer: Any) -> None:
+    training = Training(
+        build=lambda: seeded(lambda: MLP((6, 4, 8, 3))),
+        shard=each_block(shard_placement_fn=widest_dim),
+        batch=random_batch(4, 6),
+        optimizer=optimizer,
+    )
+    compare(world, training)
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("width", [3, 5, 7])
+def test_uneven_shards_of_columns(world: World, width: int) -> None:
+    training = Training(
+        build=lambda: seeded(lambda: MLP((6, width, 5))),
+        shard=each_block(shard_placement_fn=widest_dim),
+        batch=random_batch(4, 6),
+    )
+    compare(world, training, with_torch=False)
+
+
+class Convolutions(nn.Module):
+    """Two convolutions, whose weights have four dims to shard on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv2d(2, 4, 3), nn.Conv2d(4, 6, (4, 3))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return x
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("dim", [1, 2, 3, -1])
+def test_shards_of_any_dim_of_a_convolution(world: World, dim: int) -> None:
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim > 1 else None
+
+    training = Training(
+        build=lambda: seeded(Convolutions),
+        shard=each_block(shard_placement_fn=placement),
+        batch=random_batch(2, 2, 7, 7),
+    )
+    compare(world, training, with_torch=False)
+
+
+@ranks(2, 4)
+def test_several_dtypes_in_one_group(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        fsdp.fully_shard(model)
+
+    precision = Precision(reduce_dtype=torch.float32) if world.size == 4 else Precision()
+    training = Training(build=lambda: seeded(MixedDtypes), shard=shard, batch=random_batch(4, 6), precision=precision)
+    compare(world, training, with_torch=False)
+
+
+@ranks(2)
+def test_a_group_for_each_dtype(world: World) -> None:
+    compare(world, Training(build=lambda: seeded(MixedDtypes), shard=each_block(), batch=random_batch(4, 6)))
+
+
+@ranks(2)
+def test_several_dtypes_with_a_common_compute_dtype(world: World) -> None:
+    raise NotImplementedError
+
+
+@ranks(2)
+def test_ignored_parameters(world: World) -> None:
+    raise NotImplementedError
