@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from functools import cached_property
-from timeit import repeat
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -114,6 +114,18 @@ def picky_dict(value: Any) -> PickyDict:
     return made
 
 
+class PickyList(list):  # type: ignore[type-arg]
+    def __init__(self, owner: str) -> None:
+        super().__init__()
+        self.owner = owner
+
+
+def picky_list(value: Any) -> PickyList:
+    made = PickyList("me")
+    made.append(value)
+    return made
+
+
 def frozen_inside(value: Any) -> dict[str, Any]:
     return {"list": [Frozen(value)], "none": None, "text": "abc"}
 
@@ -121,6 +133,7 @@ def frozen_inside(value: Any) -> dict[str, Any]:
 CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda value: (value, 3),
     "1-tuple": lambda value: (value,),
+    "tuple of tensors": lambda value: (value, torch.zeros(3)),
     "list": lambda value: [1, value],
     "dict": lambda value: {"a": value, 2: None},
     "OrderedDict": lambda value: OrderedDict(b=1, a=value),
@@ -128,6 +141,7 @@ CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "Counter": lambda value: Counter(a=value),
     "UserDict": lambda value: UserDict(a=value),
     "UserList": lambda value: UserList([value]),
+    "list subclass": picky_list,
     "deque": lambda value: deque([value, 2], maxlen=2),
     "dict subclass": picky_dict,
     "named tuple": lambda value: Pair("left", value),
@@ -197,6 +211,7 @@ class TestWhatContainersKeep:
 
     def test_attributes_of_subclasses_are_kept(self) -> None:
         assert map_tensors(double, picky_dict(one())).owner == "me"
+        assert map_tensors(double, picky_list(one())).owner == "me"
         assert map_tensors(double, PickyPair(one())).note == "kept"  # type: ignore[attr-defined]
 
     def test_fields_that_the_constructor_does_not_take_are_mapped(self) -> None:
@@ -321,7 +336,7 @@ class TestSharing:
     def test_a_dataclass_that_refers_to_itself_comes_out_so(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for tree in (Plain(one()), Slotted(one())):
             if isinstance(tree, Plain):
-                tree.y = [tree]
+                tree.y = [tree, tree]
             else:
                 tree.never_set = {"me": tree}
             new: Any = map_tensors(fn, tree)
@@ -439,6 +454,7 @@ def plain(tree: Any) -> Any:
     return tree
 
 
+@settings(deadline=None)
 @given(trees)
 def test_casting_there_and_back_gives_an_equal_tree(tree: Any) -> None:
     before = plain(copy.deepcopy(tree))
@@ -448,6 +464,7 @@ def test_casting_there_and_back_gives_an_equal_tree(tree: Any) -> None:
     assert plain(tree) == before
 
 
+@settings(deadline=None)
 @given(trees)
 def test_a_map_that_changes_nothing_returns_the_tree(tree: Any) -> None:
     assert map_tensors(same, tree) is tree
@@ -456,7 +473,18 @@ def test_a_map_that_changes_nothing_returns_the_tree(tree: Any) -> None:
 @pytest.mark.parametrize(
     "tree", [one(), (one(),), (), None, {}], ids=["tensor", "1-tuple", "empty", "none", "no kwargs"]
 )
-def test_common_arguments_cost_less_than_a_microsecond(tree: Any) -> None:
-    """At best of many, so that a busy machine does not fail it; they take about a quarter of that."""
-    seconds = min(repeat(lambda: map_tensors(same, tree), number=1000, repeat=50)) / 1000
-    assert seconds < 1e-6
+def test_common_arguments_take_few_calls(tree: Any) -> None:
+    """Of Python and of C, the mapped function's included; ten are less than a microsecond."""
+    calls = []
+
+    def count(frame: Any, event: str, callee: Any) -> None:
+        if event in ("call", "c_call"):
+            calls.append(callee)
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        map_tensors(same, tree)
+    finally:
+        sys.setprofile(before)
+    assert len(calls) <= 10

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism for PyTorch."""
 
-from fullshard.fully_shard import fully_shard, fully_shard_blocks
 from fullshard.full_params import summon_full_params
+from fullshard.fully_shard import fully_shard, fully_shard_blocks
 from fullshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from fullshard.policies import (
     AllGather,

@@ -16,7 +16,7 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
-from fullshard.group.parameter import ShardedParameter, attributes_of
+from fullshard.group.parameter import ShardedParameter
 from fullshard.schedule.unit import Phase, Unit, unit_of
 from fullshard.torch_private import local_of, make_dtensor
 
@@ -97,7 +97,7 @@ class _FullGroup:
             if param.unsharded_spec is not None:
                 value = make_dtensor(value, param.unsharded_spec)
             full = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
-            full.__dict__.update(attributes_of(param.sharded))
+            full.__dict__.update(param.sharded.__dict__)
             if param.sharded.grad is not None and index in grads:
                 grad = grads[index]
                 full.grad = grad if param.unsharded_spec is None else make_dtensor(grad, param.unsharded_spec)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -22,9 +22,8 @@ from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.registry import owner_of, register
-from fullshard.module import FSDPModule, sharded_class
+from fullshard.module import sharded_class
 from fullshard.policies import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -43,10 +42,6 @@ M = TypeVar("M", bound=nn.Module)
 _log = logging.getLogger("fullshard")
 
 
-@overload
-def fully_shard(module: nn.Module, **options: Any) -> FSDPModule: ...
-@overload
-def fully_shard(module: Sequence[nn.Module], **options: Any) -> list[FSDPModule]: ...
 def fully_shard(
     module: Any,
     *,
@@ -126,13 +121,13 @@ def fully_shard(
     _move_to_device(modules, params, ignored_params or set(), device, mp_policy)
     unit = Unit(modules, device, mp_policy, auto_reshard)
     for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
-        sharded = [
-            ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen
-        ]
+        sharded = [ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen]
         check_agreement(sharded, place, device)
         rest = resting if place is data else _after_forward(reshard_after_forward in (None, True), place)[1]
         group_options = GroupOptions(mp_policy, offload_policy, reshard, rest)
-        transport = select_transport(place.shard_group or place.replicate_group, device)
+        process_group = place.shard_group or place.replicate_group
+        assert process_group is not None
+        transport = select_transport(process_group, device)
         group = Group(sharded, modules, place, device, group_options, transport)
         unit.groups.append(group)
         register(group, [param for param, _, _ in chosen])
@@ -202,9 +197,7 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
 _Placed = tuple[nn.Parameter, list[Location], "Shard | None"]
 
 
-def _parameters(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> list[tuple[nn.Parameter, list[Location]]]:
+def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[nn.Parameter, list[Location]]]:
     """The parameters that no earlier call has taken, with every place where they stand."""
     skip = {id(param) for param in ignored}
     found: dict[int, tuple[nn.Parameter, list[Location]]] = {}
@@ -306,6 +299,3 @@ def _borrow(unit: Unit) -> None:
             group.add_location(index, Location(module, name))
             if group not in unit.borrowed:
                 unit.borrowed.append(group)
-
-
-

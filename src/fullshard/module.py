@@ -54,9 +54,9 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Indexing or slicing a sharded container constructs a container of the class that it was before."""
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]
         module = original.__new__(original)
-        module.__init__(*args, **kwargs)  # type: ignore[misc]
+        module.__init__(*args, **kwargs)
         return module
 
     # -- gathering by hand -------------------------------------------------------------------------------------------
@@ -147,9 +147,7 @@ class FSDPModule:
         for group in _groups(self, recurse):
             group.options.max_gradient_buffers = max_input_buffers
 
-    def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
-    ) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.
 
         Args:

@@ -35,7 +35,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor that holds ``local`` itself and not a view of it. ``DTensor.from_local`` is the slower public way."""
-    return DTensor(local, spec, requires_grad=local.requires_grad)  # type: ignore[call-arg]
+    return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
@@ -44,7 +44,7 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let a DTensor hold another local tensor of the same shape; without it parameters could not keep their identity."""
+    """Let a DTensor hold another local tensor of the same shape: parameters keep their identity."""
     tensor._local_tensor = local
 
 
@@ -60,12 +60,12 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def in_backward() -> bool:
     """Whether this thread runs a node of a backward: a forward that runs then is a recomputation."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id() != -1
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward that runs now; without it the last reductions would never be waited for."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
@@ -85,9 +85,8 @@ def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> N
 
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage that reads the same memory and does not own it."""
-    return torch._C._construct_storage_from_data_pointer(  # type: ignore[attr-defined,no-any-return]
-        storage.data_ptr(), storage.device, storage.nbytes()
-    )
+    construct: Any = torch._C._construct_storage_from_data_pointer
+    return construct(storage.data_ptr(), storage.device, storage.nbytes())
 
 
 def is_traceable_subclass(tensor: Any) -> bool:
@@ -123,7 +122,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def premultiplied_sum(factor: float) -> Any:
-    """NCCL's sum of values times ``factor``; ``ReduceOp.PREMUL_SUM`` where torch has it, a private maker before that."""
+    """NCCL's sum of values times ``factor``; where torch lacks ``ReduceOp.PREMUL_SUM``, a private maker."""
     if callable(dist.ReduceOp.PREMUL_SUM):
         return dist.ReduceOp.PREMUL_SUM(factor)
     return dist._make_nccl_premul_sum(factor)

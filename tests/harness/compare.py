@@ -44,11 +44,9 @@ def each_block(*, precision: Precision | None = None, **options: Any) -> Shard:
     """The usual way to shard: a group for each of `model.blocks` and one for the rest, with the same options for all."""
 
     def shard(fsdp: ModuleType, model: Any) -> None:
-        if precision is not None:
-            options["mp_policy"] = precision.policy(fsdp)
-        for block in model.blocks:
-            fsdp.fully_shard(block, **options)
-        fsdp.fully_shard(model, **options)
+        policy = {} if precision is None else {"mp_policy": precision.policy(fsdp)}
+        for module in (*model.blocks, model):
+            fsdp.fully_shard(module, **policy, **options)
 
     return shard
 
@@ -83,8 +81,9 @@ class Training:
 
     `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
     `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too. The sum of
-    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks. A reference that
-    has to say by hand what a policy does to single modules has a `build_reference` of its own.
+    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks; a parameter without
+    a gradient on any rank has none, or zeros if `unused_are_zero`. A reference that has to say by hand what a policy
+    does to single modules has a `build_reference` of its own.
     """
 
     build: Callable[[], nn.Module]
@@ -100,6 +99,7 @@ class Training:
     set_up_micro: Callable[[Any, int], object] = lambda model, micro: None
     after_backward: Callable[[nn.Module], Tensor | None] = lambda model: None
     divisor: float | None = None
+    unused_are_zero: bool = False
 
     def micro(self, step: int, rank: int, size: int, micro: int) -> Batch:
         """The micro-batch of a rank, different from all others."""
@@ -170,8 +170,10 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
                 losses += [loss.detach()] if other == rank else []
                 _add(of_rank, worker.gradients())
             _add(sums, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_rank.items()})
-        for name, total in sums.items():
-            parameter = model.get_parameter(name)
+        for name, parameter in model.named_parameters():
+            unused = 0 * parameter if training.unused_are_zero and parameter.requires_grad else None
+            if (total := sums.get(name, unused)) is None:
+                continue
             mean = total / (training.divisor or size)
             parameter.grad = mean.to(reduce_dtype[name]).to(parameter.dtype)
         optimizer.step(losses)

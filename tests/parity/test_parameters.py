@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.harness import World, ranks
 from tests.harness.compare import Batch, Precision, Training, adamw, compare, each_block, sgd
@@ -45,7 +46,7 @@ def test_embedding_and_head_tied_across_groups(world: World, optimizer: Any) -> 
     training = Training(
         build=tied_transformer, shard=shard_embedding_and_head_apart, batch=token_batch(3, 5), optimizer=optimizer
     )
-    compare(world, training, with_torch=False)  # torch shards the weight in one group, and the other loses it
+    compare(world, training, with_torch=False)  # torch refuses a tie between groups
 
 
 @ranks(2)
@@ -140,53 +141,48 @@ def test_adapters_on_a_frozen_model(world: World) -> None:
 
 
 @ranks(2)
-def test_parameters_frozen_and_thawed_between_steps(world: World) -> None:
-    def set_up(model: Any, micro: int) -> None:
-        thawed = model.blocks[1][0].weight.requires_grad
-        model.blocks[1].requires_grad_(not thawed)
-
-    def build() -> nn.Module:
-        return seeded(MLP)
-
-    def thaw_next(model: Any) -> None:
+def test_a_block_frozen_and_thawed_between_steps(world: World) -> None:
+    def toggle(model: Any) -> None:
         model.blocks[1].requires_grad_(not model.blocks[1][0].weight.requires_grad)
 
-    training = Training(build=build, shard=each_block(), batch=random_batch(4, 6), after_backward=thaw_next, steps=4)
-    compare(world, training)
-
-
-def branch_batch(*flags: int) -> Any:
-    """Batches for `Branches` in which the flags of the branches move on with the seed: every rank sees others."""
-
-    def batch(seed: int) -> Batch:
-        return (*random_batch(4, 6)(seed), torch.tensor(flags).roll(seed))
-
-    return batch
-
-
-@ranks(1, 2, 3)
-@OPTIMIZERS
-def test_unused_parameters(world: World, optimizer: Any) -> None:
-    def batch(seed: int) -> Batch:
-        step = seed // world.size  # all ranks use the same branches, others in the next step
-        return (*random_batch(4, 6)(seed), torch.tensor([1, 0, 1]).roll(step))
-
     training = Training(
-        build=lambda: seeded(Branches), shard=each_block(), batch=batch, optimizer=optimizer, steps=4
+        build=lambda: seeded(MLP), shard=each_block(), batch=random_batch(4, 6), after_backward=toggle, steps=4
     )
     compare(world, training)
 
 
-@ranks(2, 3)
-def test_parameters_used_on_some_ranks_only(world: World) -> None:
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("groups", ["each block", "one"])
+@OPTIMIZERS
+def test_unused_parameters(world: World, groups: str, optimizer: Any) -> None:
     def shard(fsdp: ModuleType, model: Any) -> None:
-        each_block(reshard_after_forward=False)(fsdp, model)
+        if groups == "each block":
+            for block in model.blocks:
+                fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+
+    def batch(seed: int) -> Batch:
+        step = seed // world.size  # all ranks use the same branches, and others in the next step
+        return (*random_batch(4, 6)(seed), torch.tensor([1, 0, 1]).roll(step))
+
+    training = Training(build=lambda: seeded(Branches), shard=shard, batch=batch, optimizer=optimizer, steps=4)
+    compare(world, training)
+
+
+@ranks(2, 3)
+@OPTIMIZERS
+def test_parameters_used_on_some_ranks_only(world: World, optimizer: Any) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        fsdp.fully_shard(model)
         model.set_reduce_scatter_unused_params(True)
 
     def batch(seed: int) -> Batch:
-        return (*random_batch(4, 6)(seed), torch.tensor([1, 1, 0]).roll(seed))
+        return (*random_batch(4, 6)(seed), torch.tensor([1, 0, 0]).roll(seed))
 
-    raise NotImplementedError
+    training = Training(
+        build=lambda: seeded(Branches), shard=shard, batch=batch, optimizer=optimizer, unused_are_zero=True
+    )
+    compare(world, training)
 
 
 @ranks(2, 3, 4)
@@ -267,10 +263,30 @@ def test_a_group_for_each_dtype(world: World) -> None:
 
 
 @ranks(2)
-def test_several_dtypes_with_a_common_compute_dtype(world: World) -> None:
-    raise NotImplementedError
+def test_several_dtypes_computed_in_one(world: World) -> None:
+    precision = Precision(torch.bfloat16, torch.float32)
+    training = Training(
+        build=lambda: seeded(MixedDtypes),
+        shard=lambda fsdp, model: fsdp.fully_shard(model, mp_policy=precision.policy(fsdp)),
+        batch=random_batch(4, 6),
+        precision=precision,
+    )
+    compare(world, training, with_torch=False)
 
 
 @ranks(2)
-def test_ignored_parameters(world: World) -> None:
-    raise NotImplementedError
+def test_ignored_parameters_are_left_to_the_user(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block(ignored_params={model.scale, model.blocks[1][0].weight})(fsdp, model)
+
+    def reduce_by_hand(model: Any) -> None:
+        for parameter in (model.scale, model.blocks[1][0].weight):
+            assert not isinstance(parameter, DTensor)
+            if isinstance(model.blocks[0][0].bias, DTensor):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world.size
+
+    training = Training(
+        build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), after_backward=reduce_by_hand
+    )
+    compare(world, training)

@@ -203,9 +203,7 @@ def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
     largest = (math.prod(param.chunk_shape(0, plan.world_size)) for param in params)
     shard_offsets, shard_numel = _place(largest, plan.alignment)
     full_offsets = tuple(plan.full_offsets[i] for i in chosen)
-    return replace(
-        plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel
-    )
+    return replace(plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel)
 
 
 def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:

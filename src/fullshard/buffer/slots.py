@@ -131,7 +131,7 @@ class SlotBuffer:
         if self._memory is None:
             with torch.inference_mode(False), torch.no_grad():
                 empty = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
-                self._memory = empty.set_(self._storage, 0, (self.nbytes,))
+                self._memory = empty.set_(self._storage, 0, (self.nbytes,), (1,))
         return self._memory
 
     @property

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.packing import Batch, GatherPacking, Memory, ReducePacking
+from fullshard.comm.packing import Batch, Gather, GatherPacking, Memory, ReducePacking
 from fullshard.comm.prepared import PreparedCache, check_transfers
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
-from fullshard.comm.staging import SHARED, Lease
+from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.transport import Done, Pending, Reduction, Transfer
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import all_gather_single, foreach_copy, reduce_scatter_single
@@ -107,7 +107,7 @@ def _take(
     starts, end = [], 0
     for nbytes, _ in sizes:
         starts.append(end)
-        end += nbytes
+        end += align(nbytes)
     lease = SHARED.lease(end, device)
     return lease, [(lease, start) for start in starts]
 
@@ -117,7 +117,7 @@ class _Gathering:
 
     __slots__ = ("_gather", "_lease", "_work")
 
-    def __init__(self, work: dist.Work | None, gather: object, lease: Lease | None) -> None:
+    def __init__(self, work: dist.Work | None, gather: Gather, lease: Lease | None) -> None:
         self._work = work
         self._gather = gather
         self._lease = lease
@@ -128,3 +128,39 @@ class _Gathering:
         foreach_copy(*self._gather.after)
         if self._lease is not None:
             SHARED.give_back(self._lease)
+
+
+class _Reducing:
+    """Reduce-scatters on their way, one for each dtype."""
+
+    __slots__ = ("_lease", "_started", "_transfers")
+
+    def __init__(self, transfers: Sequence[Transfer], lease: Lease | None) -> None:
+        self._transfers = transfers
+        self._lease = lease
+        self._started: list[tuple[dist.Work | None, Batch, Scaling]] = []
+
+    def add(self, work: dist.Work | None, batch: Batch, scaling: Scaling) -> None:
+        self._started.append((work, batch, scaling))
+
+    def finish(self) -> None:
+        for work, batch, scaling in self._started:
+            if work is not None:
+                work.wait()
+            if batch.output is None:
+                divide_(self._transfers[batch.members[0]].shard, scaling.after)
+                continue
+            for member, part in zip(batch.members, batch.parts, strict=True):
+                _move(part, self._transfers[member].shard, scaling.after)
+        if self._lease is not None:
+            SHARED.give_back(self._lease)
+
+
+def _move(part: torch.Tensor, shard: torch.Tensor, divisor: float) -> None:
+    """Divide in the dtype that has more bits."""
+    if part.itemsize < shard.itemsize:
+        shard.copy_(part)
+        divide_(shard, divisor)
+    else:
+        divide_(part, divisor)
+        shard.copy_(part)

@@ -77,7 +77,7 @@ class _GatherIn(AllGather):
     def __init__(self, memory: Any) -> None:
         self._memory = memory
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         tensor: torch.Tensor = self._memory.allocate(size, dtype, device)
         return tensor
 
@@ -96,7 +96,7 @@ class _ReduceIn(ReduceScatter):
     def __init__(self, memory: Any) -> None:
         self._memory = memory
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         tensor: torch.Tensor = self._memory.allocate(size, dtype, device)
         return tensor
 

@@ -99,3 +99,7 @@ class Staging:
             for lease in free:
                 lease.storage.resize_(0)
         return dropped
+
+
+#: The buffers of this process, which all transports share. Whoever wants the memory back calls ``SHARED.drop()``.
+SHARED = Staging()

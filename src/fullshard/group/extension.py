@@ -101,7 +101,7 @@ class ExtensionGather:
         if uneven and any(tuple(t.shape) != expected for t in inputs):
             raise AssertionError(
                 f"parameter '{param.name}' of shape {tuple(param.shape)} is sharded unevenly over "
-                f"{group.data.shard_size} ranks: fsdp_pre_all_gather must return inputs of the padded shape {expected}, "
+                f"{group.data.shard_size} ranks: fsdp_pre_all_gather must return inputs padded to {expected}: "
                 f"found {[tuple(t.shape) for t in inputs]}"
             )
         return list(inputs), metadata

@@ -155,7 +155,9 @@ class Gradients:
             members.setdefault((reduce_dtype, dtype), []).append(index)
         self._dtypes = [reduce_dtype for reduce_dtype, _ in members]
         self._sections = tuple(
-            Section(dtype, tuple(chosen), make_plan([group.params[i].plan_shape for i in chosen], group.data.shard_size))
+            Section(
+                dtype, tuple(chosen), make_plan([group.params[i].plan_shape for i in chosen], group.data.shard_size)
+            )
             for (_, dtype), chosen in members.items()
         )
         pool = group.memory.gradient_pool
@@ -245,7 +247,8 @@ class _Reducing:
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
         group = self._group
-        assert self._gradients._buffer is not None and group.lanes is not None
+        assert self._gradients._buffer is not None
+        assert group.lanes is not None
         self._gradients._buffer.give_back(mark_now(group.device))
         if self._finishes_here:
             self.come_home()

@@ -149,7 +149,9 @@ class Group:
             if not param.extends:
                 by_dtype.setdefault(param.dtype, []).append(index)
         self.sections = tuple(
-            Section(dtype, tuple(members), make_plan([self.params[i].plan_shape for i in members], self.data.shard_size))
+            Section(
+                dtype, tuple(members), make_plan([self.params[i].plan_shape for i in members], self.data.shard_size)
+            )
             for dtype, members in by_dtype.items()
         )
         self.compute_dtypes = [self.compute_dtype(section.dtype) for section in self.sections]
@@ -231,7 +233,7 @@ class Group:
             elif isinstance(shown, DTensor):
                 if not isinstance(shown, nn.Parameter):
                     raise RuntimeError(
-                        f"parameter '{param.name}' stands in its module as a sharded tensor that is not a Parameter, as "
+                        f"parameter '{param.name}' stands in its module as a sharded tensor and no Parameter, as "
                         f"functional_call puts it: give functional_call full tensors, for example p.full_tensor()"
                     )
                 if tuple(local_of(shown).shape) != tuple(self.memory.local_shape(param)):
@@ -320,7 +322,8 @@ class Group:
 
     def _start_gather(self) -> Pending:
         if self._resting_memory is not None:
-            assert self.options.resting is not None and self.options.resting.shard_group is not None
+            assert self.options.resting is not None
+            assert self.options.resting.shard_group is not None
             pending = self.transport.all_gather(self._resting_transfers, self.options.resting.shard_group, 2 * self.tag)
         elif self.data.shard_group is None:
             self.memory.copy_whole(self._full_views)
@@ -363,7 +366,7 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self._leaf_versions = sum(param.unsharded._version for param in self.params)  # type: ignore[union-attr]
+        self._leaf_versions = self._versions()
         self._show(self._unsharded)
 
     @torch.inference_mode(False)
@@ -374,7 +377,8 @@ class Group:
                 section.members, section.plan.params, section.plan.full_offsets, strict=True
             ):
                 param = self.params[index]
-                param.make_unsharded(_apart(param.view(full[offset : offset + shape.numel], shape.shape)))
+                # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
+                param.make_unsharded(param.view(full[offset : offset + shape.numel], shape.shape).data)
         if self._extensions is not None:
             self._extensions.make_leaves()
         for index, param in enumerate(self.params):
@@ -394,7 +398,7 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if self._leaf_versions != sum(param.unsharded._version for param in self.params):  # type: ignore[union-attr]
+        if self._leaf_versions != self._versions():
             self._gathered = None  # written in place: thrown away, as every reshard does
         if self._extensions is not None:
             self._extensions.leave()
@@ -403,6 +407,10 @@ class Group:
             self.full.poison()
             self._gathered = None
         self.full.give_back(mark_now(self.device))
+
+    def _versions(self) -> int:
+        """Counts the writes to the unsharded parameters."""
+        return sum([param.unsharded._version for param in self.params if param.unsharded is not None])
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""
@@ -491,12 +499,6 @@ class Group:
             self.wait_for_unshard()
         self.reshard()
         self.gradients.discard()
-
-
-def _apart(view: torch.Tensor) -> torch.Tensor:
-    """The same view with a version of its own: a gather that writes the buffer does not count as a write in place."""
-    empty = torch.empty(0, dtype=view.dtype, device=view.device)
-    return empty.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())  # type: ignore[call-overload,no-any-return]
 
 
 def _updates(places: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, dict[str, Any]]]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.sections import shard_bytes, shard_views
@@ -92,9 +91,8 @@ class Memory:
         for section, view in zip(group.sections, self.views, strict=True):
             for position, index in enumerate(section.members):
                 param = group.params[index]
-                if local_of_or_none(param.sharded) is param.local and isinstance(param.sharded, DTensor):
-                    if _in_view(param.local, view):
-                        continue
+                if param.placed and local_of(param.sharded) is param.local and _in_view(param.local, view):  # type: ignore[arg-type]
+                    continue
                 shape = section.plan.chunk_shape(position, rank)
                 start = section.plan.shard_offsets[position]
                 place = param.view(view[start : start + torch.Size(shape).numel()], shape)
@@ -123,7 +121,7 @@ class Memory:
             torch._foreach_copy_(self.staged_views, self.views, non_blocking=True)
         return staging
 
-    def copy_whole(self, full_views: Sequence[torch.Tensor]) -> None:
+    def copy_whole(self, full_views: tuple[torch.Tensor, ...]) -> None:
         """Where every rank keeps everything: from the shard to the full buffer."""
         with torch.no_grad():
             torch._foreach_copy_(full_views, self.views, non_blocking=True)
@@ -134,10 +132,6 @@ class Memory:
             f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
             f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
         )
-
-
-def local_of_or_none(param: nn.Parameter) -> torch.Tensor | None:
-    return local_of(param) if isinstance(param, DTensor) else None
 
 
 def _held(param: ShardedParameter) -> torch.Tensor:

@@ -21,7 +21,7 @@ class DataMesh:
     """Ranks that hold different data.
 
     Args:
-        mesh: 1-D, or 2-D as replicate × shard.
+        mesh: 1-D, or 2-D as replicate by shard.
         shards: whether the last dim shards; a mesh that only replicates is 1-D.
         replicates: whether the first dim replicates.
         spmd_mesh: the full mesh on which the parameters are already DTensors, if one was given.

@@ -52,9 +52,7 @@ class ShardedParameter:
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
     """
 
-    def __init__(
-        self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None
-    ) -> None:
+    def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
         self.locations = locations
         self.name = locations[0].name
         self.data = data
@@ -136,7 +134,7 @@ class ShardedParameter:
                     f"with dp_mesh_dims every parameter must be a DTensor on the full mesh, but '{self.name}' is a "
                     f"plain tensor: distribute it first, for example with distribute_module"
                 )
-            placements = [Replicate()] if self.data.replicates else []
+            placements: list[Placement] = [Replicate()] if self.data.replicates else []
             if self.data.shards:
                 placements = [*placements, placement]
             return sharding_spec(self.data.mesh, placements, whole.shape, whole.stride(), whole.dtype)
@@ -148,7 +146,7 @@ class ShardedParameter:
         mesh = concatenate_meshes([self.data.mesh, before.mesh])
         if self.dim is not None and (parts := strided_split_factor(before, self.dim)) > 1:
             placement = StridedShard(self.dim, split_factor=parts)
-        placements = [Replicate()] if self.data.replicates else []
+        placements: list[Placement] = [Replicate()] if self.data.replicates else []
         if self.data.shards:
             placements = [*placements, placement]
         meta = before.tensor_meta
@@ -157,7 +155,9 @@ class ShardedParameter:
 
     def _spec_on_full_mesh(self, before: DTensorSpec, placement: Placement) -> DTensorSpec:
         mesh, dims = self.data.spmd_mesh, self.data.dims
-        assert mesh is not None and dims is not None and mesh.mesh_dim_names is not None
+        assert mesh is not None
+        assert dims is not None
+        assert mesh.mesh_dim_names is not None
         if before.mesh != mesh:
             raise ValueError(
                 f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
@@ -209,7 +209,7 @@ class ShardedParameter:
         self.placed = True
         before = self.sharded
         self.sharded = nn.Parameter(self.sharded_dtensor(local), requires_grad=before.requires_grad)
-        self.sharded.__dict__.update(attributes_of(before))
+        self.sharded.__dict__.update(before.__dict__)
         for hook in post_accumulate_hooks(before):
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((before._backward_hooks or {}).values())
@@ -237,7 +237,7 @@ class ShardedParameter:
         twin = memo.get(id(self.sharded))
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
-            twin.__dict__.update(copy.deepcopy(attributes_of(self.sharded), memo))
+            twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
             memo[id(self.sharded)] = twin
@@ -257,7 +257,7 @@ class ShardedParameter:
                 local, sharding_spec(before.mesh, before.placements, meta.shape, meta.stride, local.dtype)
             )
         self.unsharded = nn.Parameter(leaf, requires_grad=self.sharded.requires_grad)
-        self.unsharded.__dict__.update(attributes_of(self.sharded))
+        self.unsharded.__dict__.update(self.sharded.__dict__)
         for hook in self._gradient_hooks:
             self.unsharded.register_hook(hook)
 
@@ -271,7 +271,8 @@ class ShardedParameter:
             # Sums over data-parallel dims are the group's reduction; here they would be summed twice.
             names = self.data.spmd_mesh.mesh_dim_names
             dims = self.data.dims
-            assert names is not None and dims is not None
+            assert names is not None
+            assert dims is not None
             for name in (*dims.shard_names, *dims.replicate_names):
                 at = names.index(name)
                 wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
@@ -280,16 +281,12 @@ class ShardedParameter:
         return local_of(grad)
 
 
-def attributes_of(param: nn.Parameter) -> dict[str, Any]:
-    """What a user put on a parameter, without what a DTensor keeps there itself."""
-    return {name: value for name, value in param.__dict__.items() if name not in ("_local_tensor", "_spec")}
-
-
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims from the slowest to the fastest, for a tensor without gaps or overlaps; otherwise the order of its dims."""
     if tensor.is_contiguous():
         return tuple(range(tensor.ndim))
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim)))
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
     return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,12 @@ def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
         _watching = True
     for index, param in enumerate(originals):
         key = id(param)
-        _owners[key] = (weakref.ref(param, lambda _, key=key: _owners.pop(key, None)), weakref.ref(group), index)
+        _owners[key] = (weakref.ref(param, partial(_forget, key)), weakref.ref(group), index)
+
+
+def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
+    if key in _owners and _owners[key][0] is gone:
+        del _owners[key]
 
 
 def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
@@ -51,7 +57,8 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
             owner = owner_of(param)
             if owner is not None:
                 group, index = owner
-                when = "while the module was unsharded" if param is group.params[index].unsharded else "before fully_shard"
+                unsharded = param is group.params[index].unsharded
+                when = "while the module was unsharded" if unsharded else "before fully_shard"
                 raise RuntimeError(
                     f"this {type(optimizer).__name__} was built {when}: its parameter '{group.params[index].name}' is "
                     f"not the one that is trained. Build the optimizer after sharding, from model.parameters(), and "

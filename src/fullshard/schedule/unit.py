@@ -210,14 +210,12 @@ class Unit:
 
     # -- the marks in autograd's graph -------------------------------------------------------------------------------
 
-    def _mark_end(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
         if not inputs:
             return args, kwargs
-        marked = EndOfBackward.apply(self, self._use, *inputs)
+        marked = EndOfBackward.apply(self, self._use, *inputs)  # type: ignore[no-untyped-call]
         replacement = dict(zip(map(id, inputs), marked, strict=True))
         replace = partial(_replace, replacement)
         return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
@@ -346,4 +344,3 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def _replace(replacement: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     return replacement.get(id(tensor), tensor)
-

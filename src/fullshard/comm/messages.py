@@ -1,0 +1,175 @@
+"""Which messages carry a group's buffers between two ranks: integers only, and the same on both sides.
+
+What a rank owns of a group (the *owner* is the sender of a gather and the receiver of a reduction) is cut into
+pieces, and how a piece travels depends on its size and shape:
+
+=========  =======================================  ============================================================
+\          gather (owner sends to everybody)        reduction (everybody sends to the owner)
+=========  =======================================  ============================================================
+straight   large and contiguous: a message of its   --
+           own, received where it is read
+whole      large and strided: a message of its      large and contiguous: a message of its own, received in
+           own, received in staging                 staging and added to the sum
+packed     small: all in one message, through       small or strided: all in one message, through staging on
+           staging on both sides                    both sides
+=========  =======================================  ============================================================
+
+What needs staging travels in rounds of bounded size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fullshard.buffer.plan import Plan
+from fullshard.comm.staging import align
+
+#: Bytes from which a piece gets a message of its own, which costs about as much as packing so many bytes.
+LARGE = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of an extent, see :class:`~fullshard.buffer.plan.Extent`; all in elements but ``offset``.
+
+    Args:
+        section: which of the transfers of a call it belongs to.
+        offset: where it lies in the staging of its round, in bytes.
+    """
+
+    section: int
+    full_start: int
+    shard_start: int
+    length: int
+    rows: int
+    stride: int
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.length
+
+    def split(self, numel: int) -> tuple[Piece | None, Piece | None]:
+        """The largest part of at most ``numel`` elements from the front, whole rows if it has several; the rest."""
+        if numel >= self.numel:
+            return self, None
+        if self.rows == 1:
+            rest = Piece(self.section, self.full_start + numel, self.shard_start + numel, self.length - numel, 1, 0)
+            return (replace(self, length=numel), rest) if numel else (None, self)
+        rows = numel // self.length
+        if rows == 0:
+            return None, self
+        rest = replace(
+            self,
+            full_start=self.full_start + rows * self.stride,
+            shard_start=self.shard_start + rows * self.length,
+            rows=self.rows - rows,
+        )
+        return replace(self, rows=rows), rest
+
+
+@dataclass(frozen=True)
+class Round:
+    """What travels between two ranks at a time.
+
+    Args:
+        straight: pieces that need no staging.
+        whole: pieces with messages of their own.
+        packed: pieces that share a message.
+        packed_start: where in staging, in bytes, that message begins.
+        nbytes: size of the staging at the receiver, which that message ends.
+    """
+
+    straight: tuple[Piece, ...] = ()
+    whole: tuple[Piece, ...] = ()
+    packed: tuple[Piece, ...] = ()
+    packed_start: int = 0
+    nbytes: int = 0
+
+    @property
+    def packed_bytes(self) -> int:
+        return self.nbytes - self.packed_start
+
+
+@lru_cache(maxsize=1024)
+def gather_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, capacity: int) -> tuple[Round, ...]:
+    """How what ``owner`` has gets to any other rank.
+
+    Args:
+        plans: of the sections.
+        itemsizes: bytes of an element of each section.
+        owner: rank that sends.
+        capacity: bytes of staging for a round, at least ``LARGE``.
+    """
+    straight, whole, packed = [], [], []
+    for piece in _pieces(plans, itemsizes, owner, with_kept_whole=False):
+        if piece.numel * itemsizes[piece.section] < LARGE:
+            packed.append(piece)
+        else:
+            (straight if piece.rows == 1 else whole).append(piece)
+    if len(packed) == 1:
+        (straight if packed[0].rows == 1 else whole).append(packed.pop())
+    rounds = list(_fill(whole, packed, itemsizes, capacity))
+    if straight:
+        rounds[:1] = [replace(rounds[0] if rounds else Round(), straight=tuple(straight))]
+    return tuple(rounds)
+
+
+@lru_cache(maxsize=1024)
+def reduce_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, capacity: int) -> tuple[Round, ...]:
+    """How what ``owner`` reduces gets there from any other rank; arguments as for :func:`gather_rounds`."""
+    whole, packed = [], []
+    for piece in _pieces(plans, itemsizes, owner, with_kept_whole=True):
+        is_large = piece.numel * itemsizes[piece.section] >= LARGE
+        (whole if is_large and piece.rows == 1 else packed).append(piece)
+    if len(packed) == 1 and packed[0].rows == 1:
+        whole.append(packed.pop())
+    return tuple(_fill(whole, packed, itemsizes, capacity))
+
+
+def _pieces(plans: Sequence[Plan], itemsizes: Sequence[int], owner: int, with_kept_whole: bool) -> Iterator[Piece]:
+    """The extents of ``owner``; rows that are large are pieces of their own."""
+    for section, (plan, itemsize) in enumerate(zip(plans, itemsizes, strict=True)):
+        skipped = set()
+        if not with_kept_whole:
+            offsets = zip(plan.params, plan.full_offsets, strict=True)
+            skipped = {offset for param, offset in offsets if plan.kept_whole(param)}
+        for extent in plan.extents(owner):
+            if extent.full_start in skipped:
+                continue
+            piece = Piece(section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride)
+            rest: Piece | None = piece
+            if extent.rows > 1 and extent.length * itemsize >= LARGE:
+                while rest is not None:
+                    row, rest = rest.split(extent.length)
+                    assert row is not None
+                    yield replace(row, rows=1, stride=0)
+            else:
+                yield piece
+
+
+def _fill(whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[int], capacity: int) -> Iterator[Round]:
+    """Rounds of at most ``capacity`` bytes, in which pieces that do not fit go on in the next."""
+    chosen: tuple[list[Piece], list[Piece]] = ([], [])
+    packed_start = end = 0
+    for pieces, taken in ((whole, chosen[0]), (packed, chosen[1])):
+        packed_start = end
+        for piece in pieces:
+            itemsize, rest = itemsizes[piece.section], piece
+            while rest is not None:
+                room = capacity - end
+                is_worthwhile = room >= min(LARGE, rest.numel * itemsize)
+                head, tail = rest.split(room // itemsize) if is_worthwhile else (None, rest)
+                if head is None:
+                    yield Round((), tuple(chosen[0]), tuple(chosen[1]), packed_start, end)
+                    chosen[0].clear()
+                    chosen[1].clear()
+                    packed_start = end = 0
+                else:
+                    taken.append(replace(head, offset=end))
+                    end = align(end + head.numel * itemsize)
+                rest = tail
+    if end:
+        yield Round((), tuple(chosen[0]), tuple(chosen[1]), packed_start, end)

@@ -1,0 +1,301 @@
+"""Between a group's buffers and what a collective moves: one tensor with the messages of all ranks end to end.
+
+Owns the layout of a message, which is the sections of a shard end to end, and the copies between the messages of all
+ranks and the full buffers. They are strided copies, at most two for each parameter: ``torch.chunk`` gives some ranks
+chunks of equal size, at most one rank a smaller one and the rest none. What runs when is left to the transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import Plan
+from fullshard.comm.backend import backend_name
+from fullshard.comm.prepared import alias
+from fullshard.comm.staging import Lease, align
+from fullshard.comm.transport import Transfer
+from fullshard.torch_private import storage_id
+
+#: A piece of staging memory: where it is, and how many bytes from there.
+Memory = tuple[Lease, int]
+#: Targets and sources, for one call that copies all of them.
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank contributes or receives.
+
+    Args:
+        starts: where each section begins, in bytes.
+        nbytes: size.
+        dtype: that of the sections if they have only one, or else uint8.
+    """
+
+    starts: tuple[int, ...]
+    nbytes: int
+    dtype: torch.dtype
+
+
+def lay_out_message(plans: Sequence[Plan], dtypes: Sequence[torch.dtype]) -> Message:
+    """Sections end to end, each on a boundary on which the sections of a shard lie too."""
+    starts, end = [], 0
+    for plan, dtype in zip(plans, dtypes, strict=True):
+        starts.append(align(end))
+        end = starts[-1] + plan.shard_numel * dtype.itemsize
+    if len(set(dtypes)) == 1:
+        return Message(tuple(starts), end, dtypes[0])
+    return Message(tuple(starts), -(-end // _LARGEST_ITEM) * _LARGEST_ITEM, torch.uint8)
+
+
+_LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks of one parameter that lie regularly, in the full buffer and in the messages of all ranks.
+
+    Args:
+        shape: of all of them together.
+        full_start: where the first lies in the full buffer, in elements.
+        full_stride: strides in the full buffer.
+        message_start: where the first lies in the messages, in elements from the section's start in that of rank 0.
+        message_stride: strides in the messages.
+        kept_whole: whether every rank keeps all of it, so that a gather takes nothing from other ranks.
+    """
+
+    shape: tuple[int, ...]
+    full_start: int
+    full_stride: tuple[int, ...]
+    message_start: int
+    message_stride: tuple[int, ...]
+    kept_whole: bool = False
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        return full.as_strided(self.shape, self.full_stride, full.storage_offset() + self.full_start)
+
+
+def chunks_of(plan: Plan, row: int) -> Iterator[Chunks]:
+    """All that ranks own of the full buffer, when their messages begin ``row`` elements apart."""
+    world_size = plan.world_size
+    if plan.layout == "flat":
+        yield Chunks((world_size, plan.shard_numel), 0, (plan.shard_numel, 1), 0, (row, 1))
+        return
+    for param, full_start, start in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
+        if param.numel == 0:
+            continue
+        if param.dim is None:
+            yield Chunks((world_size, param.numel), full_start, (0, 1), start, (row, 1), kept_whole=True)
+            continue
+        size = param.shape[param.dim]
+        outer = torch.Size(param.shape[: param.dim]).numel()
+        inner = param.numel // (size * outer)
+        length = param.chunk(0, world_size)[1] * inner  # of one row of a full chunk
+        count, rest = divmod(size * inner, length)
+        stride = size * inner
+        yield Chunks((count, outer, length), full_start, (length, stride, 1), start, (row, length, 1))
+        if rest:
+            yield Chunks((outer, rest), full_start + count * length, (stride, 1), start + count * row, (rest, 1))
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Tensors of an all-gather: copies before it, what it writes and reads, copies after it."""
+
+    before: Copies
+    output: torch.Tensor
+    input: torch.Tensor
+    after: Copies
+
+
+class GatherPacking:
+    """How some transfers become one all-gather.
+
+    Args:
+        transfers: checked ones.
+        rank: this rank.
+        in_place: whether the collective may read from the shards and write to the full buffers themselves.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], rank: int, in_place: bool) -> None:
+        self._plans = [transfer.plan for transfer in transfers]
+        self._fulls = [alias(transfer.full) for transfer in transfers]
+        self._shards = [alias(transfer.shard) for transfer in transfers]
+        self._rank = rank
+        self._in_place = in_place
+        self._message = lay_out_message(self._plans, [full.dtype for full in self._fulls])
+        self._bound: dict[int, Gather] = {}
+        self.device = transfers[0].full.device
+        self.is_empty = self._message.nbytes == 0
+        #: Memory that is needed besides: bytes and dtype of each piece.
+        self.sizes: list[tuple[int, torch.dtype]] = []
+        self._is_direct = in_place and len(transfers) == 1 and _is_rank_major(self._plans[0])
+        if not self._is_direct:
+            self.sizes.append((self._message.nbytes * self._plans[0].world_size, self._message.dtype))
+
+    def bind(self, lease: Lease | None, memory: Sequence[Memory]) -> Gather:
+        """The tensors to work on, when ``memory`` is where what does not lie in the buffers is to be.
+
+        They are kept for the next time if the memory is that of ``lease``, or if none is needed.
+        """
+        if lease is None and memory:
+            return self._make(memory)
+        index = -1 if lease is None else lease.index
+        gather = self._bound.get(index)
+        if gather is None:
+            gather = self._bound[index] = self._make(memory)
+        return gather
+
+    @torch.inference_mode(False)
+    def _make(self, memory: Sequence[Memory]) -> Gather:
+        if self._is_direct:
+            return Gather(([], []), self._fulls[0], self._shards[0], ([], []))
+        (lease, start), message, world_size = memory[0], self._message, self._plans[0].world_size
+        length = message.nbytes // message.dtype.itemsize
+        output = lease.view(message.dtype, start, (world_size * length,))
+        source = self._contiguous_shards() if self._in_place else None
+        before: Copies = ([], [])
+        if source is None:
+            source = output[self._rank * length : (self._rank + 1) * length]
+            own = start + self._rank * message.nbytes
+            for shard, section in zip(self._shards, message.starts, strict=True):
+                before[0].append(lease.view(shard.dtype, own + section, shard.shape))
+                before[1].append(shard)
+        after: Copies = ([], [])
+        for plan, full, shard, section in zip(self._plans, self._fulls, self._shards, message.starts, strict=True):
+            for chunks in chunks_of(plan, message.nbytes // full.dtype.itemsize):
+                if chunks.kept_whole:
+                    numel = chunks.shape[1]
+                    after[0].append(full[chunks.full_start : chunks.full_start + numel])
+                    after[1].append(shard[chunks.message_start : chunks.message_start + numel])
+                else:
+                    after[0].append(chunks.of_full(full))
+                    after[1].append(_of_messages(lease, start + section, full.dtype, chunks))
+        return Gather(before, output, source, after)
+
+    def _contiguous_shards(self) -> torch.Tensor | None:
+        """The shards as one message, if they lie in memory as sections do in one."""
+        message, first = self._message, self._shards[0]
+        origin = first.storage_offset() * first.dtype.itemsize
+        for shard, start in zip(self._shards, message.starts, strict=True):
+            if storage_id(shard) != storage_id(first) or shard.storage_offset() * shard.itemsize != origin + start:
+                return None
+        if origin % message.dtype.itemsize or origin + message.nbytes > first.untyped_storage().nbytes():
+            return None
+        if len(self._shards) == 1:
+            return first
+        shape = (message.nbytes // message.dtype.itemsize,)
+        empty = torch.empty(0, dtype=message.dtype, device=first.device)
+        return empty.set_(first.untyped_storage(), origin // message.dtype.itemsize, shape)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The transfers of one dtype, which one reduce-scatter serves.
+
+    Args:
+        dtype: what travels.
+        members: which of the transfers they are.
+        before: copies before it.
+        input: what it reads.
+        output: what it writes; ``None`` for the shard of the only member itself.
+        parts: the part of ``output`` that each member gets.
+    """
+
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    before: Copies
+    input: torch.Tensor
+    output: torch.Tensor | None
+    parts: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _BatchLayout:
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    message: Message
+    direct_input: bool
+    direct_output: bool
+
+
+class ReducePacking:
+    """How some transfers become one reduce-scatter for each dtype.
+
+    Args:
+        transfers: checked ones. Of their shards only the dtype matters: each call may bring others.
+        process_group: who reduces.
+        in_place: whether the collective may read from the full buffers and write to the shards themselves.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, in_place: bool) -> None:
+        self._plans = [transfer.plan for transfer in transfers]
+        self._fulls = [alias(transfer.full) for transfer in transfers]
+        self._bound: dict[int, list[Batch]] = {}
+        self.world_size = process_group.size()
+        self.device = transfers[0].full.device
+        self.backend = backend_name(process_group, self.device)
+        #: Memory that is needed besides: bytes and dtype of each piece.
+        self.sizes: list[tuple[int, torch.dtype]] = []
+        self._layouts: list[_BatchLayout] = []
+        for dtype in dict.fromkeys(full.dtype for full in self._fulls):
+            members = tuple(i for i, full in enumerate(self._fulls) if full.dtype == dtype)
+            message = lay_out_message([self._plans[i] for i in members], [dtype] * len(members))
+            if message.nbytes == 0:
+                continue
+            alone = in_place and len(members) == 1
+            direct_input = alone and _is_rank_major(self._plans[members[0]])
+            direct_output = alone and transfers[members[0]].shard.dtype == dtype
+            self._layouts.append(_BatchLayout(dtype, members, message, direct_input, direct_output))
+            if not direct_input:
+                self.sizes.append((message.nbytes * self.world_size, dtype))
+            if not direct_output:
+                self.sizes.append((message.nbytes, dtype))
+
+    def bind(self, lease: Lease | None, memory: Sequence[Memory]) -> list[Batch]:
+        """The tensors to work on; see :meth:`GatherPacking.bind`."""
+        if lease is None and memory:
+            return self._make(memory)
+        index = -1 if lease is None else lease.index
+        batches = self._bound.get(index)
+        if batches is None:
+            batches = self._bound[index] = self._make(memory)
+        return batches
+
+    @torch.inference_mode(False)
+    def _make(self, memory: Sequence[Memory]) -> list[Batch]:
+        remaining = iter(memory)
+        batches = []
+        for layout in self._layouts:
+            dtype, message = layout.dtype, layout.message
+            length = message.nbytes // dtype.itemsize
+            before: Copies = ([], [])
+            source = self._fulls[layout.members[0]]
+            if not layout.direct_input:
+                lease, start = next(remaining)
+                source = lease.view(dtype, start, (self.world_size * length,))
+                for member, section in zip(layout.members, message.starts, strict=True):
+                    for chunks in chunks_of(self._plans[member], length):
+                        before[0].append(_of_messages(lease, start + section, dtype, chunks))
+                        before[1].append(chunks.of_full(self._fulls[member]))
+            output, parts = None, []
+            if not layout.direct_output:
+                lease, start = next(remaining)
+                output = lease.view(dtype, start, (length,))
+                for member, section in zip(layout.members, message.starts, strict=True):
+                    parts.append(lease.view(dtype, start + section, (self._plans[member].shard_numel,)))
+            batches.append(Batch(dtype, layout.members, before, source, output, parts))
+        return batches
+
+
+def _is_rank_major(plan: Plan) -> bool:
+    return plan.layout == "flat" or plan.world_size == 1
+
+
+def _of_messages(lease: Lease, start: int, dtype: torch.dtype, chunks: Chunks) -> torch.Tensor:
+    start += chunks.message_start * dtype.itemsize
+    return lease.view(dtype, start, chunks.shape, chunks.message_stride)

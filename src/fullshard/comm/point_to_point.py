@@ -1,0 +1,441 @@
+"""Messages between pairs of ranks, for gloo on the CPU.
+
+A gather receives large pieces where the parameter will be read; a reduction is an all-to-all and a local sum, which
+moves half the bytes of gloo's own and adds low precision in fp32. Owns the tensors of the messages, which
+:mod:`fullshard.comm.messages` lays out, and their order in time::
+
+    start       round 0, round 1: all receives posted, small pieces packed, all sends posted; own part copied
+    finish      wait for round 0, copy or add what came; round 2 posted in its staging
+                wait for round 1, copy or add what came; round 3 posted in its staging  ...
+
+No rank waits before everything it has in these rounds is posted, so none waits for ever. Most gathers have one round.
+A reduction with more than two goes on in ``finish``, which ranks must therefore call in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import Plan
+from fullshard.comm.messages import LARGE, Piece, Round, gather_rounds, reduce_rounds
+from fullshard.comm.prepared import PreparedCache, alias, check_transfers
+from fullshard.comm.scaling import divide_
+from fullshard.comm.staging import SHARED, Lease, align
+from fullshard.comm.transport import Done, Pending, Reduction, Transfer
+from fullshard.torch_private import foreach_copy
+
+#: Bytes of staging that an exchange takes at most, for all ranks from which it receives.
+STAGING = 16 * 2**20
+#: Rounds that are under way at once.
+_DEPTH = 2
+#: Elements that are added up at a time: what is added and its sum fit in a cache.
+_BLOCK = 2**17
+#: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
+_FIRST_TAG = 0x4653_0000
+
+_SUM_DTYPES = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
+Message = tuple[list[torch.Tensor], int]  # as the process group wants it, and the rank at the other end
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources
+
+
+class PointToPointTransport:
+    """Moves buffers by messages between ranks.
+
+    Args:
+        staging: bytes of staging that an exchange may take for what it receives from all ranks together.
+    """
+
+    name = "p2p"
+
+    def __init__(self, staging: int = STAGING) -> None:
+        self._staging = staging
+        self._gathers: PreparedCache[_GatherRoute] = PreparedCache()
+        self._reductions: PreparedCache[_ReduceRoute] = PreparedCache()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+        """See :class:`~fullshard.comm.transport.Transport`."""
+        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full, transfer.shard)]
+        key = (id(process_group), *map(id, subjects))
+        route = self._gathers.get(key)
+        if route is None:
+            check_transfers(transfers, process_group.size(), one_dtype=True)
+            route = _GatherRoute(transfers, process_group, self._staging)
+            self._gathers.put(key, route, [process_group, *subjects])
+        lease, rounds = route.bind()
+        exchange = _Exchange("all-gather", process_group, tag, rounds, lease, _copy_arrived)
+        exchange.start()
+        foreach_copy(*route.own)
+        return exchange
+
+    def reduce_scatter(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
+    ) -> Pending:
+        """See :class:`~fullshard.comm.transport.Transport`; ``reduction.sum_only`` is always so.
+
+        Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
+        """
+        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
+        key = (id(process_group), *map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
+        route = self._reductions.get(key)
+        if route is None:
+            check_transfers(transfers, process_group.size(), one_dtype=False)
+            route = _ReduceRoute(transfers, process_group, self._staging)
+            self._reductions.put(key, route, [process_group, *subjects])
+        shards = [transfer.shard for transfer in transfers]
+
+        def add_arrived(arrived: _BoundRound) -> None:
+            for total in arrived.sums:
+                total.write(shards, reduction.divisor)
+
+        lease, rounds = route.bind()
+        exchange = _Exchange("reduce-scatter", process_group, tag, rounds, lease, add_arrived)
+        exchange.start()
+        return exchange
+
+
+@dataclass
+class _BoundRound:
+    """A round as this rank does it, with the tensors of its messages.
+
+    Args:
+        receives: posted first.
+        before: copies that make the packed messages.
+        sends: posted when they are made.
+        after: copies of what was received (gather).
+        sums: of what was received (reduction).
+    """
+
+    receives: list[Message] = field(default_factory=list)
+    before: Copies = field(default_factory=lambda: ([], []))
+    sends: list[Message] = field(default_factory=list)
+    after: Copies = field(default_factory=lambda: ([], []))
+    sums: list[_Sum] = field(default_factory=list)
+
+
+def _copy_arrived(arrived: _BoundRound) -> None:
+    foreach_copy(*arrived.after)
+
+
+class _Exchange:
+    """Rounds of messages on their way.
+
+    Args:
+        what: how errors call it.
+        process_group: whose ranks the messages name.
+        tag: what keeps its messages apart from others.
+        rounds: what travels.
+        lease: the staging of the rounds.
+        complete: what follows the arrival of a round.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        process_group: dist.ProcessGroup,
+        tag: int,
+        rounds: Sequence[_BoundRound],
+        lease: Lease | None,
+        complete: Callable[[_BoundRound], None],
+    ) -> None:
+        self._what = what
+        self._process_group = process_group
+        self._tag = _FIRST_TAG + tag
+        self._rounds = rounds
+        self._lease = lease
+        self._complete = complete
+        self._works: list[list[tuple[dist.Work, int]]] = []
+
+    def start(self) -> None:
+        for planned in self._rounds[:_DEPTH]:
+            self._post(planned)
+
+    def _post(self, planned: _BoundRound) -> None:
+        group, tag = self._process_group, self._tag
+        works = [(group.recv(tensors, peer, tag), peer) for tensors, peer in planned.receives]
+        foreach_copy(*planned.before)
+        works += [(group.send(tensors, peer, tag), peer) for tensors, peer in planned.sends]
+        self._works.append(works)
+
+    def finish(self) -> None:
+        failure: Exception | None = None
+        for index, arrived in enumerate(self._rounds):
+            self._wait(self._works[index])
+            if failure is None:
+                try:
+                    self._complete(arrived)
+                except Exception as error:
+                    failure = error  # the peers wait for the other rounds: raised when they have them
+            if index + _DEPTH < len(self._rounds):
+                self._post(self._rounds[index + _DEPTH])
+        if self._lease is not None:
+            SHARED.give_back(self._lease)
+        if failure is not None:
+            raise failure
+
+    def _wait(self, works: list[tuple[dist.Work, int]]) -> None:
+        """Staging is not given back if this fails: what is still on its way may be written to it."""
+        for work, peer in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                group = self._process_group
+                raise RuntimeError(
+                    f"rank {dist.get_global_rank(group, group.rank())} lost rank {dist.get_global_rank(group, peer)} "
+                    f"in a point-to-point {self._what} (tag {self._tag - _FIRST_TAG}): {error}"
+                ) from error
+        works.clear()
+
+
+class _Route:
+    """How the sections of one call travel: what does not change from call to call.
+
+    Args:
+        transfers: checked ones.
+        process_group: whose ranks exchange them.
+        staging: bytes of staging for what is received.
+        plan_rounds: lays out what belongs to one rank.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        process_group: dist.ProcessGroup,
+        staging: int,
+        plan_rounds: Callable[[tuple[Plan, ...], tuple[int, ...], int, int], tuple[Round, ...]],
+    ) -> None:
+        world_size = process_group.size()
+        self._rank = process_group.rank()
+        self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
+        self._fulls = [alias(transfer.full) for transfer in transfers]
+        self._dtypes = [full.dtype for full in self._fulls]
+        plans = tuple(transfer.plan for transfer in transfers)
+        itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
+        capacity = max(LARGE, staging // (_DEPTH * max(1, len(self._peers))))
+        self._rounds = [plan_rounds(plans, itemsizes, owner, capacity) for owner in range(world_size)]
+        self._count = max(map(len, self._rounds))
+        self._bound: dict[int, list[_BoundRound]] = {}
+        self._scratch = 0
+        self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
+
+    def bind(self) -> tuple[Lease | None, list[_BoundRound]]:
+        """Staging for one exchange, and the rounds in it; both are the same ones in every step."""
+        nbytes = self._scratch + min(_DEPTH, self._count) * self._turn
+        lease = SHARED.lease(nbytes, torch.device("cpu")) if nbytes else None
+        index = -1 if lease is None else lease.index
+        rounds = self._bound.get(index)
+        if rounds is None:
+            with torch.inference_mode(False):
+                starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
+                rounds = self._bound[index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
+        return lease, rounds
+
+    def _round_bytes(self, index: int) -> int:
+        """Bytes of staging of a round on this rank."""
+        raise NotImplementedError
+
+    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
+        """A round whose staging begins ``start`` bytes into ``lease``."""
+        raise NotImplementedError
+
+    def _round(self, owner: int, index: int) -> Round:
+        return self._rounds[owner][index] if index < len(self._rounds[owner]) else Round()
+
+    def _full(self, piece: Piece) -> torch.Tensor:
+        """Where a piece lies in the full buffer."""
+        full = self._fulls[piece.section]
+        if piece.rows == 1:
+            return full[piece.full_start : piece.full_start + piece.length]
+        strides = (piece.stride, 1)
+        return full.as_strided((piece.rows, piece.length), strides, full.storage_offset() + piece.full_start)
+
+    def _staged(self, lease: Lease | None, start: int, piece: Piece) -> torch.Tensor:
+        """Where a piece lies in staging, when that of its message begins at ``start``."""
+        assert lease is not None
+        return lease.view(self._dtypes[piece.section], start + piece.offset, _shape(piece))
+
+
+class _GatherRoute(_Route):
+    """How this rank's shards get to all ranks, and theirs to this one.
+
+    Attributes:
+        own: copies of what this rank has into its own full buffers.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int) -> None:
+        super().__init__(transfers, process_group, staging, gather_rounds)
+        self._shards = [alias(transfer.shard) for transfer in transfers]
+        self.own: Copies = ([], [])
+        with torch.inference_mode(False):
+            for section, transfer in enumerate(transfers):
+                for extent in transfer.plan.extents(self._rank):
+                    piece = Piece(
+                        section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride
+                    )
+                    self.own[0].append(self._full(piece))
+                    self.own[1].append(self._shard(piece))
+
+    def _shard(self, piece: Piece) -> torch.Tensor:
+        """Where a piece of this rank lies in its shard."""
+        shard = self._shards[piece.section]
+        return shard[piece.shard_start : piece.shard_start + piece.numel].view(_shape(piece))
+
+    def _round_bytes(self, index: int) -> int:
+        received = sum(align(self._round(peer, index).nbytes) for peer in self._peers)
+        return received + align(self._round(self._rank, index).packed_bytes)
+
+    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
+        bound = _BoundRound()
+        for peer in self._peers:
+            arriving = self._round(peer, index)
+            bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
+            bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
+            if arriving.packed:
+                bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
+            for piece in (*arriving.whole, *arriving.packed):
+                bound.after[0].append(self._full(piece))
+                bound.after[1].append(self._staged(lease, start, piece))
+            start += align(arriving.nbytes)
+        leaving = self._round(self._rank, index)
+        messages = [[self._shard(piece)] for piece in (*leaving.straight, *leaving.whole)]
+        if leaving.packed:
+            messages.append([_bytes(lease, start, leaving.packed_bytes)])
+            for piece in leaving.packed:
+                bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
+                bound.before[1].append(self._shard(piece))
+        bound.sends = [(message, peer) for peer in self._peers for message in messages]
+        return bound
+
+
+class _ReduceRoute(_Route):
+    """How this rank's values get to the ranks that own them, and theirs to this one.
+
+    Of the shards only the dtype matters: each call may bring others.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int) -> None:
+        for transfer in transfers:
+            if transfer.full.dtype not in _SUM_DTYPES:
+                raise TypeError(
+                    f"point-to-point reductions add {', '.join(map(str, _SUM_DTYPES))}, got {transfer.full.dtype}: "
+                    f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
+                )
+        super().__init__(transfers, process_group, staging, reduce_rounds)
+        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
+        # One block of a sum and one of a term, where they cannot be added up in the shard itself.
+        self._scratch = max(
+            2 * _BLOCK * _SUM_DTYPES[dtype].itemsize
+            if shard_dtype != _SUM_DTYPES[dtype] or dtype != _SUM_DTYPES[dtype]
+            else 0
+            for dtype, shard_dtype in zip(self._dtypes, self._shard_dtypes, strict=True)
+        )
+
+    def _round_bytes(self, index: int) -> int:
+        received = len(self._peers) * align(self._round(self._rank, index).nbytes)
+        return received + sum(align(self._round(peer, index).packed_bytes) for peer in self._peers)
+
+    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
+        bound = _BoundRound()
+        arriving = self._round(self._rank, index)
+        starts = {}
+        for peer in self._peers:
+            starts[peer] = start
+            bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
+            if arriving.packed:
+                bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
+            start += align(arriving.nbytes)
+        for peer in self._peers:
+            leaving = self._round(peer, index)
+            bound.sends += [([self._full(piece)], peer) for piece in leaving.whole]
+            if leaving.packed:
+                bound.sends.append(([_bytes(lease, start, leaving.packed_bytes)], peer))
+                for piece in leaving.packed:
+                    bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
+                    bound.before[1].append(self._full(piece))
+                start += align(leaving.packed_bytes)
+        for piece in (*arriving.whole, *arriving.packed):
+            for block in _blocks(piece, self._dtypes[piece.section].itemsize):
+                bound.sums.append(self._sum(block, lease, starts))
+        return bound
+
+    def _sum(self, piece: Piece, lease: Lease | None, starts: dict[int, int]) -> _Sum:
+        """The sum of a piece over all ranks, whose parts lie in staging from ``starts`` on."""
+        terms = [
+            self._full(piece) if rank == self._rank else self._staged(lease, starts[rank], piece)
+            for rank in range(len(self._peers) + 1)
+        ]
+        dtype = self._dtypes[piece.section]
+        sum_dtype = _SUM_DTYPES[dtype]
+        total = term = None
+        if self._shard_dtypes[piece.section] != sum_dtype:
+            assert lease is not None
+            total = lease.view(sum_dtype, 0, _shape(piece))
+        if dtype != sum_dtype:
+            assert lease is not None
+            term = lease.view(sum_dtype, _BLOCK * sum_dtype.itemsize, _shape(piece))
+        return _Sum(piece.section, piece.shard_start, terms, total, term)
+
+
+@dataclass
+class _Sum:
+    """One block of a shard: the sum of as many terms as there are ranks.
+
+    Args:
+        section: which of the shards.
+        start: where in the shard.
+        terms: in the order of ranks.
+        total: where to add them up, if not in the shard itself.
+        term: where to convert each to the dtype of the sum, if it is another.
+    """
+
+    section: int
+    start: int
+    terms: list[torch.Tensor]
+    total: torch.Tensor | None
+    term: torch.Tensor | None
+
+    def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
+        first, *others = self.terms
+        place = shards[self.section][self.start : self.start + first.numel()].view(first.shape)
+        total = place if self.total is None else self.total
+        if self.term is None and others:
+            torch.add(first, others[0], out=total)
+            others = others[1:]
+        else:
+            total.copy_(first)
+        for other in others:
+            total.add_(other if self.term is None else self.term.copy_(other))
+        divide_(total, divisor)
+        if total is not place:
+            place.copy_(total)
+
+
+def _blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
+    """A piece that has arrived, in parts that fit in a cache."""
+    offset, rest = piece.offset, piece
+    while rest is not None:
+        block, rest = rest.split(_BLOCK)
+        assert block is not None
+        yield replace(block, offset=offset)
+        offset += block.numel * itemsize
+
+
+def _shape(piece: Piece) -> tuple[int, ...]:
+    return (piece.length,) if piece.rows == 1 else (piece.rows, piece.length)
+
+
+def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:
+    assert lease is not None
+    return lease.view(torch.uint8, start, (nbytes,))
