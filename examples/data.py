@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from settings import Refusal
+
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 VALIDATION_SHARE = 0.05
 
@@ -32,17 +34,20 @@ def standard_library() -> Corpus:
     """Read the ``.py`` files of the standard library of the Python that is running, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    training, validation = bytearray(), bytearray()
+    training, validation, fingerprint = bytearray(), bytearray(), hashlib.sha256()
     for name in names:
         if LEFT_OUT.isdisjoint(name.split("/")):
             text = (root / name).read_bytes()
             (validation if _share(name) < VALIDATION_SHARE else training).extend(text)
+            fingerprint.update(text)
     if not validation:
-        raise SystemExit(f"No text to train on: found {len(names)} .py files of the standard library under {root}.")
+        raise Refusal(
+            f"Found {len(names)} .py files of the standard library under {root}: too little text to train on."
+        )
     return Corpus(
         torch.frombuffer(training, dtype=torch.uint8),
         torch.frombuffer(validation, dtype=torch.uint8),
-        hashlib.sha256(training + validation).hexdigest()[:16],
+        fingerprint.hexdigest()[:16],
     )
 
 

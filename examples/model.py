@@ -26,13 +26,13 @@ class ModelConfig:
 
 
 MODELS = {
-    "small": ModelConfig(layers=6, heads=6, width=192, hidden=512),
+    "small": ModelConfig(layers=4, heads=4, width=256, hidden=704),
     "base": ModelConfig(layers=12, heads=8, width=512, hidden=1408),
 }
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of a head's coordinates by an angle that grows with the position (rotary embedding, Su et al. 2021).
+    """Turn each pair of coordinates by an angle that grows with the position (rotary embedding, Su et al. 2021).
 
     Args:
         x: queries or keys of shape (batch, heads, time, head width).
@@ -104,10 +104,10 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        for block in self.blocks:
+        for name, parameter in self.named_parameters():
             # Each block adds twice to the residual stream: start small, so that the sum does not grow with the depth.
-            for output in (block.attention.output, block.mlp.output):
-                nn.init.normal_(output.weight, std=0.02 / (2 * config.layers) ** 0.5)
+            if name.endswith("output.weight"):
+                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map bytes of shape (batch, time), int64, to fp32 logits of shape (batch, time, 256)."""

@@ -18,7 +18,7 @@ from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter
 from fullshard.schedule.unit import Phase, Unit, unit_of
-from fullshard.torch_private import local_of, make_dtensor
+from fullshard.torch_private import foreach_copy, local_of, make_dtensor
 
 
 @contextmanager
@@ -125,7 +125,7 @@ class _FullGroup:
                 offset = section.plan.full_offsets[position]
                 found[index] = group.params[index].view(full[offset : offset + whole.numel], whole.shape)
         if group.data.shard_group is None:
-            torch._foreach_copy_([t.full for t in transfers], [t.shard for t in transfers])
+            foreach_copy(fulls, shards)
         elif transfers:
             group.transport.all_gather(transfers, group.data.shard_group, 2 * group.tag).finish()
         for index, param in enumerate(group.params):

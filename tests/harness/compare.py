@@ -57,8 +57,8 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with an `eps` large enough not to blow the rounding of gradients near zero up to a step of full size."""
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+    """AdamW with an `eps` above most gradients: below, a step has full size however small its gradient, roundings too."""
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ class Transformer(nn.Module):
         layers: int = 2,
         *,
         width: int = 12,
+        hidden: int = 18,
         tied: bool = False,
         checkpointing: Checkpointing = "none",
         region: int = 1,
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
         self.checkpointing, self.region = checkpointing, region
         self.tokens = nn.Embedding(self.VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(self.LONGEST, width) / 10)
-        self.blocks = nn.ModuleList(Block(width, heads=2, hidden=18) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads=2, hidden=hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, self.VOCABULARY, bias=False)
         if tied:

@@ -50,6 +50,8 @@ class CollectiveTransport:
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
+        if not transfers:
+            return Done()
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full, transfer.shard)]
         key = (id(process_group), *map(id, subjects))
         packing = self._gathers.get(key)
@@ -71,6 +73,8 @@ class CollectiveTransport:
         self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
     ) -> Pending:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
+        if not transfers:
+            return Done()
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
         key = (id(process_group), *map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
         packing = self._reductions.get(key)

@@ -4,7 +4,7 @@ What a rank owns of a group (the *owner* is the sender of a gather and the recei
 pieces, and how a piece travels depends on its size and shape:
 
 =========  =======================================  ============================================================
-\          gather (owner sends to everybody)        reduction (everybody sends to the owner)
+kind       gather (owner sends to everybody)        reduction (everybody sends to the owner)
 =========  =======================================  ============================================================
 straight   large and contiguous: a message of its   --
            own, received where it is read
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import Extent, Plan
 from fullshard.comm.staging import align
 
 #: Bytes from which a piece gets a message of its own, which costs about as much as packing so many bytes.
@@ -69,6 +69,16 @@ class Piece:
         )
         return replace(self, rows=rows), rest
 
+    def single_rows(self) -> Iterator[Piece]:
+        for row in range(self.rows):
+            full_start, shard_start = self.full_start + row * self.stride, self.shard_start + row * self.length
+            yield Piece(self.section, full_start, shard_start, self.length, 1, 0)
+
+
+def whole_extent(section: int, extent: Extent) -> Piece:
+    """An extent in one piece."""
+    return Piece(section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride)
+
 
 @dataclass(frozen=True)
 class Round:
@@ -103,7 +113,9 @@ def gather_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: in
         owner: rank that sends.
         capacity: bytes of staging for a round, at least ``LARGE``.
     """
-    straight, whole, packed = [], [], []
+    straight: list[Piece] = []
+    whole: list[Piece] = []
+    packed: list[Piece] = []
     for piece in _pieces(plans, itemsizes, owner, with_kept_whole=False):
         if piece.numel * itemsizes[piece.section] < LARGE:
             packed.append(piece)
@@ -120,7 +132,8 @@ def gather_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: in
 @lru_cache(maxsize=1024)
 def reduce_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, capacity: int) -> tuple[Round, ...]:
     """How what ``owner`` reduces gets there from any other rank; arguments as for :func:`gather_rounds`."""
-    whole, packed = [], []
+    whole: list[Piece] = []
+    packed: list[Piece] = []
     for piece in _pieces(plans, itemsizes, owner, with_kept_whole=True):
         is_large = piece.numel * itemsizes[piece.section] >= LARGE
         (whole if is_large and piece.rows == 1 else packed).append(piece)
@@ -139,13 +152,9 @@ def _pieces(plans: Sequence[Plan], itemsizes: Sequence[int], owner: int, with_ke
         for extent in plan.extents(owner):
             if extent.full_start in skipped:
                 continue
-            piece = Piece(section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride)
-            rest: Piece | None = piece
+            piece = whole_extent(section, extent)
             if extent.rows > 1 and extent.length * itemsize >= LARGE:
-                while rest is not None:
-                    row, rest = rest.split(extent.length)
-                    assert row is not None
-                    yield replace(row, rows=1, stride=0)
+                yield from piece.single_rows()
             else:
                 yield piece
 
@@ -157,7 +166,8 @@ def _fill(whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[i
     for pieces, taken in ((whole, chosen[0]), (packed, chosen[1])):
         packed_start = end
         for piece in pieces:
-            itemsize, rest = itemsizes[piece.section], piece
+            itemsize = itemsizes[piece.section]
+            rest: Piece | None = piece
             while rest is not None:
                 room = capacity - end
                 is_worthwhile = room >= min(LARGE, rest.numel * itemsize)

@@ -190,7 +190,7 @@ class GatherPacking:
             return first
         shape = (message.nbytes // message.dtype.itemsize,)
         empty = torch.empty(0, dtype=message.dtype, device=first.device)
-        return empty.set_(first.untyped_storage(), origin // message.dtype.itemsize, shape)
+        return empty.set_(first.untyped_storage(), origin // message.dtype.itemsize, shape, (1,))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
-from fullshard.comm.messages import LARGE, Piece, Round, gather_rounds, reduce_rounds
+from fullshard.comm.messages import LARGE, Piece, Round, gather_rounds, reduce_rounds, whole_extent
 from fullshard.comm.prepared import PreparedCache, alias, check_transfers
 from fullshard.comm.scaling import divide_
 from fullshard.comm.staging import SHARED, Lease, align
@@ -67,6 +67,8 @@ class PointToPointTransport:
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
         """See :class:`~fullshard.comm.transport.Transport`."""
+        if not transfers:
+            return Done()
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full, transfer.shard)]
         key = (id(process_group), *map(id, subjects))
         route = self._gathers.get(key)
@@ -87,6 +89,8 @@ class PointToPointTransport:
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
         """
+        if not transfers:
+            return Done()
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
         key = (id(process_group), *map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
         route = self._reductions.get(key)
@@ -281,9 +285,7 @@ class _GatherRoute(_Route):
         with torch.inference_mode(False):
             for section, transfer in enumerate(transfers):
                 for extent in transfer.plan.extents(self._rank):
-                    piece = Piece(
-                        section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride
-                    )
+                    piece = whole_extent(section, extent)
                     self.own[0].append(self._full(piece))
                     self.own[1].append(self._shard(piece))
 
@@ -424,7 +426,8 @@ class _Sum:
 
 def _blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
     """A piece that has arrived, in parts that fit in a cache."""
-    offset, rest = piece.offset, piece
+    offset = piece.offset
+    rest: Piece | None = piece
     while rest is not None:
         block, rest = rest.split(_BLOCK)
         assert block is not None

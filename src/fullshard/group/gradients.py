@@ -24,7 +24,7 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, Transfer
 from fullshard.device import Mark, mark_now
-from fullshard.torch_private import local_of, post_accumulate_hooks
+from fullshard.torch_private import foreach_add, local_of, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -312,7 +312,7 @@ class _Reducing:
                 sums.append(local_of(grad))
                 addends.append(local)
         if sums:
-            torch._foreach_add_(sums, addends)
+            foreach_add(sums, addends)
         for index, _ in homes:
             sharded = group.params[index].sharded
             for hook in post_accumulate_hooks(sharded):

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.buffer.plan import make_plan
-from fullshard.buffer.sections import Section, full_bytes, full_views, shard_bytes, shard_views
+from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Transfer, Transport
 from fullshard.device import PASSED, Lanes, Mark, mark_now
@@ -35,9 +34,11 @@ from fullshard.group.gradients import Flight, Gradients
 from fullshard.group.memory import Memory
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register
+from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.torch_private import local_of, make_dtensor, sharding_spec, spec_of
+from fullshard.torch_private import local_of, spec_of
 
 _tags = itertools.count()
 
@@ -123,7 +124,6 @@ class Group:
         self.clock = Clock()
         self.lanes: Lanes | None = None
         self.flight = Flight()
-        self._stand_ins: set[tuple[int, str]] = set()
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
         self._build()
 
@@ -163,14 +163,14 @@ class Group:
         self._leaf_versions = 0
         self._transfers: list[Transfer] = []
         self._staging: SlotBuffer | None = None
-        self._resting_memory: torch.Tensor | None = None
+        self._resting: Resting | None = None
         self._extensions = ExtensionGather(self) if any(param.extends for param in self.params) else None
         self.gradients = Gradients(self)
         for param in self.params:
             param.unsharded = None
         self.memory.take_in()
-        self._prepare()
-        self._show(self._sharded)
+        self.presentation = Presentation(self)
+        self.presentation.show_sharded()
 
     @property
     def sharded_bytes(self) -> int:
@@ -178,105 +178,32 @@ class Group:
         return self.memory.nbytes
 
     def check_in(self) -> None:
-        """Notice what users did to the modules since the last step. Called before the root's forward.
-
-        Parameters that were replaced (``load_state_dict(assign=True)``, ``to()``, ``to_empty()``) are taken in, those
-        that moved (parametrization) are followed, and full tensors that stand in for a parameter
-        (``torch.func.functional_call``) are left in place.
-        """
-        changed = False
-        for param, module, name in self._places:
-            shown = module._parameters.get(name)
-            if shown is param.sharded:
-                if local_of(shown) is not param.local or self.state is State.UNSHARDED:  # type: ignore[arg-type]
-                    changed = True
-                if param.unsharded is not None and param.unsharded.requires_grad is not shown.requires_grad:
-                    param.unsharded.requires_grad_(shown.requires_grad)
-            elif shown is not param.unsharded or shown is None:
-                changed = True
-        if changed or self._stand_ins:
+        """Notice what users did to the modules since the last step. Called before the root's forward."""
+        if not self.presentation.check_in():
             self.take_in()
 
     def take_in(self) -> None:
         """Make the parameters that the modules now hold the group's own."""
         if self.state is State.RESTING:
             self.reshard()
-        self._stand_ins.clear()
-        replaced = False
-        for param in self.params:
-            replaced |= self._take_in(param)
-        if replaced:
-            if any(self._storage_changed(param) for param in self.params):
-                if self.state is not State.SHARDED:
-                    self.reshard()
+        if self.presentation.take_in():
+            if any(self._needs_other_memory(param) for param in self.params):
+                self.reshard()
                 for param in self.params:
                     param.spec = spec_of(param.sharded)  # type: ignore[arg-type]
                     param.dtype = local_of(param.sharded).dtype  # type: ignore[arg-type]
                 self._build()
             else:
                 self.memory.take_in()
-        self._prepare()
-        self._show(self._unsharded if self.state is State.UNSHARDED else self._sharded)
+        self.presentation.prepare()
+        if self.is_unsharded:
+            self.presentation.show_unsharded()
+        else:
+            self.presentation.show_sharded()
 
-    def _storage_changed(self, param: ShardedParameter) -> bool:
+    def _needs_other_memory(self, param: ShardedParameter) -> bool:
         held = local_of(param.sharded)  # type: ignore[arg-type]
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
-
-    def _take_in(self, param: ShardedParameter) -> bool:
-        replaced = False
-        for location in list(param.locations):
-            shown = location.module._parameters.get(location.name)
-            if shown is param.sharded or (shown is not None and shown is param.unsharded):
-                continue
-            if shown is None:
-                self._follow(param, location)
-            elif isinstance(shown, DTensor):
-                if not isinstance(shown, nn.Parameter):
-                    raise RuntimeError(
-                        f"parameter '{param.name}' stands in its module as a sharded tensor and no Parameter, as "
-                        f"functional_call puts it: give functional_call full tensors, for example p.full_tensor()"
-                    )
-                if tuple(local_of(shown).shape) != tuple(self.memory.local_shape(param)):
-                    raise RuntimeError(
-                        f"parameter '{param.name}' was replaced by a DTensor whose local shape is "
-                        f"{tuple(local_of(shown).shape)} where {tuple(self.memory.local_shape(param))} is expected: "
-                        f"distribute it over the same mesh along the same dim"
-                    )
-                param.sharded = shown
-                replaced = True
-            else:
-                self._stand_ins.add((id(location.module), location.name))
-        return replaced or local_of(param.sharded) is not param.local  # type: ignore[arg-type]
-
-    def _follow(self, param: ShardedParameter, location: Location) -> None:
-        """The parameter left its place: find where it went in the module tree."""
-        known = {(id(other.module), other.name) for other in param.locations}
-        for root in self.modules:
-            for module in root.modules():
-                for name, held in module._parameters.items():
-                    if held is param.sharded and (id(module), name) not in known:
-                        location.module, location.name = module, name
-                        return
-        param.locations.remove(location)
-
-    # -- what the modules show ---------------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        """Prepare the updates that change what the modules show: one dict a module."""
-        self._places = [
-            (param, location.module, location.name) for param in self.params for location in param.locations
-        ]
-        shown = [place for place in self._places if (id(place[1]), place[2]) not in self._stand_ins]
-        self._sharded = _updates([(module, name, param.sharded) for param, module, name in shown])
-        self._unsharded = _updates([(module, name, param.unsharded) for param, module, name in shown])
-
-    def _show(self, updates: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
-        for module, tensors in updates:
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters.update(tensors)
-            else:
-                for name, tensor in tensors.items():
-                    setattr(module, name, tensor)
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -321,10 +248,8 @@ class Group:
         return self.lanes
 
     def _start_gather(self) -> Pending:
-        if self._resting_memory is not None:
-            assert self.options.resting is not None
-            assert self.options.resting.shard_group is not None
-            pending = self.transport.all_gather(self._resting_transfers, self.options.resting.shard_group, 2 * self.tag)
+        if self._resting is not None:
+            pending = self._resting.gather()
         elif self.data.shard_group is None:
             self.memory.copy_whole(self._full_views)
             pending = Done()
@@ -349,7 +274,7 @@ class Group:
     def _end_gather(self) -> None:
         if self._staging is not None:
             self._staging.give_back(mark_now(self.device))
-        self._resting_memory = None
+        self._resting = None
 
     def wait_for_unshard(self) -> None:
         """What follows on the current lane may read the unsharded parameters, which the modules now show."""
@@ -367,7 +292,7 @@ class Group:
         elif self._extensions is not None:
             self._extensions.arrive()
         self._leaf_versions = self._versions()
-        self._show(self._unsharded)
+        self.presentation.show_unsharded()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -384,7 +309,7 @@ class Group:
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
         register(self, [param.unsharded for param in self.params if param.unsharded is not None])
-        self._prepare()
+        self.presentation.prepare()
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
@@ -392,9 +317,9 @@ class Group:
             return
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        self._show(self._sharded)
+        self.presentation.show_sharded()
         self._leave(State.SHARDED)
-        self._resting_memory = None
+        self._resting = None
 
     def _leave(self, state: State) -> None:
         self._to(state)
@@ -421,43 +346,9 @@ class Group:
         elif self.options.reshard_after_forward:
             self.reshard()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _rest(self, resting: DataMesh) -> None:
-        sections = [
-            Section(section.dtype, section.members, make_plan(section.plan.params, resting.shard_size))
-            for section in self.sections
-        ]
-        memory = self.transport.allocate(shard_bytes(sections, self.compute_dtypes), self.device)
-        views = shard_views(memory, sections, self.compute_dtypes)
-        updates = []
-        self._resting_transfers = []
-        for section, full, shard in zip(sections, self._full_views, views, strict=True):
-            self._resting_transfers.append(Transfer(section.plan, full, shard))
-            for position, index in enumerate(section.members):
-                param = self.params[index]
-                shape = section.plan.params[position].chunk_shape(resting.shard_rank, resting.shard_size)
-                offset = section.plan.shard_offsets[position]
-                numel = torch.Size(shape).numel()
-                local = param.view(shard[offset : offset + numel], shape)
-                assert param.unsharded_local is not None
-                start, stop = section.plan.params[position].chunk(resting.shard_rank, resting.shard_size)
-                whole = param.unsharded_local
-                local.copy_(whole if param.dim is None else whole.narrow(param.dim, start, stop - start))
-                if param.unsharded_spec is not None:
-                    continue  # beside tensor parallel the small mesh has no DTensor: the module shows the sharded one
-                spec = sharding_spec(
-                    resting.mesh,
-                    (Replicate(), Replicate() if param.dim is None else Shard(param.dim)),
-                    param.shape,
-                    param.unsharded_local.stride(),
-                    local.dtype,
-                )
-                shown = nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
-                updates += [(location.module, location.name, shown) for location in param.locations]
-        self._show(self._sharded)
-        self._show(_updates(updates))
-        self._resting_memory = memory
+    def _rest(self, mesh: DataMesh) -> None:
+        self.presentation.show_sharded()
+        self._resting = Resting(self, mesh, self._full_views)
         self._leave(State.RESTING)
         self._gathered = None
 
@@ -467,8 +358,8 @@ class Group:
         """A parameter of this group stands in another module as well (tied across groups)."""
         self.params[index].locations.append(location)
         self.reshard()
-        self._prepare()
-        self._show(self._sharded)
+        self.presentation.prepare()
+        self.presentation.show_sharded()
 
     def use_transport(self, gather: Transport | None = None, reduce: Transport | None = None) -> None:
         """Move by other means from now on."""
@@ -499,10 +390,3 @@ class Group:
             self.wait_for_unshard()
         self.reshard()
         self.gradients.discard()
-
-
-def _updates(places: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-    for module, name, tensor in places:
-        modules.setdefault(id(module), (module, {}))[1][name] = tensor
-    return list(modules.values())

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.torch_private import local_of, storage_id
+from fullshard.torch_private import foreach_copy, local_of, storage_id
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -79,10 +79,6 @@ class Memory:
         """Counts the writes to the shard, by whomever."""
         return sum([view._version for view in self.views])
 
-    def local_shape(self, param: ShardedParameter) -> Sequence[int]:
-        """The shape of what this rank holds of a parameter."""
-        return param.chunk_shape(self._group.data.shard_rank)
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_in(self) -> None:
@@ -118,13 +114,13 @@ class Memory:
             with torch.inference_mode(False):
                 self.staged_views = shard_views(staging.memory, group.sections, group.compute_dtypes)
         with torch.no_grad():
-            torch._foreach_copy_(self.staged_views, self.views, non_blocking=True)
+            foreach_copy(self.staged_views, self.views)
         return staging
 
     def copy_whole(self, full_views: tuple[torch.Tensor, ...]) -> None:
         """Where every rank keeps everything: from the shard to the full buffer."""
         with torch.no_grad():
-            torch._foreach_copy_(full_views, self.views, non_blocking=True)
+            foreach_copy(full_views, self.views)
 
     def meta_message(self) -> str:
         names = [param.name for param in self._group.params if _held(param).is_meta]

@@ -86,11 +86,12 @@ class ShardedParameter:
         """A 1-D tensor as the parameter or its chunk."""
         return flat.view(tuple(memory_shape)).permute(_inverse(self.order)) if self.order else flat.view(())
 
-    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of an unsharded tensor that ``rank`` holds, as a view."""
+    def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
+        """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""
         if self.dim is None:
             return whole
-        start, stop = ParamShape(self.name, tuple(self.shape), self.dim).chunk(rank, self.data.shard_size)
+        shape = ParamShape(self.name, tuple(self.shape), self.dim)
+        start, stop = shape.chunk(rank, world_size or self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
     def chunk_shape(self, rank: int) -> tuple[int, ...]:

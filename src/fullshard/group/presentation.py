@@ -1,0 +1,132 @@
+"""What the modules show of a group, and what users do to it between steps.
+
+Owns the prepared updates that put the sharded or the unsharded parameters in their places, one dict a module, and the
+look, before each step, at whether the parameters that stand there are still the group's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.torch_private import local_of
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+
+Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
+
+
+class Presentation:
+    """Where the parameters of a group stand, and what stands there."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._stand_ins: set[tuple[int, str]] = set()
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Prepare the updates anew: parameters, leaves or places have changed."""
+        params = self._group.params
+        self._places = [(param, at.module, at.name) for param in params for at in param.locations]
+        free = [place for place in self._places if (id(place[1]), place[2]) not in self._stand_ins]
+        self._sharded = updates([(module, name, param.sharded) for param, module, name in free])
+        self._unsharded = updates([(module, name, param.unsharded) for param, module, name in free])
+
+    def show_sharded(self) -> None:
+        show(self._sharded)
+
+    def show_unsharded(self) -> None:
+        show(self._unsharded)
+
+    def check_in(self) -> bool:
+        """Whether the modules hold what the group left there, as it left it. Called before each step."""
+        unsharded = self._group.is_unsharded
+        as_left = not self._stand_ins
+        for param, module, name in self._places:
+            shown = module._parameters.get(name)
+            if shown is param.sharded:
+                as_left = as_left and not unsharded and local_of(shown) is param.local  # type: ignore[arg-type]
+                leaf = param.unsharded
+                if leaf is not None and leaf.requires_grad is not shown.requires_grad:
+                    leaf.requires_grad_(shown.requires_grad)
+            elif shown is not param.unsharded or shown is None:
+                as_left = False
+        return as_left
+
+    def take_in(self) -> bool:
+        """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.
+
+        Parameters that were replaced (``load_state_dict(assign=True)``, ``to()``, ``to_empty()``) are the group's from
+        now on, those that moved (parametrization) are followed, and full tensors that stand in for a parameter
+        (``torch.func.functional_call``) are left in place.
+        """
+        self._stand_ins.clear()
+        replaced = [self._take_in(param) for param in self._group.params]
+        return any(replaced)
+
+    def _take_in(self, param: ShardedParameter) -> bool:
+        for location in list(param.locations):
+            shown = location.module._parameters.get(location.name)
+            if shown is None:
+                self._follow(param, location)
+            elif shown is param.sharded or shown is param.unsharded:
+                continue
+            elif isinstance(shown, DTensor):
+                self._check_replacement(param, shown)
+                assert isinstance(shown, nn.Parameter)
+                param.sharded = shown
+            else:
+                self._stand_ins.add((id(location.module), location.name))
+        return local_of(param.sharded) is not param.local  # type: ignore[arg-type]
+
+    def _check_replacement(self, param: ShardedParameter, shown: DTensor) -> None:
+        if not isinstance(shown, nn.Parameter):
+            raise RuntimeError(
+                f"parameter '{param.name}' stands in its module as a sharded tensor and no Parameter, as "
+                f"functional_call puts it: give functional_call full tensors, for example p.full_tensor()"
+            )
+        found, expected = tuple(local_of(shown).shape), param.chunk_shape(self._group.data.shard_rank)
+        if found != expected:
+            raise RuntimeError(
+                f"parameter '{param.name}' was replaced by a DTensor whose local shape is {found} where {expected} is "
+                f"expected: distribute it over the same mesh along the same dim"
+            )
+
+    def _follow(self, param: ShardedParameter, location: Location) -> None:
+        """The parameter left its place: find where it went in the module tree."""
+        known = {(id(other.module), other.name) for other in param.locations}
+        for root in self._group.modules:
+            for module in root.modules():
+                for name, held in module._parameters.items():
+                    mine = held is not None and (held is param.sharded or held is param.unsharded)
+                    if mine and (id(module), name) not in known:
+                        location.module, location.name = module, name
+                        return
+        param.locations.remove(location)
+
+
+def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
+    """One dict of names for each module."""
+    modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+    for module, name, tensor in places:
+        modules.setdefault(id(module), (module, {}))[1][name] = tensor
+    return list(modules.values())
+
+
+def show(prepared: Updates) -> None:
+    """Put parameters in their places.
+
+    The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays. Assigning
+    through the module is for classes that watch their attributes.
+    """
+    for module, tensors in prepared:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters.update(tensors)
+        else:
+            for name, tensor in tensors.items():
+                setattr(module, name, tensor)

@@ -1,0 +1,69 @@
+"""Parameters that rest between forward and backward, sharded over a smaller mesh (``reshard_after_forward=<int>``).
+
+Owns the small shard, what the modules show of it, and the way back: a gather over fewer and nearer ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import Replicate, Shard
+
+from fullshard.buffer.plan import make_plan
+from fullshard.buffer.sections import Section, shard_bytes, shard_views
+from fullshard.comm.transport import Pending, Transfer
+from fullshard.group.mesh import DataMesh
+from fullshard.group.presentation import show, updates
+from fullshard.torch_private import make_dtensor, sharding_spec
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+    from fullshard.group.parameter import ShardedParameter
+
+
+class Resting:
+    """The gathered values of ``group``, of which each rank of a smaller mesh keeps a part."""
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, group: Group, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
+        self._group = group
+        self._mesh = mesh
+        sections = [
+            Section(section.dtype, section.members, make_plan(section.plan.params, mesh.shard_size))
+            for section in group.sections
+        ]
+        nbytes = shard_bytes(sections, group.compute_dtypes)
+        views = shard_views(group.transport.allocate(nbytes, group.device), sections, group.compute_dtypes)
+        self._transfers = []
+        shown = []
+        for section, full, shard in zip(sections, full_views, views, strict=True):
+            self._transfers.append(Transfer(section.plan, full, shard))
+            for position, index in enumerate(section.members):
+                param = group.params[index]
+                local = self._keep(param, section, position, shard)
+                if param.unsharded_spec is None:  # beside tensor parallel the small mesh has no DTensor
+                    shown += [(at.module, at.name, self._as_parameter(param, local)) for at in param.locations]
+        show(updates(shown))
+
+    def _keep(self, param: ShardedParameter, section: Section, position: int, shard: torch.Tensor) -> torch.Tensor:
+        """Copy this rank's part of a parameter to its place in ``shard``."""
+        shape = section.plan.chunk_shape(position, self._mesh.shard_rank)
+        start = section.plan.shard_offsets[position]
+        local = param.view(shard[start : start + torch.Size(shape).numel()], shape)
+        assert param.unsharded_local is not None
+        local.copy_(param.chunk_of(param.unsharded_local, self._mesh.shard_rank, self._mesh.shard_size))
+        return local
+
+    def _as_parameter(self, param: ShardedParameter, local: torch.Tensor) -> nn.Parameter:
+        assert param.unsharded_local is not None
+        placement = Replicate() if param.dim is None else Shard(param.dim)
+        stride = param.unsharded_local.stride()
+        spec = sharding_spec(self._mesh.mesh, (Replicate(), placement), param.shape, stride, local.dtype)
+        return nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
+
+    def gather(self) -> Pending:
+        assert self._mesh.shard_group is not None
+        return self._group.transport.all_gather(self._transfers, self._mesh.shard_group, 2 * self._group.tag)

@@ -1,0 +1,171 @@
+"""Groups to move between ranks, and what has to come out: computed on whole tensors, without plans or messages.
+
+A `Case` is a list of sections, each parameters of one dtype. Its values are the same on every rank that asks, so that
+each rank knows what all others have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
+from fullshard.comm.transport import Transfer
+
+Shape = tuple[tuple[int, ...], int | None]
+"""The shape of a parameter, and the dim along which it is cut."""
+
+ODD: list[Shape] = [
+    ((7, 3), 0),
+    ((), None),
+    ((1, 5), 0),
+    ((3, 8), 1),
+    ((0, 4), 0),
+    ((5,), 0),
+    ((2, 3, 5), 2),
+    ((4, 1), 1),
+    ((3,), None),
+]
+"""Uneven along several dims, fewer rows than ranks, no elements at all, scalars, and one that every rank keeps."""
+
+LARGE: list[Shape] = [
+    ((301, 257), 0),
+    ((257,), 0),
+    ((3, 70_001), 1),
+    ((300, 1_003), 1),
+    ((2, 5, 40_000), 1),
+    ((40,), 0),
+    ((100_003,), 0),
+]
+"""Pieces that travel alone, in rows, and packed, and that take several rounds when staging is small."""
+
+EMPTY: list[Shape] = [((0, 3), 0), ((0,), 0)]
+
+TINY: list[Shape] = [((1, 3), 0), ((1,), 0)]
+"""Everything belongs to the first rank."""
+
+SCALARS: list[Shape] = [((), None), ((), None)]
+
+
+@dataclass(frozen=True)
+class Section:
+    dtype: torch.dtype
+    shapes: Sequence[Shape]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sections in one layout."""
+
+    layout: LayoutName
+    sections: tuple[Section, ...]
+
+    def plans(self, size: int) -> list[Plan]:
+        return [
+            make_plan([ParamShape(f"p{i}", *shape) for i, shape in enumerate(section.shapes)], size, self.layout)
+            for section in self.sections
+        ]
+
+    def values(self, rank: int) -> list[list[Tensor]]:
+        """The parameters (or gradients) of a rank, section by section."""
+        generator = torch.Generator().manual_seed(rank)
+        return [
+            [torch.randn(shape, generator=generator).to(section.dtype) for shape, _ in section.shapes]
+            for section in self.sections
+        ]
+
+
+def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tensor]]:
+    """What `rank` owns of `values`: where it begins in the shard, and the elements."""
+    if plan.layout == "flat":
+        start = rank * plan.shard_numel
+        found = []
+        for value, offset in zip(values, plan.full_offsets, strict=True):
+            first, last = max(offset, start), min(offset + value.numel(), start + plan.shard_numel)
+            if first < last:
+                found.append((first - start, value.flatten()[first - offset : last - offset]))
+        return found
+    chunks = []
+    for value, param, offset in zip(values, plan.params, plan.shard_offsets, strict=True):
+        if param.dim is not None:
+            parts = value.chunk(plan.world_size, param.dim)
+            value = parts[rank] if rank < len(parts) else value.flatten()[:0]
+        chunks.append((offset, value.flatten()))
+    return chunks
+
+
+def transfers_of(case: Case, size: int, shard_dtype: torch.dtype | None = None) -> list[Transfer]:
+    """Buffers for a case, full of NaN. The sections of a shard lie in one piece of memory, as those of a group do."""
+    plans = case.plans(size)
+    dtypes = [shard_dtype or section.dtype for section in case.sections]
+    ends = [0]
+    for plan, dtype in zip(plans, dtypes, strict=True):
+        ends.append(math.ceil((ends[-1] + plan.shard_numel * dtype.itemsize) / 64) * 64)
+    memory = torch.empty(ends[-1], dtype=torch.uint8)
+    transfers = []
+    for plan, section, dtype, start in zip(plans, case.sections, dtypes, ends[:-1], strict=True):
+        shard = memory[start : start + plan.shard_numel * dtype.itemsize].view(dtype)
+        transfers.append(Transfer(plan, torch.empty(plan.full_numel, dtype=section.dtype), shard))
+    for transfer in transfers:
+        transfer.full.fill_(math.nan)
+        transfer.shard.fill_(math.nan)
+    return transfers
+
+
+def fill_shards(case: Case, transfers: Sequence[Transfer], rank: int) -> None:
+    """Give a rank its part of the parameters; those that every rank keeps are different on each."""
+    everybody, own = case.values(0), case.values(rank)
+    for section, transfer in enumerate(transfers):
+        values = [
+            mine if transfer.plan.kept_whole(param) else value
+            for param, value, mine in zip(transfer.plan.params, everybody[section], own[section], strict=True)
+        ]
+        for start, elements in cut(transfer.plan, values, rank):
+            transfer.shard[start : start + elements.numel()] = elements
+
+
+def assert_gathered(case: Case, transfers: Sequence[Transfer], rank: int) -> None:
+    """All parameters are there, bit for bit."""
+    everybody, own = case.values(0), case.values(rank)
+    for section, transfer in enumerate(transfers):
+        plan = transfer.plan
+        for i, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            expected = own[section][i] if plan.kept_whole(param) else everybody[section][i]
+            found = transfer.full[offset : offset + param.numel].view(param.shape)
+            assert torch.equal(found, expected), f"section {section}, {param}"
+
+
+def fill_fulls(case: Case, transfers: Sequence[Transfer], rank: int) -> None:
+    """Give a rank its own gradients."""
+    for transfer, gradients in zip(transfers, case.values(rank), strict=True):
+        for gradient, offset in zip(gradients, transfer.plan.full_offsets, strict=True):
+            transfer.full[offset : offset + gradient.numel()] = gradient.flatten()
+
+
+def assert_reduced(
+    case: Case, transfers: Sequence[Transfer], rank: int, divisor: float, exactly_added: bool = True
+) -> None:
+    """The shard has the sum over all ranks, divided.
+
+    `exactly_added` allows for one rounding to the dtype of the shard, and a few roundings of fp32; without it there
+    may be one rounding of the dtype that travels for each rank.
+    """
+    size = transfers[0].plan.world_size
+    gradients = [case.values(other) for other in range(size)]
+    for section, transfer in enumerate(transfers):
+        terms = [torch.stack([values[section][i].double() for values in gradients]) for i in range(len(gradients[0][section]))]
+        largest = max((term.abs().sum(0).max().item() for term in terms if term.numel()), default=0.0) / divisor
+        epsilon = torch.finfo(transfer.shard.dtype).eps
+        if exactly_added:
+            tolerance = epsilon + (size + 1) * torch.finfo(torch.float32).eps
+        else:
+            tolerance = epsilon + (size + 1) * torch.finfo(transfer.full.dtype).eps
+        if transfer.full.dtype == torch.float64 and transfer.shard.dtype == torch.float64:
+            tolerance = (size + 2) * epsilon
+        for start, expected in cut(transfer.plan, [term.sum(0) / divisor for term in terms], rank):
+            found = transfer.shard[start : start + expected.numel()].double()
+            torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest)

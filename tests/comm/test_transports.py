@@ -1,0 +1,305 @@
+"""Both transports against whole tensors: what is gathered, what is reduced, for all layouts, dtypes and shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import LayoutName
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.transport import Reduction, Transport
+from tests.comm.cases import (
+    EMPTY,
+    LARGE,
+    ODD,
+    SCALARS,
+    TINY,
+    Case,
+    Section,
+    Shape,
+    assert_gathered,
+    assert_reduced,
+    fill_fulls,
+    fill_shards,
+    transfers_of,
+)
+from tests.harness import World, ranks
+
+TRANSPORTS = {
+    "p2p": PointToPointTransport,
+    "p2p-rounds": lambda: PointToPointTransport(staging=1),
+    "collective": CollectiveTransport,
+}
+SHAPES = {"odd": ODD, "large": LARGE, "empty": EMPTY, "tiny": TINY, "scalars": SCALARS, "none": []}
+
+each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
+each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def make(transport_name: str) -> Transport:
+    transport: Transport = TRANSPORTS[transport_name]()
+    return transport
+
+
+def mixed(*shapes: list[Shape]) -> tuple[Section, ...]:
+    """Sections of several dtypes and item sizes, as many as there are lists."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+    return tuple(Section(dtype, chosen) for dtype, chosen in zip(dtypes, shapes, strict=False))
+
+
+@ranks(1, 2, 3, 4)
+@each_transport
+@each_layout
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_every_rank_gathers_all_parameters(world: World, transport_name: str, layout: LayoutName, shapes: str) -> None:
+    case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    assert_gathered(case, transfers, world.rank)
+
+
+@ranks(1, 2, 3, 4)
+@each_transport
+@each_layout
+def test_sections_of_several_dtypes_are_gathered_in_one_call(
+    world: World, transport_name: str, layout: LayoutName
+) -> None:
+    case = Case(layout, mixed(ODD, LARGE, TINY, ODD))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    assert_gathered(case, transfers, world.rank)
+
+
+@ranks(2)
+@each_transport
+def test_sections_may_lie_in_memory_of_their_own(world: World, transport_name: str) -> None:
+    case = Case("even", mixed(ODD, TINY, LARGE))
+    transfers = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]
+    fill_shards(case, transfers, world.rank)
+    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    assert_gathered(case, transfers, world.rank)
+
+
+@ranks(2)
+@each_transport
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_gather_moves_any_dtype(world: World, transport_name: str, dtype: torch.dtype) -> None:
+    case = Case("even", (Section(dtype, ODD),))
+    transfers = transfers_of(Case("even", (Section(torch.float32, ODD),)), world.size)
+    transfers = [
+        type(t)(t.plan, torch.zeros(t.plan.full_numel, dtype=dtype), torch.zeros(t.plan.shard_numel, dtype=dtype))
+        for t in transfers
+    ]
+    fill_shards(case, transfers, world.rank)
+    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    assert_gathered(case, [type(t)(t.plan, t.full.to(dtype), t.shard) for t in transfers], world.rank)
+
+
+@ranks(1, 2, 3, 4)
+@each_transport
+@each_layout
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_every_rank_gets_the_mean_of_what_it_owns(
+    world: World, transport_name: str, layout: LayoutName, shapes: str
+) -> None:
+    case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
+    transfers = transfers_of(case, world.size)
+    fill_fulls(case, transfers, world.rank)
+    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    assert_reduced(case, transfers, world.rank, world.size)
+
+
+@ranks(1, 2, 3, 4)
+@each_transport
+@each_layout
+def test_sections_of_several_dtypes_are_reduced_in_one_call(
+    world: World, transport_name: str, layout: LayoutName
+) -> None:
+    case = Case(layout, (*mixed(ODD, LARGE, TINY, ODD), Section(torch.bfloat16, LARGE)))
+    transfers = transfers_of(case, world.size)
+    fill_fulls(case, transfers, world.rank)
+    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
+
+
+@ranks(2, 3)
+@each_transport
+@pytest.mark.parametrize("shard_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_result_is_cast_to_the_dtype_of_the_shard(
+    world: World, transport_name: str, dtype: torch.dtype, shard_dtype: torch.dtype
+) -> None:
+    case = Case("even", (Section(dtype, ODD), Section(dtype, LARGE)))
+    transfers = transfers_of(case, world.size, shard_dtype)
+    fill_fulls(case, transfers, world.rank)
+    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    exactly_added = transport_name != "collective" or dtype.itemsize > 2
+    for transfer in transfers:
+        assert transfer.shard.dtype == shard_dtype
+    assert_reduced(case, transfers, world.rank, world.size, exactly_added)
+
+
+@ranks(2)
+@each_transport
+@each_layout
+@pytest.mark.parametrize("reduction", [Reduction(), Reduction(7.0), Reduction(0.5), Reduction(2.0, sum_only=True)])
+def test_the_sum_is_divided_by_any_divisor(
+    world: World, transport_name: str, layout: LayoutName, reduction: Reduction
+) -> None:
+    case = Case(layout, (Section(torch.float32, ODD), Section(torch.float16, ODD)))
+    transfers = transfers_of(case, world.size)
+    fill_fulls(case, transfers, world.rank)
+    make(transport_name).reduce_scatter(transfers, group(), 1, reduction).finish()
+    assert_reduced(
+        case, transfers, world.rank, reduction.divisor, exactly_added=transport_name != "collective"
+    )
+
+
+@ranks(4)
+@each_transport
+@pytest.mark.parametrize("value", [40_000.0, 2 * 2.0**-24], ids=["overflow", "underflow"])
+def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport_name: str, value: float) -> None:
+    """The sum would overflow if it were divided last, the terms would vanish if they were divided first."""
+    (transfer,) = transfers_of(Case("even", (Section(torch.float16, [((8, 4), 0)]),)), world.size)
+    transfer.full.fill_(value)
+    make(transport_name).reduce_scatter([transfer], group(), 1, Reduction(4.0)).finish()
+    assert torch.equal(transfer.shard[:8], torch.full((8,), value, dtype=torch.float16))
+
+
+@ranks(4)
+@each_transport
+@each_layout
+def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name: str, layout: LayoutName) -> None:
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pair, rank = pairs[world.rank % 2], world.rank // 2
+    transport = make(transport_name)
+    case = Case(layout, mixed(ODD, LARGE))
+    transfers = transfers_of(case, 2)
+    fill_shards(case, transfers, rank)
+    transport.all_gather(transfers, pair, tag=0).finish()
+    assert_gathered(case, transfers, rank)
+    fill_fulls(case, transfers, rank)
+    transport.reduce_scatter(transfers, pair, 1, Reduction(2)).finish()
+    assert_reduced(case, transfers, rank, 2, exactly_added=transport_name != "collective")
+
+
+@ranks(3)
+@each_transport
+def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) -> None:
+    transport = make(transport_name)
+    cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
+    gathered = [transfers_of(case, world.size) for case in cases]
+    reduced = [transfers_of(case, world.size) for case in cases]
+    for _ in range(3):
+        pending = []
+        for tag, (case, gather, reduction) in enumerate(zip(cases, gathered, reduced, strict=True)):
+            fill_shards(case, gather, world.rank)
+            fill_fulls(case, reduction, world.rank)
+            pending.append(transport.all_gather(gather, group(), 2 * tag))
+            pending.append(transport.reduce_scatter(reduction, group(), 2 * tag + 1, Reduction(world.size)))
+        for one in pending:
+            one.finish()
+        for case, gather, reduction in zip(cases, gathered, reduced, strict=True):
+            assert_gathered(case, gather, world.rank)
+            assert_reduced(case, reduction, world.rank, world.size, exactly_added=transport_name != "collective")
+            for transfer in (*gather, *reduction):
+                transfer.full.fill_(math.nan)
+
+
+@ranks(2)
+@each_transport
+@each_layout
+def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_name: str, layout: LayoutName) -> None:
+    transport = make(transport_name)
+    case = Case(layout, mixed(ODD, LARGE))
+    first = transfers_of(case, world.size)
+    for _ in range(3):
+        transfers = [type(t)(t.plan, t.full, torch.empty_like(t.shard)) for t in first]
+        fill_fulls(case, transfers, world.rank)
+        transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+        assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
+
+
+@ranks(2)
+@each_transport
+def test_memory_may_change_under_the_same_tensors(world: World, transport_name: str) -> None:
+    transport = make(transport_name)
+    case = Case("even", mixed(ODD, LARGE))
+    transfers = transfers_of(case, world.size)
+    for _ in range(3):
+        fill_shards(case, transfers, world.rank)
+        transport.all_gather(transfers, group(), tag=0).finish()
+        assert_gathered(case, transfers, world.rank)
+        for transfer in transfers:
+            storage = transfer.full.untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(nbytes)
+
+
+@ranks(2)
+@each_transport
+def test_autograd_does_not_see_a_gather(world: World, transport_name: str) -> None:
+    case = Case("even", mixed(ODD))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    versions = [(transfer.full._version, transfer.shard._version) for transfer in transfers]
+    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    assert [(transfer.full._version, transfer.shard._version) for transfer in transfers] == versions
+
+
+@ranks(2)
+@each_transport
+@pytest.mark.parametrize("first", ["inference", "training"])
+def test_inference_mode_may_come_and_go(world: World, transport_name: str, first: str) -> None:
+    transport = make(transport_name)
+    case = Case("even", mixed(ODD, LARGE))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    for number in range(3):
+        with torch.inference_mode((first == "inference") == (number % 2 == 0)):
+            transport.all_gather(transfers, group(), tag=0).finish()
+        assert_gathered(case, transfers, world.rank)
+        for transfer in transfers:
+            transfer.full.fill_(math.nan)
+
+
+@ranks(2)
+@each_transport
+def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_name: str) -> None:
+    transport = make(transport_name)
+    (transfer,) = transfers_of(Case("even", mixed(ODD)), world.size)
+    (other,) = transfers_of(Case("even", mixed(ODD)), world.size + 1)
+    kind = type(transfer)
+    numel = transfer.plan.shard_numel
+    with pytest.raises(ValueError, match=r"'p0' is for 3 ranks, but the process group has 2"):
+        transport.all_gather([other], group(), 0)
+    with pytest.raises(ValueError, match=rf"shard of the group of parameter 'p0' must be .* {numel} elements"):
+        transport.all_gather([kind(transfer.plan, transfer.full, transfer.shard[1:])], group(), 0)
+    with pytest.raises(ValueError, match=r"full buffer .* with strides \(2,\)"):
+        wide = torch.empty(2 * transfer.plan.full_numel)[::2]
+        transport.reduce_scatter([kind(transfer.plan, wide, transfer.shard)], group(), 1, Reduction())
+    with pytest.raises(ValueError, match=r"dtype torch.float32 and its shard torch.float64"):
+        transport.all_gather([kind(transfer.plan, transfer.full, transfer.shard.double())], group(), 0)
+    with pytest.raises(ValueError, match="is on cpu, but its shard is on meta"):
+        transport.reduce_scatter([kind(transfer.plan, transfer.full, transfer.shard.to("meta"))], group(), 1, Reduction())
+
+
+@ranks(2)
+@each_transport
+def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> None:
+    transport = make(transport_name)
+    transport.all_gather([], group(), 0).finish()
+    transport.reduce_scatter([], group(), 1, Reduction()).finish()
+    assert transport.allocate(48, torch.device("cpu")).numel() == 48

@@ -1,0 +1,180 @@
+"""Parity of what happens between backward and step: accumulation of both kinds, divisors, and gradient clipping."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.harness import World, ranks
+from tests.harness.compare import LIBRARIES, Precision, Shard, Training, adamw, compare, each_block, mean_square, sgd
+from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
+
+LAST = 2
+"""The last of three micro-batches, the one after which gradients are complete."""
+
+
+def micro_batches(shard: Shard, **changes: Any) -> Training:
+    """Training of the MLP with three micro-batches in each step."""
+    defaults: dict[str, Any] = {
+        "build": lambda: seeded(MLP),
+        "shard": shard,
+        "batch": random_batch(4, 6),
+        "micro_batches": LAST + 1,
+    }
+    return Training(**{**defaults, **changes})
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_accumulated_without_communication(world: World, optimizer: Any) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro == LAST)
+
+    compare(world, micro_batches(each_block(), optimizer=optimizer, set_up_micro=set_up))
+
+
+@ranks(2)
+def test_accumulated_without_communication_and_resharding(world: World) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro == LAST)
+        model.set_reshard_after_backward(micro == LAST)
+        model.set_is_last_backward(micro == LAST)
+
+    compare(world, micro_batches(each_block(), set_up_micro=set_up))
+
+
+@ranks(2)
+def test_accumulated_after_communication(world: World) -> None:
+    compare(world, micro_batches(each_block()))
+
+
+@ranks(2)
+def test_some_micro_batches_communicate(world: World) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro != 1)
+
+    compare(world, micro_batches(each_block(), set_up_micro=set_up))
+
+
+@ranks(2)
+def test_one_block_accumulates_and_the_others_communicate(world: World) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.blocks[1].set_requires_gradient_sync(micro == LAST, recurse=False)
+
+    compare(world, micro_batches(each_block(), set_up_micro=set_up))
+
+
+@ranks(2)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_hybrid_accumulated_before_all_reduce_on_two_ranks(world: World, shape: tuple[int, int]) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_all_reduce(micro == LAST)
+
+    mesh = world.mesh(*shape, names=("replicate", "shard"))
+    compare(world, micro_batches(each_block(mesh=mesh), set_up_micro=set_up))
+
+
+@ranks(4)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_hybrid_accumulated_before_all_reduce(world: World, param_dtype: torch.dtype | None) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_all_reduce(micro == LAST)
+
+    precision = Precision(param_dtype, param_dtype and torch.float32)
+    mesh = world.mesh(2, 2, names=("replicate", "shard"))
+    shard = each_block(mesh=mesh, precision=precision)
+    compare(world, micro_batches(shard, set_up_micro=set_up, precision=precision))
+
+
+@ranks(4)
+def test_hybrid_accumulated_in_both_ways(world: World) -> None:
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro > 0)
+        model.set_requires_all_reduce(micro == LAST)
+
+    mesh = world.mesh(2, 2, names=("replicate", "shard"))
+    compare(world, micro_batches(each_block(mesh=mesh), set_up_micro=set_up))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("sum_only", [False, True])
+def test_gradient_divide_factor(world: World, divisor: float, sum_only: bool) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block()(fsdp, model)
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(sum_only)
+
+    training = Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=divisor)
+    compare(world, training, with_torch=sum_only)  # torch asks gloo for a reduction that gloo does not have
+
+
+@ranks(4)
+def test_gradient_divide_factor_of_a_hybrid_mesh(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fsdp, model)
+        for module in (*model.blocks, model):
+            module.set_gradient_divide_factor(3.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=3.0))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipped_gradients(world: World, norm_type: float) -> None:
+    def clip(model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type)
+
+    training = Training(
+        build=lambda: seeded(Transformer), shard=each_block(), batch=token_batch(3, 5), after_backward=clip
+    )
+    compare(world, training)
+
+
+@ranks(4)
+def test_clipped_gradients_of_a_hybrid_mesh(world: World) -> None:
+    def clip(model: nn.Module) -> Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+
+    shard = each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))
+    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), after_backward=clip))
+
+
+@ranks(2)
+def test_all_reduce_hook_sees_each_group_once_a_step(world: World) -> None:
+    calls: list[int] = []
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block()(fsdp, model)
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(double)
+        calls.clear()
+
+    def double(gradients: Tensor) -> None:
+        calls.append(gradients.numel())
+        gradients.mul_(2)
+
+    # What the hook does to the reduced gradients is what the optimizer gets: here half the divisor.
+    compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), divisor=world.size / 2))
+    assert len(calls) == 5 * 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_gradients_are_kept_by_a_second_backward(world: World, library: str) -> None:
+    fsdp = LIBRARIES[library]
+    model = seeded(MLP)
+    each_block()(fsdp, model)
+    mean_square(model, random_batch(4, 6)(seed=world.rank)).backward()
+    once = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    mean_square(model, random_batch(4, 6)(seed=world.rank)).backward()
+    for parameter, gradient in zip(model.parameters(), once, strict=True):
+        assert torch.allclose(parameter.grad.to_local(), 2 * gradient, rtol=1e-6)
+    dist.barrier()
