@@ -2,9 +2,11 @@
 
 Model and optimizer are saved by ``torch.distributed.checkpoint``, each rank its shards, and load on any number of
 ranks. There is no random state to keep: a batch is a function of seed and step (``data.py``). A save that is
-interrupted, at any moment, leaves ``latest`` on the older checkpoint::
+interrupted, at any moment, leaves ``latest`` on the older checkpoint, here of step 200::
 
-    write step-200.partial  →  rename it to step-200  →  write latest.partial, rename it to latest  →  remove step-000
+    write step-300.partial  →  rename it to step-300  →  write latest.partial, rename it to latest  →  remove step-100
+
+So two are kept, the current one and the one before it.
 """
 
 from __future__ import annotations
@@ -21,9 +23,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-
-#: The newest checkpoint and the one before it.
-KEPT = 2
 
 
 def latest(directory: Path) -> Path | None:
@@ -55,9 +54,9 @@ def save(
     if first:
         (partial / "run.json").write_text(json.dumps({"step": step, **run}))
         partial.rename(path)
+        kept = (latest(directory), path)
         _point(directory / "latest", path.name)
-        complete = [found for found in directory.glob("step-*") if found.suffix != ".partial"]
-        for old in sorted(complete, key=lambda found: int(found.name.removeprefix("step-")))[:-KEPT]:
+        for old in set(directory.glob("step-*")).difference(kept):
             shutil.rmtree(old)
     dist.barrier()
 

@@ -41,9 +41,7 @@ def standard_library() -> Corpus:
             (validation if _share(name) < VALIDATION_SHARE else training).extend(text)
             fingerprint.update(text)
     if not validation:
-        raise Refusal(
-            f"Found {len(names)} .py files of the standard library under {root}: too little text to train on."
-        )
+        raise Refusal(f"Found {len(names)} .py files under {root}, the standard library: too little text to train on.")
     return Corpus(
         torch.frombuffer(training, dtype=torch.uint8),
         torch.frombuffer(validation, dtype=torch.uint8),

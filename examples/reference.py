@@ -100,7 +100,7 @@ def table(sharded: Measurement, unsharded: Measurement, ranks: int) -> str:
         ("parameters", sharded.parameters, unsharded.parameters),
         ("gradients", sharded.gradients, unsharded.gradients),
         ("optimizer state", sharded.optimizer, unsharded.optimizer),
-        ("peak above the start", sharded.peak, unsharded.peak),
+        ("peak, with activations", sharded.peak, unsharded.peak),
     ]
     held = [
         (name, memory.readable(ours), memory.readable(theirs), f"{ours / theirs:.2f}") for name, ours, theirs in rows

@@ -17,7 +17,7 @@ STEPS = {"small": 300, "base": 200}
 
 
 class Refusal(Exception):
-    """The settings ask for what cannot be done here. Every rank raises it alike, and rank 0 prints it."""
+    """The settings ask for what cannot be done here. Every rank raises it alike."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add("--resume", choices=["auto", "always", "never"], default="auto", help="go on from the checkpoint, if any")
     add("--compare", action=argparse.BooleanOptionalAction, default=True, help="run the first steps unsharded as well")
     add("--sample-tokens", type=int, default=300, help="bytes of text to write at the end")
-    add("--prompt", default='def read(path):\n    """', help="how that text begins")
+    add("--prompt", default="def ", help="how that text begins")
     flags = vars(parser.parse_args(arguments))
     flags.setdefault("steps", STEPS[flags["model"]])
     flags.setdefault("checkpoint_dir", Path("runs") / flags["model"])

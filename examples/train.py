@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 import checkpoint
@@ -179,7 +180,7 @@ def join(settings: Settings) -> Place:
     if settings.device == "auto" and accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
         index, found = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
         if int(os.environ["LOCAL_WORLD_SIZE"]) > found:
-            raise SystemExit(
+            raise Refusal(
                 f"{os.environ['LOCAL_WORLD_SIZE']} ranks were started on a machine with {found} {accelerator.type} "
                 f"devices, and each needs its own: start {found}, or give --device cpu."
             )
@@ -230,15 +231,20 @@ def main(settings: Settings, place: Place) -> None:
         place.say(f"\nWhat the model writes after {settings.prompt!r}:\n\n{write(run)}")
 
 
-if __name__ == "__main__":
-    wanted = parse()
-    here = join(wanted)
+@record  # hands an error to torchrun, whose closing words then name it
+def start() -> None:
+    """Meet the other ranks and carry out what the command line says."""
+    settings = parse()
+    place = join(settings)
     try:
-        main(wanted, here)
-    except Refusal as refusal:
-        if here.rank == 0:
-            print(f"error: {refusal}", file=sys.stderr, flush=True)
+        main(settings, place)
+    except Refusal:
         dist.barrier()
-        sys.exit(2)
-    finally:
-        dist.destroy_process_group()
+        if place.rank == 0:
+            raise
+        sys.exit(2)  # every rank refuses alike: it is enough that one says so
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    start()

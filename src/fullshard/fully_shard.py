@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.comm.select import select_transport
 from fullshard.device import compute_device
-from fullshard.group.agreement import check_agreement
+from fullshard.group.agreement import agree
 from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.parameter import Location, ShardedParameter
@@ -122,13 +122,13 @@ def fully_shard(
     unit = Unit(modules, device, mp_policy, auto_reshard)
     for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
         sharded = [ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen]
-        check_agreement(sharded, place, device)
+        tag = agree(sharded, place, device)
         rest = resting if place is data else _after_forward(reshard_after_forward in (None, True), place)[1]
         group_options = GroupOptions(mp_policy, offload_policy, reshard, rest)
         process_group = place.shard_group or place.replicate_group
         assert process_group is not None
         transport = select_transport(process_group, device)
-        group = Group(sharded, modules, place, device, group_options, transport)
+        group = Group(sharded, modules, place, device, group_options, transport, tag)
         unit.groups.append(group)
         register(group, [param for param, _, _ in chosen])
     _borrow(unit)

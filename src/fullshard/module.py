@@ -166,7 +166,7 @@ class FSDPModule:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
-            unit.auto_reshard = False
+            unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
                 group.options.reshard_after_forward = reshard_after_forward and group.data.shards
                 group.options.resting = None
@@ -250,6 +250,12 @@ class FSDPModule:
                 made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
             group.reduce_process_group = made[ranks]
 
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def free_buffers(self) -> int:
+        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes."""
+        return _schedule(self).pools.drop()
+
     # -- beyond ------------------------------------------------------------------------------------------------------
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
@@ -312,16 +318,17 @@ class _ForwardMethod:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots, such as the stages of a pipeline, use the same lanes and the same bound on reductions."""
+    """Let several roots, such as the stages of a pipeline, use the same lanes, buffers and bound on reductions."""
     units = _all_sharded(modules)
     if not units:
         return
     first = _schedule(units[0].modules[0])
     for unit in units[1:]:
         schedule = _schedule(unit.modules[0])
-        schedule.lanes, schedule.flight = first.lanes, first.flight
+        schedule.lanes, schedule.flight, schedule.pools = first.lanes, first.flight, first.pools
         for group in schedule.groups():
-            group.lanes, group.flight = first.lanes, first.flight
+            group.join(first.lanes, first.flight, first.pools)
+        schedule.size_slots()
 
 
 def _unit(module: Any) -> Unit:

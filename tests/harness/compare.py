@@ -81,8 +81,9 @@ class Training:
 
     `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
     `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too. The sum of
-    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks; a parameter without
-    a gradient on any rank has none, or zeros if `unused_are_zero`. A reference that has to say by hand what a policy
+    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks, and rounded to
+    `mean_dtype`, or else to the dtype of the reduction; a parameter without a gradient on any rank has none, or zeros if
+    `unused_are_zero`. A reference that has to say by hand what a policy
     does to single modules has a `build_reference` of its own.
     """
 
@@ -99,6 +100,7 @@ class Training:
     set_up_micro: Callable[[Any, int], object] = lambda model, micro: None
     after_backward: Callable[[nn.Module], Tensor | None] = lambda model: None
     divisor: float | None = None
+    mean_dtype: torch.dtype | None = None
     unused_are_zero: bool = False
 
     def micro(self, step: int, rank: int, size: int, micro: int) -> Batch:
@@ -175,7 +177,7 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
             if (total := sums.get(name, unused)) is None:
                 continue
             mean = total / (training.divisor or size)
-            parameter.grad = mean.to(reduce_dtype[name]).to(parameter.dtype)
+            parameter.grad = mean.to(training.mean_dtype or reduce_dtype[name]).to(parameter.dtype)
         optimizer.step(losses)
     return optimizer.steps
 
@@ -241,6 +243,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 def assert_equal_steps(steps: Sequence[Step], reference: Sequence[Step], subject: str) -> None:
     """Fail with every tensor that differs, in the first step in which one does."""
+    if difference := first_difference(steps, reference):
+        raise AssertionError(f"{subject} differs from unsharded training in {difference}")
+
+
+def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> str | None:
+    """Every tensor that differs in the first step in which one does, or None."""
     for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):
         problems = [
             *_differences("loss", dict(enumerate(step.losses)), dict(enumerate(expected.losses))),
@@ -249,9 +257,8 @@ def assert_equal_steps(steps: Sequence[Step], reference: Sequence[Step], subject
             *_differences("parameter", step.parameters, expected.parameters),
         ]
         if problems:
-            raise AssertionError(
-                f"{subject} differs from unsharded training in step {number}:\n  " + "\n  ".join(problems)
-            )
+            return f"step {number}:\n  " + "\n  ".join(problems)
+    return None
 
 
 def _differences(kind: str, found: dict[Any, Tensor | None], expected: dict[Any, Tensor | None]) -> Iterator[str]:

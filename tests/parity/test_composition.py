@@ -154,6 +154,11 @@ def split_over(mesh: Any, model: Any) -> None:
         )
 
 
+def transformer_in_double(hidden: int = 18) -> nn.Module:
+    """A transformer in fp64: splitting its matrices alone moves gradients by 2e-6 of their largest entry in fp32."""
+    return seeded(lambda: Transformer(hidden=hidden)).double()
+
+
 @ranks(4)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @RESHARD
@@ -164,9 +169,7 @@ def test_tensor_parallel(world: World, optimizer: Any, reshard: bool) -> None:
         split_over(mesh["tensor"], model)
         each_block(mesh=mesh["data"], reshard_after_forward=reshard)(fsdp, model)
 
-    training = Training(
-        build=lambda: seeded(Transformer), shard=shard, batch=token_batch(3, 5), optimizer=optimizer
-    )
+    training = Training(build=transformer_in_double, shard=shard, batch=token_batch(3, 5), optimizer=optimizer)
     compare(world, training, data_parallel=(mesh["data"].get_local_rank(), 2))
 
 
@@ -178,7 +181,7 @@ def test_tensor_parallel_without_data_parallel(world: World) -> None:
         split_over(mesh["tensor"], model)
         each_block(mesh=mesh["data"])(fsdp, model)
 
-    training = Training(build=lambda: seeded(Transformer), shard=shard, batch=token_batch(3, 5))
+    training = Training(build=transformer_in_double, shard=shard, batch=token_batch(3, 5))
     compare(world, training, data_parallel=(0, 1))
 
 
@@ -194,7 +197,7 @@ def test_tensor_parallel_and_data_parallel_on_different_dims(world: World) -> No
         each_block(mesh=mesh["data"], shard_placement_fn=columns)(fsdp, model)
 
     # Columns that do not divide by both are beyond torch.
-    training = Training(build=lambda: seeded(lambda: Transformer(hidden=20)), shard=shard, batch=token_batch(3, 5))
+    training = Training(build=lambda: transformer_in_double(hidden=20), shard=shard, batch=token_batch(3, 5))
     compare(world, training, data_parallel=(mesh["data"].get_local_rank(), 2))
 
 

@@ -151,7 +151,7 @@ class Plan:
         return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
 
     def select(self, indices: Iterable[int]) -> Plan:
-        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in a shard of their own.
+        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard.
 
         *flat* cannot leave any out and returns itself.
         """

@@ -164,6 +164,8 @@ class SlotBuffer:
             self._pool.take_back(self._slot)
         else:
             self._slot = self._pool.take(self, self.nbytes)
+            if self._storage.nbytes() not in (0, self._slot.nbytes):  # an address in a slot of another size
+                self._empty()
             swap_memory(self._storage, self._slot.storage)
         return self._slot.released
 
@@ -186,10 +188,21 @@ class SlotBuffer:
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
+    def move(self, pool: SlotPool) -> None:
+        """Take slots from another pool from now on; one that is in use stays until it is given back."""
+        if not self._in_use and pool is not self._pool:
+            if self._slot is not None:
+                self.lose()
+            self._pool = pool
+            pool.buffers.add(self)
+
     def forget_address(self) -> None:
         """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
         if self._slot is None and CAN_SWAP_MEMORY:
-            swap_memory(self._storage, torch.UntypedStorage(0, device=self._pool.device))
+            self._empty()
+
+    def _empty(self) -> None:
+        swap_memory(self._storage, torch.UntypedStorage(0, device=self._pool.device))
 
     def poison(self) -> None:
         """Fill with NaN (as fp32 and most other formats read it), so that a read at the wrong time shows."""

@@ -33,7 +33,7 @@ class Message:
     Args:
         starts: where each section begins, in bytes.
         nbytes: size.
-        dtype: that of the sections if they have only one, or else uint8.
+        dtype: what the collective sees. Bytes move in any dtype, also in those that a backend does not know.
     """
 
     starts: tuple[int, ...]
@@ -41,13 +41,19 @@ class Message:
     dtype: torch.dtype
 
 
-def lay_out_message(plans: Sequence[Plan], dtypes: Sequence[torch.dtype]) -> Message:
-    """Sections end to end, each on a boundary on which the sections of a shard lie too."""
+def lay_out_message(plans: Sequence[Plan], dtypes: Sequence[torch.dtype], as_bytes: bool) -> Message:
+    """Sections end to end, each on a boundary on which the sections of a shard lie too.
+
+    Args:
+        plans: of the sections.
+        dtypes: of the sections.
+        as_bytes: whether to hide the dtype also if there is only one.
+    """
     starts, end = [], 0
     for plan, dtype in zip(plans, dtypes, strict=True):
         starts.append(align(end))
         end = starts[-1] + plan.shard_numel * dtype.itemsize
-    if len(set(dtypes)) == 1:
+    if len(set(dtypes)) == 1 and not as_bytes:
         return Message(tuple(starts), end, dtypes[0])
     return Message(tuple(starts), -(-end // _LARGEST_ITEM) * _LARGEST_ITEM, torch.uint8)
 
@@ -127,7 +133,7 @@ class GatherPacking:
         self._shards = [alias(transfer.shard) for transfer in transfers]
         self._rank = rank
         self._in_place = in_place
-        self._message = lay_out_message(self._plans, [full.dtype for full in self._fulls])
+        self._message = lay_out_message(self._plans, [full.dtype for full in self._fulls], as_bytes=in_place)
         self._bound: dict[int, Gather] = {}
         self.device = transfers[0].full.device
         self.is_empty = self._message.nbytes == 0
@@ -153,7 +159,7 @@ class GatherPacking:
     @torch.inference_mode(False)
     def _make(self, memory: Sequence[Memory]) -> Gather:
         if self._is_direct:
-            return Gather(([], []), self._fulls[0], self._shards[0], ([], []))
+            return Gather(([], []), self._fulls[0].view(torch.uint8), self._shards[0].view(torch.uint8), ([], []))
         (lease, start), message, world_size = memory[0], self._message, self._plans[0].world_size
         length = message.nbytes // message.dtype.itemsize
         output = lease.view(message.dtype, start, (world_size * length,))
@@ -186,8 +192,6 @@ class GatherPacking:
                 return None
         if origin % message.dtype.itemsize or origin + message.nbytes > first.untyped_storage().nbytes():
             return None
-        if len(self._shards) == 1:
-            return first
         shape = (message.nbytes // message.dtype.itemsize,)
         empty = torch.empty(0, dtype=message.dtype, device=first.device)
         return empty.set_(first.untyped_storage(), origin // message.dtype.itemsize, shape, (1,))
@@ -244,7 +248,7 @@ class ReducePacking:
         self._layouts: list[_BatchLayout] = []
         for dtype in dict.fromkeys(full.dtype for full in self._fulls):
             members = tuple(i for i, full in enumerate(self._fulls) if full.dtype == dtype)
-            message = lay_out_message([self._plans[i] for i in members], [dtype] * len(members))
+            message = lay_out_message([self._plans[i] for i in members], [dtype] * len(members), as_bytes=False)
             if message.nbytes == 0:
                 continue
             alone = in_place and len(members) == 1

@@ -1,4 +1,4 @@
-"""Whether all ranks of a mesh are about to shard the same parameters.
+"""Whether all ranks of a mesh are about to shard the same parameters, and under which tag they will travel.
 
 Buffers of ranks that disagree on a name, a shape, a dtype or an order would be taken for one another without notice.
 Owns the comparison, one small collective for each group at the time of sharding.
@@ -7,6 +7,7 @@ Owns the comparison, one small collective for each group at the time of sharding
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -14,27 +15,39 @@ import torch.distributed as dist
 
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
+from fullshard.torch_private import all_gather_single
+
+_next_tag = 0
 
 
-def check_agreement(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device) -> None:
+def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device) -> int:
     """Compare the parameters with those of the other ranks; every rank of the mesh must call it.
+
+    Returns:
+        a tag that no earlier group of any of these ranks has, the same on all of them: ranks need not have made the
+        same groups before, as when some of them hold another stage of a pipeline.
 
     Raises:
         ValueError: on every rank, naming the first difference and the ranks.
     """
     described = [f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}" for p in params]
-    for group in (data.shard_group, data.replicate_group):
+    global _next_tag
+    tag = _next_tag
+    for group in (data.replicate_group, data.shard_group):
         if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-            _compare(described, group, device)
+            tag = _compare(described, tag, group, device)
+    _next_tag = tag + 1
+    return tag
 
 
-def _compare(described: list[str], group: dist.ProcessGroup, device: torch.device) -> None:
-    digest = hashlib.sha256("\n".join(described).encode()).digest()
+def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    digest = hashlib.sha256("\n".join(described).encode()).digest() + struct.pack("<q", tag)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, mine, group=group)
-    if bool((every.view(group.size(), -1) == mine).all().item()):
-        return
+    all_gather_single(every, mine, group=group)
+    found = every.cpu().view(group.size(), -1)
+    if bool((found[:, :-8] == found[0, :-8]).all()):
+        return int(found[:, -8:].contiguous().view(torch.int64).max())
     others: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(others, described, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -50,3 +63,4 @@ def _compare(described: list[str], group: dist.ProcessGroup, device: torch.devic
                     f"the ranks do not shard the same parameters: as number {index} of this group, rank {ranks[0]} has "
                     f"{here} and rank {rank} has {there}. Every rank must build the same model and make the same calls"
                 )
+    raise AssertionError("digests differ where descriptions do not")

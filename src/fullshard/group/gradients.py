@@ -78,6 +78,11 @@ class Gradients:
         self._arrived: set[int] = set()
         self._partial: dict[int, torch.Tensor] = {}
 
+    def move(self) -> None:
+        """Take memory from the pools that the group has now."""
+        if self._buffer is not None:
+            self._buffer.move(self._group.memory.gradient_pool)
+
     # -- arrival -----------------------------------------------------------------------------------------------------
 
     def listen(self, index: int, param: ShardedParameter) -> None:

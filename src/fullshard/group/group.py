@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -31,7 +30,7 @@ from fullshard.comm.transport import Done, Pending, Transfer, Transport
 from fullshard.device import PASSED, Lanes, Mark, mark_now
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.gradients import Flight, Gradients
-from fullshard.group.memory import Memory
+from fullshard.group.memory import Memory, Pools
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import Presentation
@@ -40,7 +39,7 @@ from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.torch_private import local_of, spec_of
 
-_tags = itertools.count()
+_TAGS_APART = 1 << 16
 
 
 class State(Enum):
@@ -99,6 +98,7 @@ class Group:
         device: where they compute.
         options: what the user chose.
         transport: how their buffers move.
+        tag: tells its messages from those of other groups; the same on all ranks.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class Group:
         device: torch.device,
         options: GroupOptions,
         transport: Transport,
+        tag: int,
     ) -> None:
         self.params = list(params)
         self.modules = tuple(modules)
@@ -119,11 +120,15 @@ class Group:
         self.reduce_transport = transport
         self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
         self.name = ""
-        self.tag = next(_tags)
+        self.tag = tag
+        self._copies = 0
         self.state = State.SHARDED
         self.clock = Clock()
         self.lanes: Lanes | None = None
         self.flight = Flight()
+        self.pools = Pools(device)
+        #: Whether it is unsharded only because a forward left it so, as the root's does when nobody asked for it.
+        self.left_by_forward = False
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
         self._build()
 
@@ -204,6 +209,14 @@ class Group:
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
         held = local_of(param.sharded)  # type: ignore[arg-type]
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
+
+    def join(self, lanes: Lanes, flight: Flight, pools: Pools) -> None:
+        """Become part of a tree, whose lanes, bound on reductions and memory all its groups share."""
+        self.reshard()
+        self.lanes, self.flight, self.pools = lanes, flight, pools
+        self.full.move(self.memory.parameter_pool)
+        self.gradients.move()
+        self._staging, self.memory.staged_views, self._transfers = None, (), []
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -287,6 +300,7 @@ class Group:
 
     def _arrive(self) -> None:
         self._to(State.UNSHARDED)
+        self.left_by_forward = False
         if self.params and self.params[0].unsharded is None:
             self._make_leaves()
         elif self._extensions is not None:
@@ -378,7 +392,9 @@ class Group:
         params = [param.copy(memo) for param in self.params]
         modules = [copy.deepcopy(module, memo) for module in self.modules]
         options = dataclasses.replace(self.options)
-        twin = Group(params, modules, self.data, self.device, options, self.transport)
+        self._copies += 1  # every rank copies alike, so that the copies' tags agree without communication
+        tag = self.tag + self._copies * _TAGS_APART
+        twin = Group(params, modules, self.data, self.device, options, self.transport, tag)
         twin.reduce_transport, twin.reduce_process_group = self.reduce_transport, self.reduce_process_group
         twin.name = self.name
         memo[id(self)] = twin

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,26 +17,46 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
+from fullshard.group.registry import optimizer_steps
 from fullshard.torch_private import foreach_copy, local_of, storage_id
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
     from fullshard.group.parameter import ShardedParameter
 
-_pools: weakref.WeakValueDictionary[tuple[torch.device, str, str], SlotPool] = weakref.WeakValueDictionary()
+_all: weakref.WeakSet[Pools] = weakref.WeakSet()
 
 
-def shared_pool(device: torch.device, transport: Transport, kind: str) -> SlotPool:
-    """The pool that all models of this process share; it ends with the last buffer that uses it."""
-    key = (device, transport.name, kind)
-    pool = _pools.get(key)
-    if pool is None:
-        pool = _pools[key] = SlotPool(device, transport.allocate)
-    return pool
+class Pools:
+    """The pools of one tree of modules.
+
+    A tree has its own: whether values are still in a slot depends on what else used the pool, and every rank must come
+    to the same answer, whatever other models it holds.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[tuple[str, int], SlotPool] = {}
+        _all.add(self)
+
+    def pool(self, kind: str, transport: Transport) -> SlotPool:
+        """The pool of buffers of a kind that ``transport`` moves."""
+        key = (kind, id(transport))
+        if key not in self._pools:
+            self._pools[key] = SlotPool(self._device, transport.allocate)
+        return self._pools[key]
+
+    def drop(self) -> int:
+        """Give what is not in use back to the system; returns the bytes."""
+        return sum(pool.drop() for pool in self._pools.values())
+
+    def __iter__(self) -> Iterator[SlotPool]:
+        return iter(self._pools.values())
 
 
 def all_pools() -> list[SlotPool]:
-    return list(_pools.values())
+    """The pools of every tree in this process."""
+    return [pool for pools in _all for pool in pools]
 
 
 class Memory:
@@ -45,9 +65,6 @@ class Memory:
     def __init__(self, group: Group) -> None:
         self._group = group
         device = group.device
-        self.parameter_pool = shared_pool(device, group.transport, "parameters")
-        self.gradient_pool = shared_pool(device, group.transport, "gradients")
-        self.staging_pool = shared_pool(device, group.transport, "staging")
         held = [_held(param) for param in group.params]
         #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
         self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
@@ -75,9 +92,22 @@ class Memory:
         self.views = shard_views(memory, group.sections, dtypes)
 
     @property
+    def parameter_pool(self) -> SlotPool:
+        return self._group.pools.pool("parameters", self._group.transport)
+
+    @property
+    def gradient_pool(self) -> SlotPool:
+        return self._group.pools.pool("gradients", self._group.reduce_transport)
+
+    @property
+    def staging_pool(self) -> SlotPool:
+        return self._group.pools.pool("staging", self._group.transport)
+
+    @property
     def version(self) -> int:
-        """Counts the writes to the shard, by whomever."""
-        return sum([view._version for view in self.views])
+        """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
+        written = sum([param.sharded._version for param in self._group.params])
+        return written + sum([view._version for view in self.views]) + optimizer_steps()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -210,6 +210,7 @@ class ShardedParameter:
         self.placed = True
         before = self.sharded
         self.sharded = nn.Parameter(self.sharded_dtensor(local), requires_grad=before.requires_grad)
+        set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
         self.sharded.__dict__.update(before.__dict__)
         for hook in post_accumulate_hooks(before):
             self.sharded.register_post_accumulate_grad_hook(hook)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _watching = False
+_steps = 0
 
 
 def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
@@ -29,6 +30,7 @@ def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
     global _watching
     if not _watching:
         register_optimizer_step_pre_hook(_refuse_stale_optimizer)
+        register_optimizer_step_post_hook(_count_step)
         _watching = True
     for index, param in enumerate(originals):
         key = id(param)
@@ -47,6 +49,16 @@ def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
         return None
     group = found[1]()
     return None if group is None else (group, found[2])
+
+
+def optimizer_steps() -> int:
+    """How often any optimizer has stepped: steps of foreach optimizers on DTensors leave no other trace."""
+    return _steps
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _steps
+    _steps += 1
 
 
 def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

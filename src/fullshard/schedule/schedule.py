@@ -16,6 +16,7 @@ import torch.nn as nn
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
+from fullshard.group.memory import Pools
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.torch_private import call_after_backward, in_backward
@@ -33,6 +34,7 @@ class Schedule:
         self.units: list[Unit] = []
         self.lanes = Lanes(device)
         self.flight = Flight()
+        self.pools = Pools(device)
         self.clock = Clock()
         self.order = Order()
         self.observers: list[Observer] = []
@@ -53,7 +55,8 @@ class Schedule:
             unit.schedule = self
             for group in unit.groups:
                 group.name = ", ".join(names.get(id(member), "?") for member in unit.modules)
-                group.lanes, group.flight, group.clock = self.lanes, self.flight, self.clock
+                group.clock = self.clock
+                group.join(self.lanes, self.flight, self.pools)
                 for param in group.params:
                     location = param.locations[0]
                     prefix = names.get(id(location.module), "")
@@ -96,6 +99,8 @@ class Schedule:
         else:
             self.clock.written = mark_now(self.device)
         for group in self.groups():
+            if group.left_by_forward:  # since an earlier forward: its parameters may have been written without a trace
+                self.reshard(group)
             group.check_in()
         self.order.begin_forward()
         return True

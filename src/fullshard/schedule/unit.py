@@ -86,6 +86,8 @@ class Unit:
         self.mp_policy = mp_policy
         #: Whether the root may choose to stay unsharded after forward, because the user did not say.
         self.auto_reshard = auto_reshard
+        #: Whether it did: then nobody promised that parameters stay as they are while they are unsharded.
+        self.chose_to_keep = False
         self.groups: list[Group] = []
         self.borrowed: list[Group] = []
         self.schedule: Schedule | None = None
@@ -168,6 +170,7 @@ class Unit:
             schedule.order.leave(group)
             if not group.users:
                 schedule.reshard_after_forward(group)
+                group.left_by_forward = self.chose_to_keep and group.is_unsharded
         self.phase = Phase.IDLE
 
     def _needed(self) -> list[Group]:
@@ -330,6 +333,7 @@ class Unit:
             if unit.schedule is not None and unit.phase is not Phase.IDLE:
                 raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
         if self.auto_reshard:
+            self.chose_to_keep = True
             for group in self.groups:
                 group.options.reshard_after_forward = False
                 group.options.resting = None

@@ -1,0 +1,119 @@
+"""Who is compared: fullshard with each of its transports, torch's FSDP2, FSDP1 and DDP, and training without others.
+
+A :class:`Contender` knows how its library is applied to a model, the way its documentation tells, and nothing of what
+is measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fullshard
+from fullshard.comm import select
+
+_VARIABLE = "FULLSHARD_TRANSPORT"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train a model on the ranks of the default process group.
+
+    Args:
+        name: how tables call it.
+        library: ``fullshard``, ``FSDP2``, ``FSDP1``, ``DDP`` or ``alone``.
+        transport: which transport of fullshard moves its buffers.
+        default: whether that is the one fullshard chooses by itself here.
+    """
+
+    name: str
+    library: str
+    transport: str = ""
+    default: bool = True
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.library in ("fullshard", "FSDP2", "FSDP1")
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None = None) -> nn.Module:
+        """Shard (or replicate) ``model``, with a group for each of ``blocks`` and one for the rest.
+
+        Args:
+            reshard: free parameters after forward; ``None`` leaves the choice for the root to the library.
+        """
+        if self.library == "alone":
+            return model
+        if self.library == "DDP":
+            return DistributedDataParallel(model)
+        if self.library == "FSDP1":
+            return _wrap_fsdp1(model, blocks, reshard)
+        if self.library == "FSDP2":
+            return _wrap_composable(torch_fsdp.fully_shard, model, blocks, reshard)
+        with _transport(self.transport):
+            return _wrap_composable(fullshard.fully_shard, model, blocks, reshard)
+
+
+def _wrap_composable(
+    fully_shard: Callable[..., Any], model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None
+) -> nn.Module:
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard is not False)
+    fully_shard(model, reshard_after_forward=reshard)
+    return model
+
+
+def _wrap_fsdp1(model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None) -> nn.Module:
+    strategies = torch_fsdp.ShardingStrategy
+    return torch_fsdp.FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategies.SHARD_GRAD_OP if reshard is False else strategies.FULL_SHARD,
+        auto_wrap_policy=torch_fsdp.wrap.CustomPolicy(lambda module: any(module is block for block in blocks)),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+@contextmanager
+def _transport(name: str) -> Iterator[None]:
+    """Groups made inside use the transport of that name."""
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+FSDP2 = Contender("torch FSDP2", "FSDP2")
+FSDP1 = Contender("torch FSDP1", "FSDP1")
+DDP = Contender("DDP", "DDP")
+ALONE = Contender("no communication", "alone")
+
+
+def ours(every_transport: bool = True) -> list[Contender]:
+    """fullshard with the transport that it chooses here, and then with every other that works here."""
+    group, device = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    chosen = select.select_transport(group, device).name
+    found = [Contender("fullshard", "fullshard", chosen)]
+    for name in select._BY_NAME if every_transport else ():
+        with _transport(name):
+            try:
+                usable = select.select_transport(group, device)
+            except ValueError:
+                continue
+        if usable.name != chosen:
+            found.append(Contender(f"fullshard, {name}", "fullshard", name, default=False))
+    return found

@@ -1,0 +1,105 @@
+"""How many bytes move: between ranks as asked for, through the loopback device, and between places of one rank.
+
+A :class:`Traffic` watches every operator that runs inside of it, on all contenders in the same way. What the device
+carried is read from the kernel's counters, and says what really travelled, headers and detours included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: Operators that only move values, and where what they write is: an argument, or the result.
+_COPIES = {
+    "aten::copy_": 0,
+    "aten::_foreach_copy_": 0,
+    "aten::cat": "result",
+    "aten::stack": "result",
+    "aten::clone": "result",
+    "aten::_to_copy": "result",
+    "aten::_chunk_cat": "result",
+    "aten::split_with_sizes_copy": "result",
+    "fsdp::all_gather_copy_in": 2,
+    "fsdp::split_with_sizes_copy": "out",
+    "fsdp::chunk_cat": "out",
+}
+
+#: Bytes that a rank has to send, from the bytes of the operator's tensors, and the number of ranks.
+_COLLECTIVES: dict[str, Callable[[list[Any], int], float]] = {
+    "c10d::allreduce_": lambda args, world: 2 * _nbytes(args[0]) * (world - 1) / world,
+    "c10d::_allgather_base_": lambda args, world: _nbytes(args[1]) * (world - 1),
+    "c10d::allgather_": lambda args, world: _nbytes(args[1]) * (world - 1),
+    "c10d::allgather_into_tensor_coalesced_": lambda args, world: _nbytes(args[1]) * (world - 1),
+    "c10d::_reduce_scatter_base_": lambda args, world: _nbytes(args[0]) * (world - 1),
+    "c10d::reduce_scatter_": lambda args, world: _nbytes(args[0]) * (world - 1),
+    "c10d::reduce_scatter_tensor_coalesced_": lambda args, world: _nbytes(args[0]) * (world - 1),
+    "c10d::alltoall_base_": lambda args, world: _nbytes(args[1]) * (world - 1) / world,
+    "c10d::alltoall_": lambda args, world: _nbytes(args[1]) * (world - 1) / world,
+    "c10d::broadcast_": lambda args, world: _nbytes(args[0]) * (world - 1) / world,
+    "c10d::send": lambda args, world: _nbytes(args[0]),
+    "c10d::recv_": lambda args, world: 0,
+    "c10d::barrier": lambda args, world: 0,
+}
+_GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts bytes while it is entered.
+
+    Attributes:
+        copied: bytes written by operators that do nothing but copy; copies that also compute do not count.
+        asked: bytes that this rank has to send for the communication it asked for, with the best known algorithm.
+        gathered: bytes that all-gathers wrote, padding included.
+        unknown: communication that is not understood, and so not counted.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.copied = 0
+        self.asked = 0.0
+        self.gathered = 0
+        self.unknown: set[str] = set()
+        self._world_size = world_size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if name in _COPIES:
+            self.copied += _written(_COPIES[name], args, kwargs, result)
+        elif name in _COLLECTIVES:
+            self.asked += _COLLECTIVES[name](list(args), self._world_size)
+            if name in _GATHERS:
+                self.gathered += _nbytes(args[0])
+        elif name.startswith("c10d::"):
+            self.unknown.add(name)
+        return result
+
+
+def _written(where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    if isinstance(where, int):
+        return _nbytes(args[where])
+    return _nbytes(kwargs["out"] if "out" in kwargs else result)
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+
+
+def loopback_bytes() -> int | None:
+    """Bytes that the loopback device of this machine has sent so far; ``None`` where the kernel does not tell."""
+    counters = Path("/proc/net/dev")
+    if not counters.exists():
+        return None
+    for line in counters.read_text().splitlines():
+        device, _, values = line.partition(":")
+        if device.strip() == "lo":
+            return int(values.split()[8])
+    return None

@@ -1,0 +1,242 @@
+"""Plans, for random shapes and up to 1,024 ranks: nothing is owned twice, forgotten, or cut other than torch cuts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.buffer.plan import Extent, LayoutName, ParamShape, Plan, make_plan
+
+SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31])
+WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 7, 8, 64, 100, 1024])
+LAYOUTS = st.sampled_from(["even", "flat"])
+
+
+@st.composite
+def param_shapes(draw: st.DrawFn) -> ParamShape:
+    shape = tuple(draw(st.lists(SIZES, max_size=3)))
+    dim = draw(st.none() | st.integers(0, len(shape) - 1)) if shape else None
+    return ParamShape("p", shape, dim)
+
+
+@st.composite
+def plans(draw: st.DrawFn, layouts: st.SearchStrategy[LayoutName] = LAYOUTS) -> Plan:
+    params = draw(st.lists(param_shapes(), max_size=6))
+    return make_plan(params, draw(WORLD_SIZES), draw(layouts), draw(st.sampled_from([1, 4, 16, 100])))
+
+
+def even_plans() -> st.SearchStrategy[Plan]:
+    return plans(st.just("even"))
+
+
+def flat_plans() -> st.SearchStrategy[Plan]:
+    return plans(st.just("flat"))
+
+
+def places(extent: Extent) -> list[tuple[int, int]]:
+    """Where every element lies in the full buffer and in the shard."""
+    return [
+        (extent.full_start + row * extent.stride + i, extent.shard_start + row * extent.length + i)
+        for row in range(extent.rows)
+        for i in range(extent.length)
+    ]
+
+
+def times_owned(plan: Plan) -> list[int]:
+    """How many ranks own each element of the full buffer."""
+    counts = [0] * plan.full_numel
+    for rank in range(plan.world_size):
+        for extent in plan.extents(rank):
+            for place, _ in places(extent):
+                counts[place] += 1
+    return counts
+
+
+def param_places(plan: Plan, param: ParamShape, offset: int) -> range:
+    return range(offset, offset + param.numel)
+
+
+@given(plans())
+def test_every_element_of_a_parameter_has_one_owner(plan: Plan) -> None:
+    counts = times_owned(plan)
+    for param, offset in zip(plan.params, plan.full_offsets, strict=True):
+        owners = plan.world_size if plan.kept_whole(param) else 1
+        assert all(counts[place] == owners for place in param_places(plan, param, offset))
+
+
+@given(even_plans())
+def test_nobody_owns_padding_in_even(plan: Plan) -> None:
+    counts = times_owned(plan)
+    for param, offset in zip(plan.params, plan.full_offsets, strict=True):
+        for place in param_places(plan, param, offset):
+            counts[place] = 0
+    assert not any(counts)
+
+
+@given(flat_plans())
+def test_flat_is_one_extent_for_each_rank_up_to_the_last_parameter(plan: Plan) -> None:
+    end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
+    assert times_owned(plan) == [1] * end + [0] * (plan.full_numel - end)
+    for rank in range(plan.world_size):
+        for extent in plan.extents(rank):
+            assert (extent.full_start, extent.shard_start, extent.rows) == (rank * plan.shard_numel, 0, 1)
+        assert len(plan.extents(rank)) <= 1
+
+
+@given(plans())
+def test_no_two_elements_share_a_place_in_a_shard(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        taken = [place for extent in plan.extents(rank) for _, place in places(extent)]
+        assert len(set(taken)) == len(taken)
+        assert all(0 <= place < plan.shard_numel for place in taken)
+
+
+@given(plans())
+def test_parameters_lie_in_order_without_overlap(plan: Plan) -> None:
+    ends = [0, *(offset + param.numel for param, offset in zip(plan.params, plan.full_offsets, strict=True))]
+    for end, offset in zip(ends, (*plan.full_offsets, plan.full_numel), strict=True):
+        assert end <= offset
+
+
+@given(plans())
+def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Plan) -> None:
+    assert all(offset % plan.alignment == 0 for offset in (*plan.full_offsets, *plan.shard_offsets))
+    assert plan.shard_numel % plan.alignment == 0
+    for param, (offset, following) in zip(plan.params, pairwise(plan.full_offsets), strict=False):
+        assert following - offset - param.numel < plan.alignment
+
+
+@given(flat_plans())
+def test_flat_pads_the_tail_by_less_than_a_unit_of_alignment_for_each_rank(plan: Plan) -> None:
+    assert plan.full_numel == plan.world_size * plan.shard_numel
+    end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
+    assert plan.full_numel - end < plan.alignment * (plan.world_size + 1)
+
+
+@given(even_plans())
+def test_even_pads_a_chunk_to_that_of_the_first_rank_and_to_the_alignment(plan: Plan) -> None:
+    for param, (offset, following) in zip(plan.params, pairwise((*plan.shard_offsets, plan.shard_numel)), strict=True):
+        largest = torch.Size(param.chunk_shape(0, plan.world_size)).numel()
+        assert 0 <= following - offset - largest < plan.alignment
+
+
+@given(param_shapes(), WORLD_SIZES)
+def test_chunks_are_those_of_torch(param: ParamShape, world_size: int) -> None:
+    if param.dim is None:
+        assert [param.chunk_shape(rank, world_size) for rank in (0, world_size - 1)] == [param.shape] * 2
+        return
+    whole = torch.arange(param.numel).view(param.shape)
+    chunks = whole.chunk(world_size, param.dim)
+    for rank in range(world_size):
+        start, stop = param.chunk(rank, world_size)
+        found = whole.narrow(param.dim, start, stop - start)
+        assert param.chunk_shape(rank, world_size) == tuple(found.shape)
+        assert torch.equal(found, chunks[rank] if rank < len(chunks) else whole.narrow(param.dim, 0, 0))
+
+
+@given(even_plans())
+def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
+    full = torch.arange(plan.full_numel)
+    for rank in {0, plan.world_size // 2, plan.world_size - 1}:
+        shard = torch.full((plan.shard_numel,), -1)
+        for extent in plan.extents(rank):
+            for source, target in places(extent):
+                shard[target] = full[source]
+        for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            whole = full[offset : offset + param.numel].view(param.shape)
+            expected = whole
+            if param.dim is not None:
+                chunks = whole.chunk(plan.world_size, param.dim)
+                expected = chunks[rank] if rank < len(chunks) else whole.narrow(param.dim, 0, 0)
+            start = plan.shard_offsets[index]
+            assert torch.equal(shard[start : start + expected.numel()], expected.flatten())
+            assert plan.chunk_shape(index, rank) == tuple(expected.shape)
+
+
+@given(flat_plans())
+def test_fragments_of_flat_are_what_the_extents_say(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        owned = {place for extent in plan.extents(rank) for place, _ in places(extent)}
+        for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            start, stop = plan.fragment(index, rank)
+            assert 0 <= start <= stop <= param.numel
+            assert set(range(offset + start, offset + stop)) == owned.intersection(param_places(plan, param, offset))
+
+
+@given(plans())
+def test_padding_is_what_the_parameters_leave_over(plan: Plan) -> None:
+    used = 0
+    for param, offset in zip(plan.params, plan.full_offsets, strict=True):
+        inside = param_places(plan, param, offset)
+        for rank in range(plan.world_size):
+            used += sum(place in inside for extent in plan.extents(rank) for place, _ in places(extent))
+    assert plan.padding == plan.world_size * plan.shard_numel - used
+    assert plan.numel == sum(param.numel for param in plan.params)
+
+
+@given(even_plans(), st.data())
+def test_a_selection_keeps_cuts_and_places_in_the_full_buffer(plan: Plan, data: st.DataObject) -> None:
+    chosen = [index for index in range(len(plan.params)) if data.draw(st.booleans(), label=f"keep {index}")]
+    selected = plan.select(chosen)
+    assert selected.full_numel == plan.full_numel
+    assert selected.params == tuple(plan.params[index] for index in chosen)
+    assert selected.shard_numel <= plan.shard_numel
+    inside: set[int] = set()
+    for index in chosen:
+        inside.update(param_places(plan, plan.params[index], plan.full_offsets[index]))
+    for rank in {0, plan.world_size - 1}:
+        before = [place for extent in plan.extents(rank) for place, _ in places(extent) if place in inside]
+        after = [place for extent in selected.extents(rank) for place, _ in places(extent)]
+        assert before == after
+
+
+@given(flat_plans())
+def test_a_selection_of_flat_is_all_of_it(plan: Plan) -> None:
+    assert plan.select([]) is plan
+
+
+@given(plans())
+def test_equal_arguments_give_the_same_plan(plan: Plan) -> None:
+    assert make_plan(list(plan.params), plan.world_size, plan.layout, plan.alignment) is plan
+    assert plan.select(range(len(plan.params))) is plan
+
+
+def test_the_example_of_the_docstring() -> None:
+    params = [ParamShape("a", (4, 5)), ParamShape("b", (3, 5)), ParamShape("c", (2, 5))]
+    even = make_plan(params, 2)
+    assert [even.chunk_shape(1, rank) for rank in range(2)] == [(2, 5), (1, 5)]
+    assert even.full_offsets == (0, 32, 48)
+    assert even.shard_offsets == (0, 16, 32)
+    assert even.extents(1) == (Extent(10, 0, 10, 1, 20), Extent(42, 16, 5, 1, 15), Extent(53, 32, 5, 1, 10))
+    flat = make_plan(params, 2, "flat")
+    assert (flat.full_numel, flat.shard_numel) == (64, 32)
+    assert [flat.fragment(1, rank) for rank in range(2)] == [(0, 0), (0, 15)]
+
+
+def test_a_cut_along_another_dim_is_strided() -> None:
+    plan = make_plan([ParamShape("w", (3, 8), 1)], 4)
+    assert plan.extents(2) == (Extent(full_start=4, shard_start=0, length=2, rows=3, stride=8),)
+
+
+def test_a_parameter_that_one_rank_has_all_of_is_contiguous() -> None:
+    assert make_plan([ParamShape("w", (3, 1), 1)], 4).extents(0) == (Extent(0, 0, 3, 1, 1),)
+    assert make_plan([ParamShape("w", (3, 1), 1)], 4).extents(1) == ()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"'w' has a negative size in its shape \(3, -1\)"):
+        ParamShape("w", (3, -1))
+    with pytest.raises(ValueError, match=r"'w' of shape \(3, 4\) cannot be sharded along dim 2: .* from 0 to 1"):
+        ParamShape("w", (3, 4), 2)
+    with pytest.raises(ValueError, match="at least one rank, got world_size=0"):
+        make_plan([], 0)
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        make_plan([], 1, alignment=0)
+    with pytest.raises(ValueError, match="layout must be 'even' or 'flat', got 'odd'"):
+        make_plan([], 1, "odd")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2"):
+        make_plan([], 2).extents(2)

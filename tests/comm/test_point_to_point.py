@@ -1,0 +1,209 @@
+"""What messages between ranks promise beyond right results: order, memory, precision, and errors that do not spread."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.comm import point_to_point
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.staging import SHARED
+from fullshard.comm.transport import Reduction, Transfer
+from tests.comm.cases import (
+    LARGE,
+    ODD,
+    Case,
+    Section,
+    assert_gathered,
+    assert_reduced,
+    fill_fulls,
+    fill_shards,
+    transfers_of,
+)
+from tests.harness import RankPool, World, ranks
+
+SIX_MEBIBYTES = (((1024, 1024), 0), ((1024,), 0), ((512, 1024), 1))
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@ranks(2)
+@pytest.mark.parametrize("finish_in_order", [True, False])
+def test_gathers_with_two_tags_may_start_in_opposite_order(world: World, finish_in_order: bool) -> None:
+    transport = PointToPointTransport()
+    cases = [Case("even", (Section(torch.float32, LARGE),)), Case("even", (Section(torch.float64, LARGE),))]
+    transfers = [transfers_of(case, world.size) for case in cases]
+    for case, some in zip(cases, transfers, strict=True):
+        fill_shards(case, some, world.rank)
+    order = [0, 1] if world.rank == 0 else [1, 0]
+    pending = {tag: transport.all_gather(transfers[tag], group(), tag) for tag in order}
+    for tag in order if finish_in_order else reversed(order):
+        pending[tag].finish()
+    for case, some in zip(cases, transfers, strict=True):
+        assert_gathered(case, some, world.rank)
+
+
+@ranks(2)
+def test_a_users_own_messages_are_not_taken_for_ours(world: World) -> None:
+    transport = PointToPointTransport()
+    case = Case("even", (Section(torch.float32, ODD),))
+    transfers = transfers_of(case, world.size)
+    fill_shards(case, transfers, world.rank)
+    received = torch.zeros(3)
+    theirs = [
+        dist.irecv(received, 1 - world.rank, tag=5),
+        dist.isend(torch.full((3,), float(world.rank)), 1 - world.rank, tag=5),
+    ]
+    transport.all_gather(transfers, group(), tag=5).finish()
+    for work in theirs:
+        assert work is not None
+        work.wait()
+    assert_gathered(case, transfers, world.rank)
+    assert received.tolist() == [1 - world.rank] * 3
+
+
+@ranks(2)
+def test_repeated_exchanges_take_no_new_memory(world: World) -> None:
+    transport = PointToPointTransport()
+    case = Case("even", (Section(torch.float32, SIX_MEBIBYTES), Section(torch.bfloat16, SIX_MEBIBYTES)))
+    gathered, reduced = transfers_of(case, world.size), transfers_of(case, world.size)
+
+    def exchange() -> None:
+        pending = transport.all_gather(gathered, group(), 0)
+        transport.reduce_scatter(reduced, group(), 1, Reduction(2)).finish()
+        pending.finish()
+
+    for _ in range(3):
+        exchange()
+    kept, before = SHARED.nbytes_free, page_faults()
+    for _ in range(10):
+        exchange()
+    assert SHARED.nbytes_free == kept
+    assert page_faults() - before < 100, "18 MiB, copied anew ten times, would be 46,000"
+
+
+@ranks(3)
+def test_staging_is_bounded_and_can_be_given_back(world: World) -> None:
+    limit = 2**20
+    transport = PointToPointTransport(staging=limit)
+    case = Case("even", (Section(torch.float32, SIX_MEBIBYTES),))
+    transfers = transfers_of(case, world.size)
+    SHARED.drop()
+    fill_shards(case, transfers, world.rank)
+    transport.all_gather(transfers, group(), 0).finish()
+    assert_gathered(case, transfers, world.rank)
+    assert 0 < SHARED.nbytes_free <= 2 * limit, "what is received, and as much packed"
+    fill_fulls(case, transfers, world.rank)
+    transport.reduce_scatter(transfers, group(), 1, Reduction(3)).finish()
+    assert_reduced(case, transfers, world.rank, 3)
+    assert SHARED.nbytes_free <= 2 * limit
+    assert SHARED.drop() > 0
+    assert SHARED.nbytes_free == 0
+    fill_shards(case, transfers, world.rank)
+    transport.all_gather(transfers, group(), 0).finish()
+    assert_gathered(case, transfers, world.rank)
+
+
+@ranks(2)
+def test_what_was_prepared_goes_with_its_tensors(world: World) -> None:
+    transport = PointToPointTransport()
+    case = Case("even", (Section(torch.float32, ODD),))
+    for _ in range(3):
+        transfers = transfers_of(case, world.size)
+        transport.all_gather(transfers, group(), 0).finish()
+        transport.reduce_scatter(transfers, group(), 1, Reduction(2)).finish()
+    gc.collect()
+    assert (len(transport._gathers), len(transport._reductions)) == (1, 1)
+    del transfers
+    gc.collect()
+    assert (len(transport._gathers), len(transport._reductions)) == (0, 0)
+
+
+@ranks(4)
+def test_low_precision_is_added_in_fp32(world: World) -> None:
+    case = Case("even", (Section(torch.bfloat16, (((4, 2), 0),)),))
+    (transfer,) = transfers_of(case, world.size, torch.float32)
+    transfer.full.fill_(256 if world.rank == 0 else 1)
+    PointToPointTransport().reduce_scatter([transfer], group(), 1, Reduction()).finish()
+    assert transfer.shard[:2].tolist() == [259, 259], "256 + 1 is 256 in bf16"
+
+
+@ranks(4)
+@pytest.mark.parametrize("shapes", [ODD, LARGE], ids=["odd", "large"])
+def test_terms_are_added_in_the_order_of_ranks(world: World, shapes: tuple[tuple[tuple[int, ...], int], ...]) -> None:
+    case = Case("flat", (Section(torch.float32, shapes),))
+    (transfer,) = transfers_of(case, world.size)
+    fill_fulls(case, [transfer], world.rank)
+    PointToPointTransport().reduce_scatter([transfer], group(), 1, Reduction()).finish()
+    totals = [torch.zeros_like(value) for value in case.values(0)[0]]
+    for rank in range(world.size):
+        for total, value in zip(totals, case.values(rank)[0], strict=True):
+            total += value
+    for i, offset in enumerate(transfer.plan.full_offsets):
+        first, last = transfer.plan.fragment(i, world.rank)
+        start = offset + first - world.rank * transfer.plan.shard_numel
+        assert torch.equal(transfer.shard[start : start + last - first], totals[i].flatten()[first:last])
+
+
+@ranks(1)
+def test_integers_are_not_reduced(world: World) -> None:
+    (transfer,) = transfers_of(Case("even", (Section(torch.float32, ODD),)), world.size)
+    integers = Transfer(transfer.plan, transfer.full.to(torch.int32), transfer.shard)
+    with pytest.raises(TypeError, match=r"got torch\.int32: .*FULLSHARD_TRANSPORT=collective"):
+        PointToPointTransport().reduce_scatter([integers], group(), 1, Reduction())
+
+
+@ranks(3)
+@pytest.mark.parametrize("staging", [1, 2**24], ids=["many-rounds", "one-round"])
+def test_an_error_after_arrival_leaves_the_group_usable(world: World, staging: int) -> None:
+    transport = PointToPointTransport(staging)
+    case = Case("even", (Section(torch.float32, LARGE),))
+    transfers = transfers_of(case, world.size)
+    fill_fulls(case, transfers, world.rank)
+
+    def fail(tensor: torch.Tensor, divisor: float) -> None:
+        raise MemoryError("on rank 1 only")
+
+    pending = transport.reduce_scatter(transfers, group(), 1, Reduction(3))
+    if world.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(point_to_point, "divide_", fail)
+            with pytest.raises(MemoryError, match="on rank 1 only"):
+                pending.finish()
+    else:
+        pending.finish()
+        assert_reduced(case, transfers, world.rank, 3)
+    transport.reduce_scatter(transfers, group(), 1, Reduction(3)).finish()
+    assert_reduced(case, transfers, world.rank, 3)
+
+
+def lose_the_last_rank(world: World) -> str:
+    transport = PointToPointTransport()
+    transfers = transfers_of(Case("even", (Section(torch.float32, LARGE),)), world.size)
+    transport.all_gather(transfers, group(), 8).finish()
+    if world.rank == world.size - 1:
+        os._exit(1)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        transport.all_gather(transfers, group(), 8).finish()
+    assert time.monotonic() - started < 5
+    return str(raised.value)
+
+
+def test_a_lost_rank_is_named(rank_pool: RankPool) -> None:
+    outcomes = rank_pool.run(lose_the_last_rank, 2, timeout=30)
+    assert [outcome.kind for outcome in outcomes] == ["returned", "died"], outcomes
+    assert outcomes[0].value.startswith("rank 0 lost rank 1 in a point-to-point all-gather (tag 8): ")

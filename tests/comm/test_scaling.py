@@ -1,0 +1,58 @@
+"""How a sum becomes a mean, for each backend and dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.comm.scaling import choose_scaling, divide_
+
+LOW_AND_HIGH = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_HIGH, ids=str)
+def test_nccl_takes_the_mean_itself(dtype: torch.dtype) -> None:
+    scaling = choose_scaling(dtype, 8, 8.0, False, "nccl")
+    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.AVG, 1)
+
+
+@pytest.mark.parametrize("dtype", LOW_AND_HIGH, ids=str)
+def test_nccl_multiplies_by_any_other_factor(dtype: torch.dtype) -> None:
+    scaling = choose_scaling(dtype, 8, 24.0, False, "nccl")
+    assert (scaling.before, scaling.after) == (1, 1)
+    assert scaling.op.op == dist.ReduceOp.PREMUL_SUM
+
+
+@pytest.mark.parametrize("backend", ["gloo", "fake", "mpi", ""])
+def test_other_backends_only_sum(backend: str) -> None:
+    scaling = choose_scaling(torch.float32, 8, 8.0, False, backend)
+    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 8)
+
+
+def test_nccl_only_sums_if_told_so() -> None:
+    scaling = choose_scaling(torch.float32, 8, 8.0, True, "nccl")
+    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 8)
+
+
+def test_nothing_is_divided_by_one() -> None:
+    scaling = choose_scaling(torch.float32, 1, 1.0, False, "nccl")
+    assert (scaling.before, scaling.op, scaling.after) == (1, dist.ReduceOp.SUM, 1)
+
+
+@given(st.integers(1, 4096), st.sampled_from(["nccl", "gloo"]))
+def test_fp16_is_divided_by_about_the_square_root_on_each_side(divisor: int, backend: str) -> None:
+    scaling = choose_scaling(torch.float16, divisor, float(divisor), False, backend)
+    assert scaling.op == dist.ReduceOp.SUM
+    assert scaling.before * scaling.after == divisor
+    assert 1 / 2 <= scaling.before**2 / divisor <= 2
+
+
+@given(st.sampled_from([1.0, 2.0, 3.0, 7.0, 64.0, 0.5, 1000.0]))
+def test_division_gives_the_bits_of_a_division(divisor: float) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    divided = values.clone()
+    divide_(divided, divisor)
+    assert torch.equal(divided, values / divisor)

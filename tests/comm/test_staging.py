@@ -1,0 +1,104 @@
+"""Kept memory: taken in turn, grown, given back, and forgotten with the tensors it was prepared for."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from fullshard.comm.prepared import PreparedCache, alias
+from fullshard.comm.staging import ALIGNMENT, Lease, Staging, align
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_is_used_again() -> None:
+    staging = Staging()
+    first = staging.lease(100, CPU)
+    staging.give_back(first)
+    assert staging.lease(80, CPU) is first
+
+
+def test_two_leases_do_not_share_memory() -> None:
+    staging = Staging()
+    first, second = staging.lease(64, CPU), staging.lease(64, CPU)
+    first.view(torch.uint8, 0, (64,)).fill_(1)
+    second.view(torch.uint8, 0, (64,)).fill_(2)
+    assert first.view(torch.uint8, 0, (64,)).eq(1).all()
+
+
+def test_each_exchange_of_a_step_gets_its_buffer_of_the_step_before() -> None:
+    staging = Staging()
+    steps = []
+    for order in ([0, 1], [1, 0], [0, 1]):
+        leases = [staging.lease(64, CPU), staging.lease(64, CPU)]
+        steps.append([lease.index for lease in leases])
+        for which in order:
+            staging.give_back(leases[which])
+    assert steps == [[0, 1]] * 3
+
+
+def test_views_stay_right_when_a_buffer_grows_or_was_dropped() -> None:
+    staging = Staging()
+    lease = staging.lease(64, CPU)
+    view = lease.view(torch.float32, 16, (4,))
+    staging.give_back(lease)
+    assert staging.lease(4096, CPU) is lease
+    lease.view(torch.float32, 16, (4,)).fill_(7)
+    assert view.tolist() == [7] * 4
+    staging.give_back(lease)
+    assert staging.nbytes_free == 4096
+    assert staging.drop() == 4096
+    assert staging.nbytes_free == 0
+    assert staging.lease(64, CPU) is lease
+    lease.view(torch.float32, 16, (4,)).fill_(8)
+    assert view.tolist() == [8] * 4
+
+
+def test_a_buffer_in_use_is_not_dropped() -> None:
+    staging = Staging()
+    lease = staging.lease(64, CPU)
+    assert staging.drop() == 0
+    assert lease.storage.nbytes() == 64
+
+
+def test_views_may_be_strided_and_of_any_dtype() -> None:
+    lease = Lease(torch.arange(64, dtype=torch.uint8)[8:])
+    assert lease.view(torch.uint8, 2, (2, 3), (10, 1)).tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert lease.view(torch.int16, 0, (2,)).view(torch.uint8).tolist() == [8, 9, 10, 11]
+
+
+def test_buffers_are_aligned() -> None:
+    lease = Staging().lease(1000, CPU)
+    assert lease.storage.data_ptr() % ALIGNMENT == 0
+    assert [align(nbytes) for nbytes in (0, 1, 64, 65)] == [0, 64, 64, 128]
+
+
+def test_what_was_prepared_is_found_until_a_tensor_is_gone() -> None:
+    cache: PreparedCache[str] = PreparedCache()
+    first, second = torch.zeros(3), torch.zeros(3)
+    cache.put((id(first), id(second)), "both", [first, second])
+    assert cache.get((id(first), id(second))) == "both"
+    assert cache.get((id(second), id(first))) is None
+    del second
+    gc.collect()
+    assert len(cache) == 0
+
+
+def test_views_in_the_cache_do_not_keep_their_tensor() -> None:
+    cache: PreparedCache[torch.Tensor] = PreparedCache()
+    tensor = torch.zeros(3)
+    cache.put(id(tensor), alias(tensor)[1:], [tensor])
+    del tensor
+    gc.collect()
+    assert len(cache) == 0
+
+
+def test_an_alias_follows_the_memory_and_counts_its_own_versions() -> None:
+    tensor = torch.zeros(3)
+    other = alias(tensor)
+    other.fill_(5)
+    assert tensor.tolist() == [5] * 3
+    assert tensor._version == 0
+    tensor.untyped_storage().resize_(0)
+    assert other.untyped_storage().nbytes() == 0

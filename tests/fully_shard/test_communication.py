@@ -1,0 +1,317 @@
+"""Communication as the user shapes it: custom collectives, hooks, divisors, and how many reductions are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import fullshard
+from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, shard_mlp, twins
+from tests.harness import World, ranks
+from tests.harness.compare import each_block, whole
+from tests.harness.models import MLP, seeded
+
+
+class Counting:
+    """What both collectives below have: an allocator that counts, and never hands out the same memory twice."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.allocated: list[Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.allocated.append(torch.empty(*size, dtype=dtype, device=device))
+        return self.allocated[-1]
+
+    def made(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory from this allocator."""
+        storages = {one.untyped_storage().data_ptr() for one in self.allocated}
+        return tensor.untyped_storage().data_ptr() in storages
+
+
+class CountingAllGather(Counting, fullshard.AllGather):
+    """An all-gather that counts."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        assert self.made(output_tensor)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountingReduceScatter(Counting, fullshard.ReduceScatter):
+    """A reduce-scatter that counts."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        assert self.made(input_tensor)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+@ranks(2)
+@BOTH
+def test_custom_collectives_move_and_allocate(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    gather, reduce = CountingAllGather(), CountingReduceScatter()
+    model.blocks[1].set_custom_all_gather(gather)
+    model.blocks[1].set_custom_reduce_scatter(reduce)
+    weight = model.blocks[1][0].weight
+    for _ in range(2):
+        model(inputs(world.rank)).sum().backward()
+    for rank in (0, 0, 1, 1):
+        (reference(inputs(rank)).sum() / world.size).backward()
+    assert gather.calls >= 2, "in each forward, and in backward unless the values are still there"
+    assert reduce.calls == 2
+    assert_close(whole(weight.grad), reference.blocks[1][0].weight.grad, "gradient")
+
+
+@ranks(2)
+def test_custom_collectives_with_several_groups(world: World) -> None:
+    meshes = world.mesh(), world.mesh(1, 2, names=("a", "b"))["b"]
+    model, reference = seeded(MLP), seeded(MLP)
+
+    def place(parameter: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(Shard(0), meshes[1]) if parameter.ndim == 2 else None
+
+    each_block(mesh=meshes[0], shard_placement_fn=place)(fullshard, model)
+    gather, reduce = CountingAllGather(), CountingReduceScatter()
+    model.blocks[0].set_custom_all_gather(gather)
+    model.blocks[0].set_custom_reduce_scatter(reduce)
+    assert len(groups_of(model.blocks[0])) == 2
+    pair = Twins(world, model, reference)
+    pair.step()
+    assert gather.calls >= 2
+    assert reduce.calls == 2
+    pair.step()
+
+
+@ranks(2)
+def test_custom_collectives_may_be_set_between_steps(world: World) -> None:
+    pair = twins(world)
+    pair.step()
+    gather, reduce = CountingAllGather(), CountingReduceScatter()
+    for block in pair.sharded.blocks:
+        block.set_custom_all_gather(gather)
+        block.set_custom_reduce_scatter(reduce)
+    pair.step()
+    assert gather.calls > 0
+    assert reduce.calls == len(pair.sharded.blocks)
+    pair.step()
+
+
+@ranks(2)
+@BOTH
+def test_an_all_reduce_hook_sees_what_was_reduced(world: World, fsdp: Library) -> None:
+    seen: list[Tensor] = []
+    model = shard_mlp(fsdp)
+    model.blocks[0].set_all_reduce_hook(lambda output: seen.append(output.clone()))
+    model(inputs()).sum().backward()
+    assert len(seen) == 1
+    assert seen[0].ndim == 1
+    assert seen[0].numel() >= 7 * 7 / world.size
+
+
+@ranks(2)
+@BOTH
+def test_an_all_reduce_hook_may_change_gradients(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    model.blocks[0].set_all_reduce_hook(lambda output: output.mul_(3))
+    weights = model.blocks[0][0].weight, model.blocks[1][0].weight
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    assert_close(whole(weights[0].grad), 3 * reference.blocks[0][0].weight.grad, "gradient")
+    assert_close(whole(weights[1].grad), reference.blocks[1][0].weight.grad, "gradient of another group")
+
+
+@ranks(2)
+def test_the_stream_of_a_hook_is_refused_with_replicas(world: World) -> None:
+    model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
+    with pytest.raises(ValueError, match="stream"):
+        model.set_all_reduce_hook(lambda output: None, stream=object())
+
+
+@ranks(2)
+@BOTH
+def test_gradient_divide_factor_of_one_module(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    model.blocks[0].set_gradient_divide_factor(5.0)
+    model.blocks[0].set_force_sum_reduction_for_comms(True)
+    weights = model.blocks[0][0].weight, model.blocks[1][0].weight
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    assert_close(whole(weights[0].grad), reference.blocks[0][0].weight.grad * 2 / 5, "gradient")
+    assert_close(whole(weights[1].grad), reference.blocks[1][0].weight.grad, "gradient of another group")
+
+
+@ranks(1)
+@BOTH
+def test_the_old_name_of_the_divide_factor_is_deprecated(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(4.0)
+    scale = model.scale
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    assert_close(whole(scale.grad), reference.scale.grad / 4, "gradient")
+
+
+@ranks(1)
+@pytest.mark.parametrize("factor", [0.0, -2.0])
+def test_a_divide_factor_is_positive(world: World, factor: float) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        shard_mlp().set_gradient_divide_factor(factor)
+
+
+class SumsOnly(CountingReduceScatter):
+    """Notices every other operation than a plain sum."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        assert op == dist.ReduceOp.SUM
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
+
+
+@ranks(2)
+@BOTH
+def test_forced_sums_are_scaled_apart(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    reduce = SumsOnly()
+    model.blocks[0].set_custom_reduce_scatter(reduce)
+    model.blocks[0].set_force_sum_reduction_for_comms(True)
+    weight = model.blocks[0][0].weight
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    assert reduce.calls == 1
+    assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
+
+
+class Switch(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, second: bool) -> Tensor:
+        return self.two(x) if second else self.one(x)
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("recurse", [True, False])
+def test_unused_parameters_get_zeros_on_request(world: World, fsdp: Library, recurse: bool) -> None:
+    model = Switch()
+    model.inner = Switch()
+    fsdp.fully_shard(model.inner)
+    fsdp.fully_shard(model)
+    parameters = dict(model.named_parameters())
+    model.set_reduce_scatter_unused_params(True, recurse=recurse)
+    (model(inputs(), False).sum() + model.inner(inputs(), False).sum()).backward()
+    assert torch.equal(whole(parameters["two.weight"].grad), torch.zeros(5, 6))
+    if recurse:
+        assert torch.equal(whole(parameters["inner.two.weight"].grad), torch.zeros(5, 6))
+    else:
+        assert parameters["inner.two.weight"].grad is None
+
+
+@ranks(2)
+def test_ranks_may_use_different_parameters_on_request(world: World) -> None:
+    model = seeded(Switch)
+    fullshard.fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    parameters = dict(model.named_parameters())
+    model(inputs(), world.rank == 1).sum().backward()
+    expected = inputs().sum(0).expand(5, 6) / 2
+    assert_close(whole(parameters["one.weight"].grad), expected, "gradient from rank 0")
+    assert_close(whole(parameters["two.weight"].grad), expected, "gradient from rank 1")
+
+
+@ranks(2)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -> None:
+    def build() -> Any:
+        model = nn.Module()
+        model.blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])  # a root without parameters holds no buffer
+        model.forward = model.blocks.forward
+        return model
+
+    pair = twins(world, lambda: seeded(build))
+    pair.sharded.set_reduce_scatter_max_input_buffers(count)
+    pool = groups_of(pair.sharded)[0].memory.gradient_pool
+    most = 0
+
+    def look(event: Any) -> None:
+        nonlocal most
+        most = max(most, pool.slots_in_use)
+
+    pair.sharded.add_observer(look)
+    pair.step()
+    pair.step()
+    assert most == count
+
+
+@ranks(1)
+@BOTH
+@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)])
+def test_the_number_of_gradient_buffers_is_checked(world: World, fsdp: Library, count: Any, error: type) -> None:
+    with pytest.raises(error, match="max_input_buffers"):
+        shard_mlp(fsdp).set_reduce_scatter_max_input_buffers(count)
+
+
+@ranks(2)
+def test_reductions_may_have_a_process_group_of_their_own(world: World) -> None:
+    pair = twins(world)
+    pair.sharded.set_separate_reduce_scatter_group()
+    groups = groups_of(pair.sharded)
+    own = {group.reduce_process_group for group in groups}
+    assert len(own) == 1, "one for all groups that shard over the same ranks"
+    assert groups[0].data.shard_group not in own
+    pair.step()
+    pair.sharded.set_separate_reduce_scatter_group(False)
+    assert {group.reduce_process_group for group in groups} == {groups[0].data.shard_group}
+    pair.step()
+
+
+@ranks(2)
+def test_a_process_group_of_their_own_for_one_module(world: World) -> None:
+    pair = twins(world)
+    pair.sharded.set_separate_reduce_scatter_group(recurse=False)
+    apart = [group.reduce_process_group is not group.data.shard_group for group in groups_of(pair.sharded)]
+    assert apart == [True, False, False, False, False]
+    pair.step()
+
+
+@ranks(2)
+def test_memory_from_the_process_group_is_refused_where_there_is_none(world: World) -> None:
+    model = shard_mlp()
+    with pytest.raises((RuntimeError, ValueError), match="alloc"):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model(inputs())
+
+
+@ranks(2)
+def test_memory_from_the_process_group_can_be_switched_off_again(world: World) -> None:
+    pair = twins(world)
+    pair.sharded.set_allocate_memory_from_process_group_for_comm(False)
+    pair.step()
+
+
+@ranks(2)
+def test_symmetric_memory_knows_only_nccl(world: World) -> None:
+    with pytest.raises(ValueError, match="NCCL"):
+        shard_mlp().set_symm_mem_for_comm("MPI")
+
+
+@ranks(2)
+@BOTH
+def test_process_group_memory_and_custom_collectives_exclude_each_other(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    model.set_custom_all_gather(CountingAllGather())
+    with pytest.raises(AssertionError):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(AssertionError):
+        model.set_symm_mem_for_comm()

@@ -1,0 +1,266 @@
+"""Mistakes around a training step: stale optimizers, odd outputs, parameters that nobody reduces, groups that are gone.
+
+They are refused before they do harm, with a message that names the parameter or module and says what to do; what is
+merely odd does not disturb the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.harness import World, ranks
+from tests.harness.models import seeded
+from tests.test_bad_input import mlp, refused
+from tests.test_bad_input_in_use import BATCH, sharded_mlp
+
+# -- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """What most cases train with."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_built_before_sharding(world: World, kind: type[torch.optim.Optimizer]) -> None:
+    model = mlp()
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    model(BATCH).sum().backward()
+    words = (kind.__name__, "before fully_shard", "'scale'", "after sharding")
+    refused(lambda _: optimizer.step(), RuntimeError, *words, torch_too=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["unshard", "forward"])
+def test_an_optimizer_built_while_the_module_was_unsharded(world: World, how: str) -> None:
+    model = sharded_mlp()
+    model.unshard() if how == "unshard" else model(BATCH)
+    optimizer = sgd(model)
+    model(BATCH).sum().backward()
+    words = ("SGD", "while the module was unsharded", "'scale'", "model.reshard()")
+    refused(lambda _: optimizer.step(), RuntimeError, *words, torch_too=False)
+
+
+@ranks(2)
+def test_a_stale_parameter_added_to_an_optimizer_that_was_right(world: World) -> None:
+    model = mlp()
+    stale = model.scale
+    fullshard.fully_shard(model)
+    optimizer = sgd(model.blocks)
+    model(BATCH).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [stale]})
+    refused(lambda _: optimizer.step(), RuntimeError, "SGD", "'scale'", torch_too=False)
+
+
+@ranks(2)
+def test_optimizers_that_are_right_are_left_alone(world: World) -> None:
+    plain, model = mlp(), sharded_mlp()
+    for trained in (plain, model):
+        optimizer = sgd(trained)
+        for _ in range(2):
+            trained(BATCH).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.allclose(model.scale.full_tensor(), plain.scale)
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+class Hidden:
+    """An object that nobody can look into."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Shaped(nn.Module):
+    """Layers whose result is given another shape."""
+
+    def __init__(self, shape: Callable[[Tensor], Any], layers: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))
+        self.shape = shape
+
+    def forward(self, x: Any) -> Any:
+        return self.shape(self.layers(x.tensor if isinstance(x, Hidden) else x))
+
+
+def nothing(tensor: Tensor) -> None:
+    """Forget the tensor."""
+
+
+def number(tensor: Tensor) -> float:
+    """A plain number."""
+    return tensor.sum().item()
+
+
+@ranks(2)
+@pytest.mark.parametrize("shape", [nothing, number, Tensor.detach])
+def test_an_output_without_tensors_that_require_gradients_disturbs_nothing(
+    world: World, shape: Callable[[Tensor], Any]
+) -> None:
+    model: Any = seeded(lambda: Shaped(shape))
+    fullshard.fully_shard(model.layers)
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    for _ in range(2):
+        model(BATCH)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model.shape = Tensor.sum
+    model(BATCH).backward()
+    plain: Any = seeded(lambda: Shaped(Tensor.sum))
+    plain(BATCH).backward()
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(parameter.grad.full_tensor(), other.grad)
+
+
+@ranks(2)
+def test_an_output_that_hides_its_tensors(world: World) -> None:
+    model = fullshard.fully_shard(seeded(lambda: Shaped(Hidden, layers=2)), reshard_after_forward=True)
+
+    def mistake(fsdp: ModuleType) -> None:
+        model(BATCH).tensor.sum().backward()
+
+    refused(mistake, RuntimeError, "'layers.1.", "output", "pytree", torch_too=False)
+    model.reset_iter_state()
+    model.shape = Tensor.sum
+    model(BATCH).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_hidden_outputs_inside_a_model(world: World, prefetch: int) -> None:
+    """The backward of a block begins unnoticed, when its parameters are gone, or on their way."""
+    model: Any = seeded(lambda: nn.Sequential(*(Shaped(Hidden) for _ in range(4)), Shaped(Tensor.sum)))
+    for block in model:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    model.set_prefetch_limit(prefetch)
+    refused(lambda _: model(BATCH).backward(), RuntimeError, "layers.0.", "output", "pytree", torch_too=False)
+
+
+# -- modules that changed, or run alone ------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_trainable_parameter_that_was_added_after_sharding(world: World) -> None:
+    """Nobody sums up its gradient over the ranks."""
+    model = sharded_mlp()
+    model.blocks[1].extra = nn.Parameter(torch.ones(5))
+    model.blocks[1].register_forward_hook(lambda module, args, output: output * module.extra)
+    with pytest.warns(UserWarning, match=r"'blocks\.1\.extra'"):
+        model(BATCH)
+
+
+@ranks(2)
+def test_modules_of_a_list_that_have_no_root(world: World) -> None:
+    def mistake(fsdp: ModuleType) -> None:
+        model = mlp()
+        fsdp.fully_shard([model.blocks[0], model.blocks[1]])
+        model(BATCH)
+
+    refused(
+        mistake, RuntimeError, "list of modules", "FSDPSequential", "the module that contains them", torch_too=False
+    )
+
+
+# -- process groups --------------------------------------------------------------------------------------------------
+
+
+@ranks(2, timeout=20)
+def test_a_process_group_destroyed_between_steps(world: World) -> None:
+    group = dist.new_group([0, 1])
+    model = sharded_mlp(mesh=DeviceMesh.from_group(group, "cpu"))
+    model(BATCH).sum().backward()
+    dist.destroy_process_group(group)
+    refused(lambda _: model(BATCH), RuntimeError, "process group", "destroyed", torch_too=False)
+
+
+@ranks(2, timeout=20)
+def test_all_process_groups_destroyed_between_steps(world: World) -> None:
+    model = sharded_mlp()
+    model(BATCH).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+    refused(lambda _: model(BATCH), RuntimeError, "process group", "destroyed", torch_too=False)
+
+
+# -- full parameters -------------------------------------------------------------------------------------------------
+
+
+def summon(model: nn.Module, **options: bool) -> None:
+    """Enter and leave."""
+    with fullshard.summon_full_params(model, **options):
+        pass
+
+
+@ranks(2)
+def test_full_parameters_to_write_on_one_rank_only(world: World) -> None:
+    model = sharded_mlp()
+    words = ("writeback", "rank0_only")
+    error = (NotImplementedError, ValueError)
+    refused(lambda _: summon(model, writeback=True, rank0_only=True), error, *words, torch_too=False)
+
+
+@ranks(2)
+def test_full_gradients_on_the_cpu(world: World) -> None:
+    model = sharded_mlp()
+    words = ("with_grads", "offload_to_cpu")
+    error = (NotImplementedError, ValueError)
+    refused(lambda _: summon(model, with_grads=True, offload_to_cpu=True), error, *words, torch_too=False)
+
+
+@ranks(2)
+def test_full_parameters_inside_a_forward(world: World) -> None:
+    model = sharded_mlp()
+    model.blocks[0].register_forward_hook(lambda *_: summon(model))
+    error = (AssertionError, RuntimeError)
+    refused(lambda _: model(BATCH), error, "FSDPMLP", "forward", "between steps", torch_too=False)
+
+
+@ranks(2)
+def test_full_parameters_inside_a_backward(world: World) -> None:
+    model = sharded_mlp()
+    output = model(BATCH)
+    output.register_hook(lambda grad: summon(model))
+    error = (AssertionError, RuntimeError)
+    refused(lambda _: output.sum().backward(), error, "FSDPMLP", "backward", "between steps", torch_too=False)
+
+
+@ranks(2)
+def test_a_forward_while_full_parameters_are_shown(world: World) -> None:
+    """The gradients that its backward would compute are nobody's."""
+    model = sharded_mlp()
+
+    def mistake(fsdp: ModuleType) -> None:
+        with fullshard.summon_full_params(model):
+            model(BATCH)
+
+    refused(mistake, (AssertionError, RuntimeError), "summon_full_params", torch_too=False)
+
+
+@ranks(2)
+def test_full_parameters_inside_of_full_parameters(world: World) -> None:
+    """What is written outside of the inner ones, and after them, would be lost."""
+    model = sharded_mlp()
+
+    def mistake(fsdp: ModuleType) -> None:
+        with fullshard.summon_full_params(model):
+            summon(model)
+
+    refused(mistake, (AssertionError, RuntimeError), "summon_full_params", torch_too=False)
