@@ -1,6 +1,6 @@
 """What fullshard has to reach, as numbers, and where a run's results stand against them.
 
-A goal that a run did not measure is left out. Sizes are in U, the bytes of the largest group, and P, those of the model.
+A goal that a run did not measure is left out. Sizes are in U, the bytes of a block's group, and P, those of the model.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.figures import ratio, sockets
-from benchmarks.figures import middle as mid
+from benchmarks.figures import middle, ratio, sockets
 
 Results = dict[str, Any]
 
@@ -67,25 +66,25 @@ def _forward_units(found: Any) -> float:
 
 
 GOALS = [
-    Goal("communication-bound step, one host: wall, × DDP", "communication W=2", 0.65, "", _over("wall", "DDP")),
-    Goal("the same, × FSDP2", "communication W=2", 0.18, "", _over("wall", "torch FSDP2")),
-    Goal("the same over sockets: CPU, × FSDP2", "communication W=2", 0.35, "", _over("cpu", "torch FSDP2", sockets)),
-    Goal("the same over sockets: wall, × DDP", "communication W=2", 1.2, "", _over("wall", "DDP", sockets)),
-    Goal("compute-bound step, one host: wall, × DDP", "compute W=2", 0.9, "", _over("wall", "DDP")),
+    Goal("communication-bound step, one host: wall / DDP's", "communication W=2", 0.65, "", _over("wall", "DDP")),
+    Goal("the same / FSDP2's", "communication W=2", 0.18, "", _over("wall", "torch FSDP2")),
+    Goal("the same over sockets: CPU / FSDP2's", "communication W=2", 0.35, "", _over("cpu", "torch FSDP2", sockets)),
+    Goal("the same over sockets: wall / DDP's", "communication W=2", 1.2, "", _over("wall", "DDP", sockets)),
+    Goal("compute-bound step, one host: wall / DDP's", "compute W=2", 0.9, "", _over("wall", "DDP")),
     Goal("the same over sockets", "compute W=2", 1.2, "", _over("wall", "DDP", sockets)),
     Goal(
         "bytes on the wire, sockets, W=2",
         "communication W=2",
         1.5,
         "P",
-        lambda found: mid(found["contenders"][sockets(found["contenders"])]["wire"]),
+        lambda found: middle(found["contenders"][sockets(found["contenders"])]["wire"]),
     ),
     Goal(
         "bytes on the wire, sockets, W=4",
         "communication W=4",
         2.25,
         "P",
-        lambda found: mid(found["contenders"][sockets(found["contenders"])]["wire"]),
+        lambda found: middle(found["contenders"][sockets(found["contenders"])]["wire"]),
     ),
     Goal(
         "bytes copied within a rank",
@@ -95,11 +94,11 @@ GOALS = [
         lambda found: float(found["contenders"]["fullshard"]["copied"]),
     ),
     Goal("page faults in a step", "memory", 500, "", lambda found: float(found["contenders"]["fullshard"]["faults"])),
-    Goal("gather of 48 MiB: CPU", "group", 12, "ms", lambda found: 1e3 * mid(found["gather"]["fullshard"])),
-    Goal("reduction of 48 MiB: CPU", "group", 16, "ms", lambda found: 1e3 * mid(found["reduce"]["fullshard"])),
-    Goal("host time a group, n=4, × FSDP2", "host", 0.2, "", _host(4)),
-    Goal("host time a group, n=32, × FSDP2", "host", 0.15, "", _host(32)),
-    Goal("host time, most ranks over fewest", "host", 1.1, "", _growth),
+    Goal("gather of 48 MiB: CPU", "group", 12, "ms", lambda found: 1e3 * middle(found["gather"]["fullshard"])),
+    Goal("reduction of 48 MiB: CPU", "group", 16, "ms", lambda found: 1e3 * middle(found["reduce"]["fullshard"])),
+    Goal("host time a group, n=4 / FSDP2's", "host", 0.2, "", _host(4)),
+    Goal("host time a group, n=32 / FSDP2's", "host", 0.15, "", _host(32)),
+    Goal("host time a group, n=4: most ranks / fewest", "host", 1.1, "", _growth),
     Goal("calls a group, n=8", "host", 350, "", lambda found: float(found[0]["counts"][8]["fullshard"]["calls"])),
     Goal("forward peak above the sharded state", "memory", 2.0, "U", _forward_units),
     Goal("backward peak above parameters and gradients", "memory", 3.5, "U", _units("backward_peak", 2)),

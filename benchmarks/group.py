@@ -1,8 +1,9 @@
 """One group's two exchanges by themselves: gathering 48 MiB of parameters, and reducing their gradients.
 
-Both are differences, taken in the same way for every contender, in one round, and in CPU time, which counts every thread
-of a rank. A gather is a forward without gradients, of parameters that an optimizer has just written, less the same
-forward of a plain module. A reduction is a backward of parameters that stayed gathered, less the backward of a plain module.
+Both are differences, taken in the same way for every contender, in one round, and in CPU time, which counts every
+thread of a rank. A gather is a forward without gradients, of parameters that an optimizer has just written, less the
+same forward of a plain module. A reduction is a backward of parameters that stayed gathered, less the backward of a
+plain module.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _reducing(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
 
 
 def _take_turns(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run each in every round, in shuffled order; what the plain module takes in a round is subtracted from the rest."""
+    """Run each in every round, in shuffled order; what the plain module takes is subtracted from what the rest take."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for number in range(-_WARM_UP, rounds):

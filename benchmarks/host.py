@@ -1,8 +1,8 @@
 """What sharding costs the host: time and calls for each group in a step, where communication is free.
 
-One process pretends to be a rank of many, and collectives do nothing. A chain of small blocks is run forward and backward;
-what the same chain costs without sharding is subtracted, so that what is left is the library's own, and it is divided by
-the number of blocks.
+One process pretends to be a rank of many, and collectives do nothing. A chain of small blocks is run forward and
+backward; what the same chain costs without sharding is subtracted, so that what is left is the library's own, and it is
+divided by the number of blocks.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ class _Catch(TorchDispatchMode):
 
 
 def _free_collectives() -> torch.library.Library:
-    """Collectives that do nothing, as long as the result lives. Those of the fake group copy something for each rank."""
+    """Collectives that do nothing while the result lives. Those of the fake group copy something for each rank."""
     tensor = torch.empty(dist.get_world_size())
-    with _Catch() as catch:
+    catch = _Catch()  # type: ignore[no-untyped-call]
+    with catch:
         dist.reduce_scatter(tensor[:1], list(tensor.split(1)))
     _, ended = catch.result
 

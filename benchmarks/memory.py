@@ -1,8 +1,8 @@
 """Memory: what a step takes above the sharded state, what rests between steps, page faults, and padding.
 
-Each contender has fresh processes of its own. Bytes are those that torch's CPU allocator handed out, as torch's profiler
-records them one by one, which is exact and the same in every run; memory that ranks share is no such memory, so that
-mappings are added, once a host. Temporaries inside of gloo are not tensors and are in the resident peak only.
+Each contender has fresh processes of its own. Bytes are those that torch's CPU allocator handed out, as torch's
+profiler records them one by one, which is exact and the same in every run; memory that ranks share is no such memory,
+so that mappings are added, once a host. Temporaries inside of gloo are not tensors and are in the resident peak only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def measure_contender(contender: Contender, work: Work, world_size: int) -> dict
 
 
 def measure_padding(world_sizes: list[int]) -> dict[str, Any]:
-    """Bytes that gathering a parameter of 3 × 4096 delivers, as a multiple of its own."""
+    """Bytes that gathering a parameter of 3 x 4096 delivers, as a multiple of its own."""
     return {"world_sizes": {size: run_pretending(_measure_padding, size) for size in world_sizes}}
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run ``function(*args)`` in ``world_size`` fresh processes that form the default group; their results by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, "gloo", function, args), nprocs=world_size)
+        spawn(_rank, (world_size, folder, "gloo", function, args), nprocs=world_size)
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
@@ -31,7 +31,7 @@ def run_pretending(function: Callable[..., Any], world_size: int, *args: Any) ->
     What collectives deliver is undefined there, so only costs may be looked at.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, "fake", function, args), nprocs=1)
+        spawn(_rank, (world_size, folder, "fake", function, args), nprocs=1)
         return pickle.loads((Path(folder) / "0").read_bytes())
 
 

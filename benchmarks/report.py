@@ -82,7 +82,8 @@ def _steps(name: str, found: Any) -> Iterator[str]:
     chosen = contenders["fullshard"]["transport"]
     yield f"## A step: {name}, {found['model_bytes'] / 2**20:.0f} MiB of parameters\n"
     yield (
-        f"`fullshard` chose the transport `{chosen}`. Wall time is of the slowest rank, CPU time the mean of the ranks. "
+        f"`fullshard` chose the transport `{chosen}`. Wall time is of the slowest rank, CPU time the mean of the "
+        f"ranks. A ratio is the median of the rounds, with its quartiles. "
         f"*wire* is what the loopback device carried a rank, *asked* what the calls of the library have to send, "
         f"*copied* what it copies within a rank, all in P. Every contender sees the same batches.\n"
     )
@@ -94,7 +95,7 @@ def _steps(name: str, found: Any) -> Iterator[str]:
         row += [_ratio(ratio(contenders, "cpu", contender, base)) for base in ("DDP", "torch FSDP2")]
         row += [f"{middle(values['wire']):.2f}", f"{values['asked']:.2f}", f"{values['copied']:.2f}"]
         rows.append(row)
-    headers = ["", "wall, ms", "× DDP", "× FSDP2", "CPU, ms", "× DDP", "× FSDP2", "wire", "asked", "copied"]
+    headers = ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2", "wire", "asked", "copied"]
     yield _table(rows, headers)
     unknown = sorted({name for values in contenders.values() for name in values["unknown"]})
     if unknown:
@@ -129,9 +130,9 @@ def _memory(found: Any) -> Iterator[str]:
     yield f"## Memory and page faults of a rank, W={found['ranks']}\n"
     yield (
         f"In U = {found['group_bytes'] / 2**20:.0f} MiB; P is {found['model_bytes'] / found['group_bytes']:.2f} U. "
-        f"*state*: the parameters a rank has to keep. Above it: *forward* at its peak, less the activations; *backward* "
-        f"at its peak, less as many bytes of gradients; *rest*, kept between steps after `zero_grad()`; *wrap*, above "
-        f"the whole model while it is sharded or replicated. *resident* is the peak of the process since its start, "
+        f"*state*: the parameters a rank has to keep. Above it: *forward* at its peak, less the activations; "
+        f"*backward* at its peak, less as many bytes of gradients; *rest*, kept between steps after `zero_grad()`; "
+        f"*wrap*, above the whole model while it is sharded or replicated. *resident* is the peak of the process since its start, "
         f"gloo's own buffers and the whole model included. Each contender has a process of its own.\n"
     )
     unit, contenders = found["group_bytes"], found["contenders"]
@@ -153,9 +154,9 @@ def _memory(found: Any) -> Iterator[str]:
 
 def _padding(found: Any) -> Iterator[str]:
     sizes = found["world_sizes"]
-    yield "## Padding: what a gather of a 3 × 4096 parameter delivers, × its bytes\n"
+    yield "## Padding: what a gather of a 3 x 4096 parameter delivers, in multiples of its bytes\n"
     names = next(iter(sizes.values()))
-    rows = [[name, *(f"× {values[name]:.1f}" for values in sizes.values())] for name in names]
+    rows = [[name, *(f"{values[name]:.1f}" for values in sizes.values())] for name in names]
     yield _table(rows, ["", *(f"W={size}" for size in sizes)])
 
 
@@ -203,16 +204,14 @@ def _plot(results: Results, file: Path) -> None:
     free = iter(axes[0])
     for name, found in steps.items():
         ratios = {each: ratio(found["contenders"], "wall", each, "DDP") for each in found["contenders"]}
-        _bars(next(free), f"step, {name}: wall time × DDP", ratios)
+        _bars(next(free), f"step, {name}: wall time / DDP's", ratios)
     if "memory" in results:
         memory = results["memory"]
         above = {
             name: (values["backward_peak"] - 2 * values["state"]) / memory["group_bytes"]
             for name, values in memory["contenders"].items()
         }
-        _bars(
-            next(free), "backward peak above state and gradients, U", {name: (v, v, v) for name, v in above.items()}
-        )
+        _bars(next(free), "backward peak above state and gradients, U", {name: (v, v, v) for name, v in above.items()})
     if "host" in results:
         axis, counts = next(free), results["host"][0]["counts"]
         for name in next(iter(counts.values())):

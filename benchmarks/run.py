@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,11 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     sizes = [2, 8] if quick else [2, 8, 64, 1024]
     return {
         "communication": {
-            f"communication W={size}": lambda size=size: measure_steps(communication, size, rounds) for size in ranks
+            f"communication W={size}": partial(measure_steps, communication, size, rounds) for size in ranks
         },
         "compute": {"compute W=2": lambda: measure_steps(compute, 2, max(2, rounds * 2 // 3))},
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
-        "host": {
-            "host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]
-        },
+        "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
         "memory": {"memory": lambda: measure_memory(communication, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
         "startup": {"startup": lambda: measure_startup(communication, 2, max(1, rounds // 4))},
@@ -55,7 +54,9 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
 
 def run(names: list[str], quick: bool, full: bool) -> Iterator[tuple[str, Any]]:
     """The results of each benchmark as it ends; what runs is told on standard error."""
-    todo = {label: measure for name, parts in plan(quick, full).items() if name in names for label, measure in parts.items()}
+    todo = {
+        label: measure for name, parts in plan(quick, full).items() if name in names for label, measure in parts.items()
+    }
     for number, (label, measure) in enumerate(todo.items(), 1):
         print(f"[{number}/{len(todo)}] {label} ...", end=" ", file=sys.stderr, flush=True)
         begin = time.perf_counter()

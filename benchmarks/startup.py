@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders import DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import Work
@@ -33,7 +35,10 @@ def measure_startup(work: Work, world_size: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(_measure, world_size, work, rounds, folder)
     contenders = {
-        name: {part: [max(values) for values in zip(*(rank[name][part] for rank in by_rank), strict=True)] for part in found}
+        name: {
+            part: [max(values) for values in zip(*(rank[name][part] for rank in by_rank), strict=True)]
+            for part in found
+        }
         for name, found in by_rank[0].items()
     }
     return {"ranks": world_size, "model_bytes": work.model_bytes, "contenders": contenders}
@@ -62,8 +67,8 @@ def _live(contender: Contender, work: Work, folder: Path) -> list[float]:
     batch = work.batch(dist.get_rank(), 0)
     seconds.append(_timed(lambda: sharded[0](batch).backward()))
     sharded[0].zero_grad()
-    seconds.append(_timed(lambda: dcp.save(_state(contender, sharded[0]), checkpoint_id=folder)))
-    seconds.append(_timed(lambda: dcp.load(_state(contender, sharded[0]), checkpoint_id=folder)))
+    seconds.append(_timed(lambda: save(_state(contender, sharded[0]), checkpoint_id=folder)))
+    seconds.append(_timed(lambda: load(_state(contender, sharded[0]), checkpoint_id=folder)))
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
@@ -76,7 +81,7 @@ def _state(contender: Contender, model: nn.Module) -> dict[str, torch.Tensor]:
     if contender.library == "FSDP1":
         state: dict[str, torch.Tensor] = get_model_state_dict(model)  # type: ignore[assignment]
         return state
-    return (model.module if contender.library == "DDP" else model).state_dict()
+    return (model.module if isinstance(model, DistributedDataParallel) else model).state_dict()
 
 
 def _timed(run: Callable[[], object]) -> float:

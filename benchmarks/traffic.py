@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 #: Operators that only move values, and where what they write is: an argument, or the result.
-_COPIES = {
+_COPIES: dict[str, int | str] = {
     "aten::copy_": 0,
     "aten::_foreach_copy_": 0,
     "aten::cat": "result",
@@ -59,7 +59,7 @@ class Traffic(TorchDispatchMode):
     """
 
     def __init__(self, world_size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copied = 0
         self.asked = 0.0
         self.gathered = 0
@@ -86,7 +86,7 @@ class Traffic(TorchDispatchMode):
 def _written(where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if isinstance(where, int):
         return _nbytes(args[where])
-    return _nbytes(kwargs["out"] if "out" in kwargs else result)
+    return _nbytes(kwargs.get("out", result))
 
 
 def _nbytes(tensors: Any) -> int:

@@ -205,8 +205,8 @@ def main(settings: Settings, place: Place) -> None:
     shard(model, init_device_mesh(place.device.type, (place.ranks,)), settings)
     run = Run(settings, place, corpus, model, optimizers.build(model, settings))
     place.say(
-        f"{settings.model}: {size / 1e6:.1f} million parameters, sharded over {place.ranks} ranks on "
-        f"{place.device.type}, {settings.precision}.\n"
+        f"{settings.model}: {size / 1e6:.1f} million parameters on {place.device.type}, {settings.precision}; "
+        f"number of ranks: {place.ranks}.\n"
         f"Text: Python's standard library, {len(corpus.training) / 1e6:.1f} MB to train on and "
         f"{len(corpus.validation) / 1e6:.1f} MB to validate with."
     )

@@ -7,6 +7,7 @@ first test that needs it, so a run without such tests costs nothing.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ _RANKS = 4
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark, and make the pool, whose processes do not exist yet."""
-    config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the body on the ranks of a pool; see tests.harness")
+    config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
     where = ["--rootdir", str(config.rootpath), "--import-mode", config.getoption("importmode")]
     if config.inipath is not None:
         where += ["-c", str(config.inipath)]
@@ -53,7 +54,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
-    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters if name in pyfuncitem.funcargs}
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
     size = arguments.pop("world")
     pool = pyfuncitem.config.stash[_POOL]
     outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, timeout=mark.kwargs["timeout"])

@@ -58,6 +58,8 @@ def summon_full_params(
     try:
         for unit in units:
             for group in unit.groups:
+                if group.summoned:
+                    raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
                 shown = not rank0_only or group.data.shard_rank == 0
                 summoned.append(_FullGroup(group, shown, offload_to_cpu, with_grads))
@@ -84,6 +86,7 @@ class _FullGroup:
     def __init__(self, group: Group, shown: bool, offload_to_cpu: bool, with_grads: bool) -> None:
         self._group = group
         group.check_in()
+        group.summoned = True
         if group.memory.has_meta:
             raise RuntimeError(group.memory.meta_message())
         self._full: dict[int, nn.Parameter] = {}
@@ -145,6 +148,7 @@ class _FullGroup:
                 local_of(param.sharded.grad).copy_(param.chunk_of(grad, rank))  # type: ignore[arg-type]
 
     def close(self) -> None:
+        self._group.summoned = False
         for index in self._full:
             param = self._group.params[index]
             for location in param.locations:

@@ -22,9 +22,10 @@ from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.registry import owner_of, register
-from fullshard.module import sharded_class
+from fullshard.module import FSDPModule, sharded_class
 from fullshard.policies import (
     DataParallelMeshDims,
+    InvalidShardPlacement,
     MixedPrecisionPolicy,
     OffloadPolicy,
     as_mesh_dims,
@@ -116,13 +117,15 @@ def fully_shard(
                     fully_shard(inner, **{**options, **overrides})
     auto_reshard = reshard_after_forward is None
     reshard, resting = _after_forward(True if reshard_after_forward is None else reshard_after_forward, data)
-    params = _parameters(modules, ignored_params or set())
-    _check_parameters(params, device)
-    _move_to_device(modules, params, ignored_params or set(), device, mp_policy)
+    ignored_params = _checked_ignored(ignored_params)
+    params = _parameters(modules, ignored_params)
+    _check_parameters(params, data, device)
+    _move_to_device(modules, params, device, mp_policy)
     unit = Unit(modules, device, mp_policy, auto_reshard)
+    unit.ignored = {id(param) for param in ignored_params}
     for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
         sharded = [ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen]
-        tag = agree(sharded, place, device)
+        tag = agree(sharded, place, device, mp_policy)
         rest = resting if place is data else _after_forward(reshard_after_forward in (None, True), place)[1]
         group_options = GroupOptions(mp_policy, offload_policy, reshard, rest)
         process_group = place.shard_group or place.replicate_group
@@ -165,6 +168,15 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {type(each).__name__} is "
                 f"never run itself. Apply it to each of its members, or give it a list of them"
             )
+        if any(
+            cls.__name__ == "FSDPModule" and cls is not FSDPModule
+            for inner in each.modules()
+            for cls in type(inner).__mro__
+        ):
+            raise ValueError(
+                f"this {type(each).__name__} is or contains a module that PyTorch's own fully_shard has sharded: use "
+                f"one of the two for the whole model"
+            )
         if unit_of(each) is not None:
             raise AssertionError(
                 f"fully_shard was already applied to this {type(each).__name__}: it can be applied once to each module"
@@ -201,11 +213,12 @@ def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> lis
     """The parameters that no earlier call has taken, with every place where they stand."""
     skip = {id(param) for param in ignored}
     found: dict[int, tuple[nn.Parameter, list[Location]]] = {}
+    names = {id(inner): name for module in modules for name, inner in module.named_modules()}
     for module in _managed_modules(modules):
         for name, param in module._parameters.items():
             if param is None or id(param) in skip or owner_of(param) is not None:
                 continue
-            found.setdefault(id(param), (param, []))[1].append(Location(module, name))
+            found.setdefault(id(param), (param, []))[1].append(Location(module, name, names[id(module)]))
     return list(found.values())
 
 
@@ -224,9 +237,19 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(managed)
 
 
-def _check_parameters(params: Sequence[tuple[nn.Parameter, list[Location]]], device: torch.device) -> None:
+def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
+    if ignored is None:
+        return set()
+    if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
+        raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
+    return set(ignored)
+
+
+def _check_parameters(
+    params: Sequence[tuple[nn.Parameter, list[Location]]], data: DataMesh, device: torch.device
+) -> None:
     for param, locations in params:
-        where = f"parameter '{locations[0].name}' of {type(locations[0].module).__name__}"
+        where = f"parameter '{locations[0].full_name}'"
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{where} is not initialized yet: run its lazy module once before fully_shard")
         if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
@@ -234,12 +257,22 @@ def _check_parameters(params: Sequence[tuple[nn.Parameter, list[Location]]], dev
                 f"{where} is a DTensor on a mesh of {param.device_mesh.device_type}, but fully_shard is given a mesh "
                 f"of {device.type}: both must have one device type"
             )
+        if isinstance(param, DTensor) and data.spmd_mesh is None and _overlap(param.device_mesh, data.mesh):
+            raise ValueError(
+                f"{where} is already a DTensor on {param.device_mesh}, whose ranks fully_shard is asked to shard over: "
+                f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
+                f"was distributed, give the whole mesh with dp_mesh_dims"
+            )
+
+
+def _overlap(one: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether more ranks than one of a mesh are in the other as well, so that no root mesh can hold both."""
+    return len(set(one.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())) > 1
 
 
 def _move_to_device(
     modules: Sequence[nn.Module],
     params: Sequence[tuple[nn.Parameter, list[Location]]],
-    ignored: set[nn.Parameter],
     device: torch.device,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
@@ -273,7 +306,10 @@ def _by_mesh(
     for param, locations in params:
         place, placement = data, None
         if shard_placement_fn is not None:
-            result = as_shard_placement(shard_placement_fn(param))
+            try:
+                result = as_shard_placement(shard_placement_fn(param))
+            except InvalidShardPlacement as error:
+                raise InvalidShardPlacement(f"for parameter '{locations[0].full_name}': {error}") from error
             placement = result.placement
             if result.device_mesh is not None and result.device_mesh != data.mesh:
                 if not data.shards:

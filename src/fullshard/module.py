@@ -7,6 +7,7 @@ schedule for a transition; none does the work itself.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.native import process_group_memory, symmetric_memory
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
+from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.observer import Observer
 from fullshard.schedule.unit import Unit, unit_of
 
@@ -103,23 +105,28 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer: only then does it wait for every reduction."""
+        _expect_bool("set_is_last_backward", is_last_backward)
         _schedule(self).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up unsharded, in ``reduce_dtype``."""
+        _expect_bool("set_requires_gradient_sync", requires_gradient_sync)
         for group in _groups(self, recurse):
             group.options.reduce_gradients = requires_gradient_sync
             group.options.all_reduce_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). Without, they add up sharded, in ``reduce_dtype``."""
+        _expect_bool("set_requires_all_reduce", requires_all_reduce)
         for group in _groups(self, recurse):
             group.options.all_reduce_gradients = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
-        if not factor > 0:
-            raise ValueError(f"the gradient divide factor must be positive, got {factor}")
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool):
+            raise TypeError(f"the gradient divide factor must be a number, got {factor!r}")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"the gradient divide factor must be positive and finite, got {factor}")
         for group in _unit(self).groups:
             group.options.divide_factor = factor
 
@@ -130,11 +137,13 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce with plain sums only and scale apart, as zero-copy collectives need."""
+        _expect_bool("set_force_sum_reduction_for_comms", enable)
         for group in _unit(self).groups:
             group.options.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient take part with zeros: needed if ranks use different parameters."""
+        _expect_bool("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in _groups(self, recurse):
             group.options.reduce_unused = reduce_scatter_unused_params
 
@@ -153,6 +162,8 @@ class FSDPModule:
         Args:
             stream: where to run it; not with native HSDP, whose all-reduce has a stream.
         """
+        if not callable(hook):
+            raise TypeError(f"the all-reduce hook must be callable with a tensor, got {hook!r}")
         for group in _unit(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
@@ -175,11 +186,13 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. Without, the next forward of an accumulation gathers nothing."""
+        _expect_bool("set_reshard_after_backward", reshard_after_backward)
         for group in _groups(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module; an embedding's does not."""
+        _expect_bool("set_unshard_in_backward", unshard_in_backward)
         for group in _unit(self).groups:
             group.options.unshard_in_backward = unshard_in_backward
 
@@ -208,16 +221,19 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        _expect_comm("set_custom_all_gather", comm)
         for group in _unit(self).groups:
             group.use_transport(gather=CollectiveTransport(all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        _expect_comm("set_custom_reduce_scatter", comm)
         for group in _unit(self).groups:
             group.use_transport(reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group allocate what collectives read and write, for zero-copy transfers."""
+        _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _unit(self).groups:
             _refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
             native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
@@ -237,6 +253,7 @@ class FSDPModule:
 
         All ranks that shard together must call it alike.
         """
+        _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in _groups(self, recurse):
             shard_group = group.data.shard_group
@@ -268,7 +285,9 @@ class FSDPModule:
         unit = _unit(self)
         for group in unit.groups:
             group.reshard()
+        watched = EmptiedBuffers(self)  # type: ignore[arg-type]
         applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        unit.emptied.append(watched)
         for group in unit.groups:
             group.take_in()
         return applied
@@ -312,9 +331,7 @@ class _ForwardMethod:
         self.__doc__ = method.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self._module)
-        args, kwargs = unit.pre_forward(self._module, args, kwargs)
-        return unit.post_forward(self._module, args, self.__wrapped__(*args, **kwargs))
+        return _unit(self._module).run_method(self._module, self.__wrapped__, args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -329,6 +346,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         for group in schedule.groups():
             group.join(first.lanes, first.flight, first.pools)
         schedule.size_slots()
+
+
+def _expect_bool(method: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{method} expects True or False, got {value!r}")
+
+
+def _expect_comm(method: str, comm: object) -> None:
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise TypeError(f"{method} expects an object that can be called and that has allocate(), got {comm!r}")
 
 
 def _unit(module: Any) -> Unit:

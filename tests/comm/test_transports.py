@@ -23,6 +23,7 @@ from tests.comm.cases import (
     Shapes,
     assert_gathered,
     assert_reduced,
+    cut,
     fill_fulls,
     fill_shards,
     transfers_of,
@@ -31,6 +32,7 @@ from tests.harness import World, ranks
 
 TRANSPORTS = {
     "p2p": PointToPointTransport,
+    "p2p-large": lambda: PointToPointTransport(large=2**16),
     "p2p-rounds": lambda: PointToPointTransport(staging=1),
     "collective": CollectiveTransport,
 }
@@ -227,6 +229,24 @@ def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_na
         fill_fulls(case, transfers, world.rank)
         transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
         assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
+
+
+@ranks(1, 2, 3)
+@each_transport
+def test_a_selection_of_parameters_is_reduced(world: World, transport_name: str) -> None:
+    """Those that have gradients in this step, at their usual place in the full buffer."""
+    transport = make(transport_name)
+    case = Case("even", (Section(torch.float32, ODD + LARGE),))
+    (whole,) = transfers_of(case, world.size)
+    gradients = [case.values(rank)[0] for rank in range(world.size)]
+    for chosen in ([1, 3, 5, 11], [0], list(range(len(ODD + LARGE))), [10, 14, 15]):
+        plan = whole.plan.select(chosen)
+        transfer = type(whole)(plan, whole.full, torch.full((plan.shard_numel,), math.nan))
+        fill_fulls(case, [whole], world.rank)
+        transport.reduce_scatter([transfer], group(), 1, Reduction()).finish()
+        sums = [torch.stack([values[index] for values in gradients]).sum(0) for index in chosen]
+        for start, expected in cut(plan, sums, world.rank):
+            torch.testing.assert_close(transfer.shard[start : start + expected.numel()], expected)
 
 
 @ranks(2)

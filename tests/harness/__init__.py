@@ -41,7 +41,7 @@ processes, and gets one `Outcome` for each rank (`returned`, `raised`, `skipped`
 """
 
 from tests.harness.fake import fake_world
-from tests.harness.pool import Outcome, RankPool, failure_report
-from tests.harness.rank import World, ranks
+from tests.harness.pool import RankPool, failure_report
+from tests.harness.rank import Outcome, World, ranks
 
 __all__ = ["Outcome", "RankPool", "World", "failure_report", "fake_world", "ranks"]

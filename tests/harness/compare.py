@@ -11,7 +11,7 @@ reference. That is about eight roundings of fp32; what remains above zero is the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -30,7 +30,7 @@ LIBRARIES = {**OURS, "torch": torch.distributed.fsdp}
 Batch = tuple[Tensor, ...]
 Call = Callable[..., Any]
 """The model as a loss sees it: something to call with the tensors of a batch."""
-Shard = Callable[[ModuleType, Any], object]
+ShardFunction = Callable[[ModuleType, Any], object]
 """Shards a model with the library it is given: a module that has torch's `fully_shard` and policies."""
 
 
@@ -40,8 +40,8 @@ def mean_square(call: Call, batch: Batch) -> Tensor:
     return output.square().mean()
 
 
-def each_block(*, precision: Precision | None = None, **options: Any) -> Shard:
-    """The usual way to shard: a group for each of `model.blocks` and one for the rest, with the same options for all."""
+def each_block(*, precision: Precision | None = None, **options: Any) -> ShardFunction:
+    """The usual way to shard: a group for each of `model.blocks` and one for the rest, all with the same options."""
 
     def shard(fsdp: ModuleType, model: Any) -> None:
         policy = {} if precision is None else {"mp_policy": precision.policy(fsdp)}
@@ -57,7 +57,7 @@ def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with an `eps` above most gradients: below, a step has full size however small its gradient, roundings too."""
+    """AdamW with an `eps` above most gradients; below it, even a rounding error would make a step of full size."""
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2)
 
 
@@ -80,15 +80,16 @@ class Training:
     """A training run, told in such a way that it can be done unsharded and with any library that has `fully_shard`.
 
     `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
-    `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too. The sum of
-    the gradients of all ranks is divided by `divisor`, or else by the number of data-parallel ranks, and rounded to
-    `mean_dtype`, or else to the dtype of the reduction; a parameter without a gradient on any rank has none, or zeros if
-    `unused_are_zero`. A reference that has to say by hand what a policy
-    does to single modules has a `build_reference` of its own.
+    `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too.
+
+    The reference divides the sum of the gradients of all ranks by `divisor`, or else by the number of data-parallel
+    ranks, and rounds it to `mean_dtype`, or else to the dtype of the reduction. A parameter without a gradient on any
+    rank has none, or zeros if `unused_are_zero`. To say by hand what a policy does to single modules, the reference
+    may have a model of its own, from `build_reference`.
     """
 
     build: Callable[[], nn.Module]
-    shard: Shard
+    shard: ShardFunction
     batch: Callable[[int], Batch]
     build_reference: Callable[[], nn.Module] | None = None
     loss: Callable[[Call, Batch], Tensor] = mean_square
@@ -261,7 +262,7 @@ def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> str | 
     return None
 
 
-def _differences(kind: str, found: dict[Any, Tensor | None], expected: dict[Any, Tensor | None]) -> Iterator[str]:
+def _differences(kind: str, found: Mapping[Any, Tensor | None], expected: Mapping[Any, Tensor | None]) -> Iterator[str]:
     if list(found) != list(expected):
         yield f"{kind}s of {list(found)} instead of {list(expected)}"
         return
@@ -273,7 +274,8 @@ def _differences(kind: str, found: dict[Any, Tensor | None], expected: dict[Any,
                     "None" if other is None else "a tensor"
                 )
         elif (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-            yield f"{kind} {name}: {tensor.dtype} of {list(tensor.shape)} instead of {other.dtype} of {list(other.shape)}"
+            found_here, wanted = (f"{x.dtype} of {list(x.shape)}" for x in (tensor, other))
+            yield f"{kind} {name}: {found_here} instead of {wanted}"
         elif not (error := deviation(tensor, other)) <= TOLERANCE:
             yield f"{kind} {name}: off by {error:.2e} of its largest entry (allowed: {TOLERANCE:.0e})"
 

@@ -6,6 +6,7 @@ before the root. Their sizes are chosen to be small and to divide by no world si
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -26,12 +27,12 @@ def seeded(build: Callable[[], ModelType], seed: int = 0) -> ModelType:
         return build()
 
 
-def random_batch(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
+def random_batch(*shape: int) -> Callable[[int], tuple[Tensor]]:
     """A function from a seed to a batch of one float tensor of this shape."""
     return lambda seed: (torch.randn(shape, generator=torch.Generator().manual_seed(seed)),)
 
 
-def token_batch(*shape: int) -> Callable[[int], tuple[Tensor, ...]]:
+def token_batch(*shape: int) -> Callable[[int], tuple[Tensor]]:
     """A function from a seed to a batch of token ids for `Transformer`."""
     return lambda seed: (torch.randint(Transformer.VOCABULARY, shape, generator=torch.Generator().manual_seed(seed)),)
 
@@ -43,8 +44,8 @@ class MLP(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
         super().__init__()
-        pairs = zip(widths[:-1], widths[1:], strict=True)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(columns, rows), nn.Tanh()) for columns, rows in pairs)
+        linears = itertools.starmap(nn.Linear, itertools.pairwise(widths))
+        self.blocks = nn.ModuleList(nn.Sequential(linear, nn.Tanh()) for linear in linears)
         self.scale = nn.Parameter(torch.rand(widths[-1]) + 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,6 +183,7 @@ class MixedDtypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
+            assert isinstance(block.weight, Tensor)
             x = torch.tanh(block(x.to(block.weight.dtype)))
         return x.float()
 

@@ -31,6 +31,8 @@ _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "connec
 _PRELOADED = ["pytest", "torch", "torch.distributed.tensor.debug", "torch.distributed.fsdp"]
 _GRACE = 5.0
 """Seconds that the other ranks get to end by themselves once a rank has failed."""
+_STARTING = 120.0
+"""Seconds that ranks get to import torch; they do not count for the first test."""
 
 
 class RankPool:
@@ -42,7 +44,7 @@ class RankPool:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._connections: list[connection.Connection] = []
         self._folder: Path | None = None
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         self._numbers = itertools.count()
 
     def run(
@@ -63,7 +65,9 @@ class RankPool:
             if all(outcome.kind == "returned" for outcome in outcomes):
                 self._send(size, "destroy the group")
                 ends = self._collect(size, timeout)
-                outcomes = [end if end.kind != "returned" else outcome for outcome, end in zip(outcomes, ends, strict=True)]
+                outcomes = [
+                    outcome if end.kind == "returned" else end for outcome, end in zip(outcomes, ends, strict=True)
+                ]
         except BaseException:
             self.kill()
             raise
@@ -112,7 +116,9 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         for rank in range(self.size):
             here, there = context.Pipe()
             setup = Setup(rank, self._store.port, self._folder / f"{rank}.log", self._pytest_arguments)
@@ -121,6 +127,10 @@ class RankPool:
             there.close()
             self._processes.append(process)
             self._connections.append(here)
+        starts = self._collect(self.size, _STARTING)
+        if any(start.kind != "returned" for start in starts):
+            self.kill()
+            raise RuntimeError(f"The ranks did not start: {failure_report(starts)}")
 
     def _send(self, size: int, message: object) -> None:
         for link in self._connections[:size]:
@@ -133,7 +143,7 @@ class RankPool:
         reason = f"did not end within {timeout:g} s"
         while len(outcomes) < size:
             silent = [rank for rank in range(size) if rank not in outcomes]
-            handles = {self._connections[rank]: rank for rank in silent}
+            handles: dict[Any, int] = {self._connections[rank]: rank for rank in silent}
             handles.update({self._processes[rank].sentinel: rank for rank in silent})
             ready = connection.wait(list(handles), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -202,6 +212,6 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return pickle.dumps((function, args, kwargs))
     except Exception as error:
         raise TypeError(
-            f"{function!r} with arguments {args} {kwargs} cannot be sent to the ranks: {error}. Use functions and classes "
-            "from the top level of a module, and fixtures that can be pickled; make the rest inside the function."
+            f"{function!r} with arguments {args} {kwargs} cannot be sent to the ranks: {error}. Use functions and "
+            "classes from the top level of a module and fixtures that can be pickled; make the rest on the ranks."
         ) from error

@@ -101,9 +101,10 @@ def serve(setup: Setup, parent: Connection) -> None:
     threading.Thread(target=exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _rewrite_assertions(setup.pytest_arguments)
-    store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()  # the objects of the imports are not walked again by each collection
+    parent.send(Outcome(setup.rank, "returned"))
     while (job := parent.recv()) is not None:
         log.truncate(0)
         environment = dict(os.environ)
@@ -127,10 +128,10 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-def _run(job: Job, rank: int, store: dist.Store) -> Any:
+def _run(job: Job, rank: int, store: Any) -> Any:
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"job {job.number}", store),
+        store=dist.PrefixStore(f"job {job.number}", store),  # type: ignore[attr-defined]
         rank=rank,
         world_size=job.size,
         timeout=timedelta(seconds=job.timeout + 30),  # the pool notices a hang first, and shows where

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.harness import World, ranks
-from tests.harness.compare import Batch, Precision, Training, adamw, compare, each_block, sgd
-from tests.harness.models import MLP, Checkpointing, Transformer, random_batch, seeded, token_batch
+from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
+from tests.harness.models import MLP, Block, Checkpointing, Transformer, random_batch, seeded, token_batch
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False])
@@ -35,9 +35,7 @@ def test_sharded_blocks_inside_checkpoints(world: World, checkpointing: Checkpoi
 @ranks(2)
 @CHECKPOINTING
 @RESHARD
-def test_several_sharded_blocks_inside_a_checkpoint(
-    world: World, checkpointing: Checkpointing, reshard: bool
-) -> None:
+def test_several_sharded_blocks_inside_a_checkpoint(world: World, checkpointing: Checkpointing, reshard: bool) -> None:
     training = Training(
         build=lambda: seeded(lambda: Transformer(layers=4, checkpointing=checkpointing, region=2)),
         shard=each_block(reshard_after_forward=reshard),
@@ -85,8 +83,9 @@ def test_checkpoints_inside_sharded_blocks(world: World, checkpointing: Checkpoi
     def build() -> nn.Module:
         model = seeded(Transformer)
         for block in model.blocks:
-            block.attention = wrapped(block.attention, checkpointing)
-            block.up = wrapped(block.up, checkpointing)
+            assert isinstance(block, Block)
+            block.register_module("attention", wrapped(block.attention, checkpointing))
+            block.register_module("up", wrapped(block.up, checkpointing))
         return model
 
     compare(world, Training(build=build, shard=each_block(), batch=token_batch(3, 5)))

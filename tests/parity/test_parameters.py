@@ -11,17 +11,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as ShardOn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.harness import World, ranks
-from tests.harness.compare import Batch, Precision, Shard, Training, adamw, compare, each_block, sgd
-from tests.harness.models import MLP, Branches, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.compare import Batch, Precision, ShardFunction, Training, adamw, compare, each_block, sgd
+from tests.harness.models import (
+    MLP,
+    Branches,
+    MixedDtypes,
+    OddParameters,
+    Transformer,
+    random_batch,
+    seeded,
+    token_batch,
+)
 
 OPTIMIZERS = pytest.mark.parametrize("optimizer", [sgd, adamw])
 
 
-def tied(shard: Shard, **changes: Any) -> Training:
+def tied(shard: ShardFunction, **changes: Any) -> Training:
     """Training of a transformer whose head has the weight of its embedding.
 
     Only for two steps: in a third, the order of a sum over three ranks alone moves gradients by 1.1e-6.
@@ -75,8 +83,9 @@ def test_tied_across_groups_over_micro_batches(world: World) -> None:
 
 def tied_blocks() -> MLP:
     """An MLP of which two blocks have the same weight and separate biases."""
-    model = seeded(lambda: MLP((5, 5, 5, 3)))
+    model: Any = seeded(lambda: MLP((5, 5, 5, 3)))
     model.blocks[1][0].weight = model.blocks[0][0].weight
+    assert isinstance(model, MLP)
     return model
 
 
@@ -191,9 +200,9 @@ def test_rows_that_do_not_divide(world: World, rows: int) -> None:
     compare(world, training)
 
 
-def widest_dim(parameter: nn.Parameter) -> ShardOn | None:
+def widest_dim(parameter: nn.Parameter) -> Shard | None:
     """Shard a matrix on its second dim; leave the default to vectors."""
-    return ShardOn(1) if parameter.ndim > 1 else None
+    return Shard(1) if parameter.ndim > 1 else None
 
 
 @ranks(2)
@@ -235,8 +244,8 @@ class Convolutions(nn.Module):
 @ranks(2, 3)
 @pytest.mark.parametrize("dim", [1, 2, 3, -1])
 def test_shards_of_any_dim_of_a_convolution(world: World, dim: int) -> None:
-    def placement(parameter: nn.Parameter) -> ShardOn | None:
-        return ShardOn(dim) if parameter.ndim > 1 else None
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.ndim > 1 else None
 
     training = Training(
         build=lambda: seeded(Convolutions),
@@ -289,7 +298,5 @@ def test_ignored_parameters_are_left_to_the_user(world: World) -> None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= world.size
 
-    training = Training(
-        build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), after_backward=reduce_by_hand
-    )
+    training = Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), after_backward=reduce_by_hand)
     compare(world, training)

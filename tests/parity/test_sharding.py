@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -158,7 +159,7 @@ class ChunkedLoss(nn.Module):
 
 def chunked(model: Any, batch: Batch) -> Tensor:
     """The loss over the chunks of a batch."""
-    losses = [model.head(chunk).square().mean() for chunk in model(*batch).chunk(3)]
+    losses: list[Tensor] = [model.head(chunk).square().mean() for chunk in model(*batch).chunk(3)]
     return torch.stack(losses).mean()
 
 
@@ -177,7 +178,8 @@ def test_members_of_a_list_run_apart(world: World) -> None:
 @ranks(2)
 def test_two_forwards_before_a_backward(world: World) -> None:
     def loss(call: Call, batch: Batch) -> Tensor:
-        first, second = call(batch[0]), call(-2 * batch[0])
+        first: Tensor = call(batch[0])
+        second: Tensor = call(-2 * batch[0])
         return (first * second + first).square().mean()
 
     compare(world, Training(build=mlp, shard=each_block(), batch=random_batch(4, 6), loss=loss))
@@ -187,17 +189,17 @@ def evaluate(model: nn.Module) -> Tensor:
     """The output of a model for a batch that is not trained on."""
     model.eval()
     with torch.no_grad():
-        output: Tensor = model(*random_batch(2, 6)(seed=99))
+        output: Tensor = model(*random_batch(2, 6)(99))
     model.train()
     return output
 
 
 @ranks(2)
 def test_evaluation_between_backward_and_step(world: World) -> None:
-    def evaluate_and_reshard(model: Any) -> Tensor:
+    def evaluate_and_reshard(model: nn.Module) -> Tensor:
         output = evaluate(model)
-        if isinstance(model, MLP) and hasattr(model, "reshard"):
-            model.reshard()  # the root stays unsharded after a forward without backward
+        reshard = getattr(model, "reshard", lambda: None)
+        reshard()  # the root stays unsharded after a forward without backward
         return output
 
     training = Training(build=mlp, shard=each_block(), batch=random_batch(4, 6), after_backward=evaluate_and_reshard)
@@ -215,7 +217,7 @@ def test_a_step_after_evaluation_is_seen_by_the_next_forward(world: World) -> No
 def test_inference_mode_before_training(world: World) -> None:
     def set_up(model: nn.Module, micro: int) -> None:
         with torch.inference_mode():
-            model(*random_batch(2, 6)(seed=99))
+            model(*random_batch(2, 6)(99))
 
     training = Training(build=mlp, shard=each_block(), batch=random_batch(4, 6), set_up_micro=set_up)
     compare(world, training, with_torch=False)  # torch makes its buffers in inference mode, and trips over them later
@@ -262,6 +264,8 @@ def test_registered_forward_method(world: World) -> None:
 def test_outputs_inside_dataclasses_and_containers(world: World) -> None:
     def loss(call: Call, batch: Batch) -> Tensor:
         output = call(*batch)
-        return output.main.square().mean() + sum(other.sin().mean() for other in output.others["all"])
+        means = [output.main.square().mean(), *(other.sin().mean() for other in output.others["all"])]
+        return torch.stack(means).sum()
 
-    compare(world, Training(build=lambda: seeded(NestedOutputs), shard=each_block(), batch=random_batch(4, 6), loss=loss))
+    build = partial(seeded, NestedOutputs)
+    compare(world, Training(build=build, shard=each_block(), batch=random_batch(4, 6), loss=loss))

@@ -26,9 +26,6 @@ from functools import lru_cache
 from fullshard.buffer.plan import Extent, Plan
 from fullshard.comm.staging import align
 
-#: Bytes from which a piece gets a message of its own, which costs about as much as packing so many bytes.
-LARGE = 64 * 1024
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -104,62 +101,71 @@ class Round:
 
 
 @lru_cache(maxsize=1024)
-def gather_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, capacity: int) -> tuple[Round, ...]:
+def gather_rounds(
+    plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
+) -> tuple[Round, ...]:
     """How what ``owner`` has gets to any other rank.
 
     Args:
         plans: of the sections.
         itemsizes: bytes of an element of each section.
         owner: rank that sends.
-        capacity: bytes of staging for a round, at least ``LARGE``.
+        large: bytes from which a piece gets a message of its own.
+        capacity: bytes of staging for a round, at least ``large``.
     """
     straight: list[Piece] = []
     whole: list[Piece] = []
     packed: list[Piece] = []
-    for piece in _pieces(plans, itemsizes, owner, with_kept_whole=False):
-        if piece.numel * itemsizes[piece.section] < LARGE:
+    for piece in _pieces(plans, itemsizes, owner, large, with_kept_whole=False):
+        if piece.numel * itemsizes[piece.section] < large:
             packed.append(piece)
         else:
             (straight if piece.rows == 1 else whole).append(piece)
     if len(packed) == 1:
         (straight if packed[0].rows == 1 else whole).append(packed.pop())
-    rounds = list(_fill(whole, packed, itemsizes, capacity))
+    rounds = list(_fill(whole, packed, itemsizes, large, capacity))
     if straight:
         rounds[:1] = [replace(rounds[0] if rounds else Round(), straight=tuple(straight))]
     return tuple(rounds)
 
 
 @lru_cache(maxsize=1024)
-def reduce_rounds(plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, capacity: int) -> tuple[Round, ...]:
+def reduce_rounds(
+    plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
+) -> tuple[Round, ...]:
     """How what ``owner`` reduces gets there from any other rank; arguments as for :func:`gather_rounds`."""
     whole: list[Piece] = []
     packed: list[Piece] = []
-    for piece in _pieces(plans, itemsizes, owner, with_kept_whole=True):
-        is_large = piece.numel * itemsizes[piece.section] >= LARGE
+    for piece in _pieces(plans, itemsizes, owner, large, with_kept_whole=True):
+        is_large = piece.numel * itemsizes[piece.section] >= large
         (whole if is_large and piece.rows == 1 else packed).append(piece)
     if len(packed) == 1 and packed[0].rows == 1:
         whole.append(packed.pop())
-    return tuple(_fill(whole, packed, itemsizes, capacity))
+    return tuple(_fill(whole, packed, itemsizes, large, capacity))
 
 
-def _pieces(plans: Sequence[Plan], itemsizes: Sequence[int], owner: int, with_kept_whole: bool) -> Iterator[Piece]:
+def _pieces(
+    plans: Sequence[Plan], itemsizes: Sequence[int], owner: int, large: int, with_kept_whole: bool
+) -> Iterator[Piece]:
     """The extents of ``owner``; rows that are large are pieces of their own."""
     for section, (plan, itemsize) in enumerate(zip(plans, itemsizes, strict=True)):
         skipped = set()
         if not with_kept_whole:
             offsets = zip(plan.params, plan.full_offsets, strict=True)
-            skipped = {offset for param, offset in offsets if plan.kept_whole(param)}
+            skipped = {offset for param, offset in offsets if plan.kept_whole(param) and param.numel}
         for extent in plan.extents(owner):
             if extent.full_start in skipped:
                 continue
             piece = whole_extent(section, extent)
-            if extent.rows > 1 and extent.length * itemsize >= LARGE:
+            if extent.rows > 1 and extent.length * itemsize >= large:
                 yield from piece.single_rows()
             else:
                 yield piece
 
 
-def _fill(whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[int], capacity: int) -> Iterator[Round]:
+def _fill(
+    whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[int], large: int, capacity: int
+) -> Iterator[Round]:
     """Rounds of at most ``capacity`` bytes, in which pieces that do not fit go on in the next."""
     chosen: tuple[list[Piece], list[Piece]] = ([], [])
     packed_start = end = 0
@@ -170,7 +176,7 @@ def _fill(whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[i
             rest: Piece | None = piece
             while rest is not None:
                 room = capacity - end
-                is_worthwhile = room >= min(LARGE, rest.numel * itemsize)
+                is_worthwhile = room >= min(large, rest.numel * itemsize)
                 head, tail = rest.split(room // itemsize) if is_worthwhile else (None, rest)
                 if head is None:
                     yield Round((), tuple(chosen[0]), tuple(chosen[1]), packed_start, end)

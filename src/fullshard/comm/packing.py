@@ -297,7 +297,9 @@ class ReducePacking:
 
 
 def _is_rank_major(plan: Plan) -> bool:
-    return plan.layout == "flat" or plan.world_size == 1
+    """Whether the shards of all ranks end to end are the full buffer."""
+    is_whole = plan.world_size == 1 and plan.full_offsets == plan.shard_offsets
+    return plan.layout == "flat" or (is_whole and plan.full_numel == plan.shard_numel)
 
 
 def _of_messages(lease: Lease, start: int, dtype: torch.dtype, chunks: Chunks) -> torch.Tensor:

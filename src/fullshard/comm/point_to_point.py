@@ -21,15 +21,20 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
-from fullshard.comm.messages import LARGE, Piece, Round, gather_rounds, reduce_rounds, whole_extent
+from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
 from fullshard.comm.prepared import PreparedCache, alias, check_transfers
 from fullshard.comm.scaling import divide_
 from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.transport import Done, Pending, Reduction, Transfer
 from fullshard.torch_private import foreach_copy
 
-#: Bytes of staging that an exchange takes at most, for all ranks from which it receives.
-STAGING = 16 * 2**20
+#: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
+STAGING = 8 * 2**20
+#: Bytes from which a piece gets a message of its own. A message costs about 30 us on either side, and more where its
+#: arrival stops the thread that sends another; copying so many bytes twice costs about as much.
+LARGE = 256 * 2**10
+#: Bytes of staging for each rank in a round, however many ranks there are.
+_LEAST_STAGING = 64 * 2**10
 #: Rounds that are under way at once.
 _DEPTH = 2
 #: Elements that are added up at a time: what is added and its sum fit in a cache.
@@ -52,13 +57,14 @@ class PointToPointTransport:
     """Moves buffers by messages between ranks.
 
     Args:
-        staging: bytes of staging that an exchange may take for what it receives from all ranks together.
+        staging: bytes of staging for what an exchange receives from all ranks together.
+        large: bytes from which a piece gets a message of its own.
     """
 
     name = "p2p"
 
-    def __init__(self, staging: int = STAGING) -> None:
-        self._staging = staging
+    def __init__(self, staging: int = STAGING, large: int = LARGE) -> None:
+        self._limits = (staging, large)
         self._gathers: PreparedCache[_GatherRoute] = PreparedCache()
         self._reductions: PreparedCache[_ReduceRoute] = PreparedCache()
 
@@ -74,7 +80,7 @@ class PointToPointTransport:
         route = self._gathers.get(key)
         if route is None:
             check_transfers(transfers, process_group.size(), one_dtype=True)
-            route = _GatherRoute(transfers, process_group, self._staging)
+            route = _GatherRoute(transfers, process_group, *self._limits)
             self._gathers.put(key, route, [process_group, *subjects])
         lease, rounds = route.bind()
         exchange = _Exchange("all-gather", process_group, tag, rounds, lease, _copy_arrived)
@@ -96,7 +102,7 @@ class PointToPointTransport:
         route = self._reductions.get(key)
         if route is None:
             check_transfers(transfers, process_group.size(), one_dtype=False)
-            route = _ReduceRoute(transfers, process_group, self._staging)
+            route = _ReduceRoute(transfers, process_group, *self._limits)
             self._reductions.put(key, route, [process_group, *subjects])
         shards = [transfer.shard for transfer in transfers]
 
@@ -210,6 +216,7 @@ class _Route:
         transfers: checked ones.
         process_group: whose ranks exchange them.
         staging: bytes of staging for what is received.
+        large: bytes from which a piece gets a message of its own.
         plan_rounds: lays out what belongs to one rank.
     """
 
@@ -218,7 +225,8 @@ class _Route:
         transfers: Sequence[Transfer],
         process_group: dist.ProcessGroup,
         staging: int,
-        plan_rounds: Callable[[tuple[Plan, ...], tuple[int, ...], int, int], tuple[Round, ...]],
+        large: int,
+        plan_rounds: Callable[[tuple[Plan, ...], tuple[int, ...], int, int, int], tuple[Round, ...]],
     ) -> None:
         world_size = process_group.size()
         self._rank = process_group.rank()
@@ -227,8 +235,9 @@ class _Route:
         self._dtypes = [full.dtype for full in self._fulls]
         plans = tuple(transfer.plan for transfer in transfers)
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
-        capacity = max(LARGE, staging // (_DEPTH * max(1, len(self._peers))))
-        self._rounds = [plan_rounds(plans, itemsizes, owner, capacity) for owner in range(world_size)]
+        capacity = max(_LEAST_STAGING, staging // (_DEPTH * max(1, len(self._peers))))
+        large = min(large, capacity)
+        self._rounds = [plan_rounds(plans, itemsizes, owner, large, capacity) for owner in range(world_size)]
         self._count = max(map(len, self._rounds))
         self._bound: dict[int, list[_BoundRound]] = {}
         self._scratch = 0
@@ -278,8 +287,10 @@ class _GatherRoute(_Route):
         own: copies of what this rank has into its own full buffers.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int) -> None:
-        super().__init__(transfers, process_group, staging, gather_rounds)
+    def __init__(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
+    ) -> None:
+        super().__init__(transfers, process_group, staging, large, gather_rounds)
         self._shards = [alias(transfer.shard) for transfer in transfers]
         self.own: Copies = ([], [])
         with torch.inference_mode(False):
@@ -327,14 +338,16 @@ class _ReduceRoute(_Route):
     Of the shards only the dtype matters: each call may bring others.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int) -> None:
+    def __init__(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
+    ) -> None:
         for transfer in transfers:
             if transfer.full.dtype not in _SUM_DTYPES:
                 raise TypeError(
                     f"point-to-point reductions add {', '.join(map(str, _SUM_DTYPES))}, got {transfer.full.dtype}: "
                     f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
                 )
-        super().__init__(transfers, process_group, staging, reduce_rounds)
+        super().__init__(transfers, process_group, staging, large, reduce_rounds)
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         # One block of a sum and one of a term, where they cannot be added up in the shard itself.
         self._scratch = max(

@@ -20,7 +20,7 @@ from fullshard.torch_private import all_gather_single
 _next_tag = 0
 
 
-def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device) -> int:
+def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device, policy: object) -> int:
     """Compare the parameters with those of the other ranks; every rank of the mesh must call it.
 
     Returns:
@@ -30,17 +30,31 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
     Raises:
         ValueError: on every rank, naming the first difference and the ranks.
     """
-    described = [f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}" for p in params]
+    described = [
+        f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, "
+        f"{'trainable' if p.sharded.requires_grad else 'frozen'}, under {policy}"
+        for p in params
+    ]
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):
         if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-            tag = _compare(described, tag, group, device)
+            tag = _compare(described, tag, group, device, "do not shard the same parameters")
     _next_tag = tag + 1
     return tag
 
 
-def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: torch.device) -> int:
+def agree_on_order(groups: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare the groups of a tree, in order, with those of the other ranks, all of which must call it.
+
+    Raises:
+        ValueError: on every rank, naming the first difference and the ranks.
+    """
+    if process_group.size() > 1 and dist.get_backend(process_group) != "fake":
+        _compare(list(groups), 0, process_group, device, "did not shard their modules in the same order")
+
+
+def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: torch.device, problem: str) -> int:
     digest = hashlib.sha256("\n".join(described).encode()).digest() + struct.pack("<q", tag)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8, device=device)
@@ -56,11 +70,11 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
         if other == first:
             continue
         for index in range(max(len(first), len(other))):
-            here = first[index] if index < len(first) else "no parameter"
-            there = other[index] if index < len(other) else "no parameter"
+            here = first[index] if index < len(first) else "nothing"
+            there = other[index] if index < len(other) else "nothing"
             if here != there:
                 raise ValueError(
-                    f"the ranks do not shard the same parameters: as number {index} of this group, rank {ranks[0]} has "
+                    f"the ranks {problem}: as number {index}, rank {ranks[0]} has "
                     f"{here} and rank {rank} has {there}. Every rank must build the same model and make the same calls"
                 )
     raise AssertionError("digests differ where descriptions do not")

@@ -129,6 +129,7 @@ class Group:
         self.pools = Pools(device)
         #: Whether it is unsharded only because a forward left it so, as the root's does when nobody asked for it.
         self.left_by_forward = False
+        self.summoned = False  # the modules show private full copies
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
         self._build()
 
@@ -184,7 +185,7 @@ class Group:
 
     def check_in(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
-        if not self.presentation.check_in():
+        if not self.summoned and not self.presentation.check_in():
             self.take_in()
 
     def take_in(self) -> None:
@@ -236,6 +237,8 @@ class Group:
         """Start to gather, unless the values are there; returns whether communication was started."""
         if self.state is State.GATHERING:
             return False
+        if self.summoned:
+            raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
         if self.state is State.UNSHARDED:
             if self._gathered is None or self._gathered[1] == self.memory.version:
                 return False

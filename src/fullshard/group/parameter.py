@@ -38,6 +38,11 @@ class Location:
 
     module: nn.Module
     name: str
+    path: str = ""  # of the module, as far as it is known
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 class ShardedParameter:
@@ -54,7 +59,7 @@ class ShardedParameter:
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
         self.locations = locations
-        self.name = locations[0].name
+        self.name = locations[0].full_name
         self.data = data
         whole = local_of(param) if isinstance(param, DTensor) else param.detach()
         self.shape = whole.shape
@@ -109,7 +114,7 @@ class ShardedParameter:
             return None
         dim = 0 if placement is None else placement.dim
         if not -len(self.shape) <= dim < len(self.shape):
-            raise ValueError(
+            raise AssertionError(
                 f"shard_placement_fn asks to shard parameter '{self.name}' of shape {tuple(self.shape)} "
                 f"along dim {dim}, which it does not have"
             )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fullshard.group.group import Group
 
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _watching = False
 _steps = 0
 
@@ -62,7 +62,8 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
+    count = sum([len(options["params"]) for options in optimizer.param_groups])
+    if _checked.get(optimizer) == count:
         return
     for options in optimizer.param_groups:
         for param in options["params"]:
@@ -76,4 +77,4 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                     f"not the one that is trained. Build the optimizer after sharding, from model.parameters(), and "
                     f"call model.reshard() first if a forward was run before"
                 )
-    _checked.add(optimizer)
+    _checked[optimizer] = count

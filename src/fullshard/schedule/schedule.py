@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
 from fullshard.group.memory import Pools
+from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.torch_private import call_after_backward, in_backward
@@ -42,6 +44,8 @@ class Schedule:
         self.is_last_backward = True
         self.after_optimizer: torch.Event | None = None
         self._forward_root: Unit | None = None
+        self._process_groups: list[dist.ProcessGroup] = []
+        self._checked = False
         self._in_backward = False
         self._step = 0
 
@@ -61,6 +65,8 @@ class Schedule:
                     location = param.locations[0]
                     prefix = names.get(id(location.module), "")
                     param.name = f"{prefix}.{location.name}" if prefix else location.name
+        used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
+        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.size_slots()
 
     def size_slots(self) -> None:
@@ -90,6 +96,12 @@ class Schedule:
             if unit is self._forward_root or unit is self.root:
                 self.refuse_forward(self._forward_root)
             return False
+        check_process_groups(self._process_groups)
+        if not self._checked:
+            check_first_forward(self, unit)
+            self._checked = True
+        if any(unit.emptied for unit in self.units):
+            warn_of_emptied(self.units)
         self._forward_root = unit
         self._step += 1
         self.clock.epoch += 1

@@ -18,7 +18,7 @@ after a forward having run.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ import torch.nn as nn
 from fullshard import tree
 from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
+from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import base_of, in_backward, storage_id
 
@@ -91,10 +92,13 @@ class Unit:
         self.groups: list[Group] = []
         self.borrowed: list[Group] = []
         self.schedule: Schedule | None = None
+        self.ignored: set[int] = set()
+        self.emptied: list[EmptiedBuffers] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.phase = Phase.IDLE
         self._to_run: set[nn.Module] = set()
+        self._in_method = False
         self._use = Use()
         self._entered = 0  # uses whose backward has begun and not ended
         self._holds = False  # whether this unit is counted among the users of its groups
@@ -109,6 +113,8 @@ class Unit:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Runs before the forward of each of the modules."""
         schedule = self.schedule or self.start()
+        if self._in_method:
+            return self._cast_inputs(args, kwargs)
         recomputes = in_backward()
         if self.phase is Phase.BACKWARD:
             for group in self._needed():
@@ -141,7 +147,7 @@ class Unit:
         """Runs after the forward of each of the modules."""
         schedule = self.schedule
         assert schedule is not None
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD or self._in_method:
             return self._cast_output(output)
         recomputes = in_backward()
         self._to_run.discard(module)
@@ -161,6 +167,18 @@ class Unit:
                 if unit._to_run:  # modules of a list that did not run in this forward
                     unit._leave_forward(schedule)
         return output
+
+    def run_method(
+        self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method as if it were ``forward``; the forwards that it calls find the parameters there."""
+        args, kwargs = self.pre_forward(module, args, kwargs)
+        outermost, self._in_method = not self._in_method, True
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._in_method = not outermost
+        return self.post_forward(module, args, output)
 
     def _leave_forward(self, schedule: Schedule) -> None:
         needed = self._needed()

@@ -1,0 +1,110 @@
+"""What is looked at once, before the first forward of a tree: mistakes that would otherwise be silent.
+
+Owns the checks that need the whole tree or the other ranks. They cost nothing in a step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+import torch.nn as nn
+
+from fullshard.group.agreement import agree_on_order
+
+if TYPE_CHECKING:
+    from fullshard.schedule.schedule import Schedule
+    from fullshard.schedule.unit import Unit
+
+
+class EmptiedBuffers:
+    """Buffers that no state dict fills, on meta before ``to_empty()`` and of undefined contents after."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._watched = [
+            (inner, name, f"{path}.{name}" if path else name)
+            for path, inner in module.named_modules()
+            for name, buffer in inner._buffers.items()
+            if buffer is not None and buffer.is_meta and name in inner._non_persistent_buffers_set
+        ]
+
+    def names(self) -> list[str]:
+        """Those that nobody has written since."""
+        return [
+            path
+            for module, name, path in self._watched
+            if (buffer := module._buffers.get(name)) is not None and not buffer.is_meta and buffer._version == 0
+        ]
+
+
+def check_first_forward(schedule: Schedule, unit: Unit) -> None:
+    """Raise or warn of what is wrong with the tree before ``unit`` runs the first forward in it.
+
+    Raises:
+        RuntimeError: buffers are still on the meta device.
+        ValueError: the ranks sharded their modules in different orders.
+    """
+    _check_buffers(unit.modules)
+    _warn_of_strangers(schedule, unit.modules)
+    by_process_group: dict[dist.ProcessGroup, list[str]] = {}
+    for group in schedule.groups():
+        if group.data.shard_group is not None:
+            names = ", ".join(param.name for param in group.params)
+            by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
+    for process_group, described in by_process_group.items():
+        agree_on_order(described, process_group, schedule.device)
+
+
+def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raise if a process group was destroyed since modules were sharded over it."""
+    for group in groups:
+        try:
+            dist.get_process_group_ranks(group)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise RuntimeError(
+                "a process group over which parameters are sharded was destroyed (destroy_process_group): shard the "
+                "model anew after init_process_group"
+            ) from error
+
+
+def warn_of_emptied(units: Sequence[Unit]) -> None:
+    """Warn of non-persistent buffers that ``to_empty()`` left undefined."""
+    names = [name for unit in units for emptied in unit.emptied for name in emptied.names()]
+    for unit in units:
+        unit.emptied.clear()
+    if names:
+        warnings.warn(
+            f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "
+            f"Compute them again, for example with the module's reset_parameters()",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _check_buffers(modules: Sequence[nn.Module]) -> None:
+    on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"buffers are still on the meta device: {on_meta}. Materialize them before the first use, for example with "
+            f"module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
+        )
+
+
+def _warn_of_strangers(schedule: Schedule, modules: Sequence[nn.Module]) -> None:
+    known = {id(tensor) for group in schedule.groups() for p in group.params for tensor in (p.sharded, p.unsharded)}
+    known |= {param for unit in schedule.units for param in unit.ignored}
+    strangers = [
+        name
+        for module in modules
+        for name, param in module.named_parameters()
+        if param.requires_grad and id(param) not in known
+    ]
+    if strangers:
+        warnings.warn(
+            f"these trainable parameters were added after fully_shard: {strangers}. They are neither sharded nor are "
+            f"their gradients reduced: add them before sharding, or reduce their gradients yourself",
+            UserWarning,
+            stacklevel=4,
+        )
