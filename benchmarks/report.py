@@ -132,8 +132,8 @@ def _memory(found: Any) -> Iterator[str]:
         f"In U = {found['group_bytes'] / 2**20:.0f} MiB; P is {found['model_bytes'] / found['group_bytes']:.2f} U. "
         f"*state*: the parameters a rank has to keep. Above it: *forward* at its peak, less the activations; "
         f"*backward* at its peak, less as many bytes of gradients; *rest*, kept between steps after `zero_grad()`; "
-        f"*wrap*, above the whole model while it is sharded or replicated. *resident* is the peak of the process since its start, "
-        f"gloo's own buffers and the whole model included. Each contender has a process of its own.\n"
+        f"*wrap*, above the whole model while it is sharded or replicated. *resident* is the peak of the process since "
+        f"its start, gloo's own buffers and the whole model included. Each contender has a process of its own.\n"
     )
     unit, contenders = found["group_bytes"], found["contenders"]
     alone = contenders["no communication"]

@@ -96,7 +96,11 @@ def train(run: Run, done: int, start_memory: int) -> reference.Measurement | Non
     terminal = sys.stdout.isatty()
     every = 5 if terminal else 20
     bar = tqdm(
-        total=settings.steps, initial=done, unit="step", file=sys.stdout, disable=place.rank != 0 or not terminal
+        total=settings.steps,
+        initial=done,
+        bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+        file=sys.stdout,
+        disable=place.rank != 0 or not terminal,
     )
     clock, shown = time.perf_counter(), done
     for step in range(done, settings.steps):
@@ -116,11 +120,11 @@ def train(run: Run, done: int, start_memory: int) -> reference.Measurement | Non
                 f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s  gradient norm {norm.item():.2f}  "
                 f"{memory.readable(memory.now(place.device))} a rank"
             )
-            bar.set_postfix_str(report)
-            bar.update(count - bar.n)
+            bar.set_postfix_str(report, refresh=False)
             if not terminal:
                 place.say(f"step {count:4d}/{settings.steps}  {report}")
             clock, shown = time.perf_counter(), count
+        bar.update()
         if count % settings.checkpoint_every == 0 or count == settings.steps:
             checkpoint.save(settings.checkpoint_dir, run.model, run.optimizer, count, run.identity)
     bar.close()

@@ -7,6 +7,7 @@ first test that needs it, so a run without such tests costs nothing.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,28 +18,25 @@ pytest.register_assert_rewrite("tests.harness")
 from tests.harness import RankPool, failure_report  # noqa: E402
 from tests.harness.rank import run_test  # noqa: E402
 
-_POOL = pytest.StashKey[RankPool]()
 _RANKS = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark, and make the pool, whose processes do not exist yet."""
+    """Declare the mark."""
     config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
-    where = ["--rootdir", str(config.rootpath), "--import-mode", config.getoption("importmode")]
-    if config.inipath is not None:
-        where += ["-c", str(config.inipath)]
-    config.stash[_POOL] = RankPool(_RANKS, where)
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the ranks, as processes end, so that their coverage is saved."""
-    config.stash[_POOL].close()
+@pytest.fixture(scope="session")
+def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """The session's ranks; asked for by name only by tests that want to look at the outcomes of ranks that fail.
 
-
-@pytest.fixture
-def rank_pool(pytestconfig: pytest.Config) -> RankPool:
-    """The session's pool, for a test that wants to look at the outcomes of ranks that fail."""
-    return pytestconfig.stash[_POOL]
+    They end as processes end, and before the test run does, so that their coverage is saved and counted.
+    """
+    where = ["--rootdir", str(pytestconfig.rootpath), "--import-mode", pytestconfig.getoption("importmode")]
+    if pytestconfig.inipath is not None:
+        where += ["-c", str(pytestconfig.inipath)]
+    with RankPool(_RANKS, where) as pool:
+        yield pool
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -54,10 +52,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
+    pool = pyfuncitem.funcargs["rank_pool"]
+    assert isinstance(pool, RankPool)
     names = inspect.signature(pyfuncitem.obj).parameters
     arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
     size = arguments.pop("world")
-    pool = pyfuncitem.config.stash[_POOL]
     outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, timeout=mark.kwargs["timeout"])
     if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)

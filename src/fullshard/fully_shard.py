@@ -116,7 +116,8 @@ def fully_shard(
                 if inner is not root and unit_of(inner) is None:
                     fully_shard(inner, **{**options, **overrides})
     auto_reshard = reshard_after_forward is None
-    reshard, resting = _after_forward(True if reshard_after_forward is None else reshard_after_forward, data)
+    after_forward = True if reshard_after_forward is None else reshard_after_forward
+    _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
     ignored_params = _checked_ignored(ignored_params)
     params = _parameters(modules, ignored_params)
     _check_parameters(params, data, device)
@@ -126,8 +127,7 @@ def fully_shard(
     for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
         sharded = [ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen]
         tag = agree(sharded, place, device, mp_policy)
-        rest = resting if place is data else _after_forward(reshard_after_forward in (None, True), place)[1]
-        group_options = GroupOptions(mp_policy, offload_policy, reshard, rest)
+        group_options = GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place))
         process_group = place.shard_group or place.replicate_group
         assert process_group is not None
         transport = select_transport(process_group, device)
@@ -332,6 +332,11 @@ def _borrow(unit: Unit) -> None:
             group, index = owner
             if group in unit.groups:
                 continue
+            if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
+                raise ValueError(
+                    f"parameter '{group.params[index].name}' already belongs to a module that contains this "
+                    f"{unit!r}: apply fully_shard to the inner modules first and to those that contain them after"
+                )
             group.add_location(index, Location(module, name))
             if group not in unit.borrowed:
                 unit.borrowed.append(group)

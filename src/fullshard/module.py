@@ -224,12 +224,14 @@ class FSDPModule:
         _expect_comm("set_custom_all_gather", comm)
         for group in _unit(self).groups:
             group.use_transport(gather=CollectiveTransport(all_gather=comm))
+            group.has_custom_communication = True
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with ``comm``, which allocates the buffers too; with several groups, each of them."""
         _expect_comm("set_custom_reduce_scatter", comm)
         for group in _unit(self).groups:
             group.use_transport(reduce=CollectiveTransport(reduce_scatter=comm))
+            group.has_custom_communication = True
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group allocate what collectives read and write, for zero-copy transfers."""
@@ -391,5 +393,5 @@ def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
 
 
 def _refuse_custom(group: Group, method: str) -> None:
-    if any(getattr(transport, "is_custom", False) for transport in (group.transport, group.reduce_transport)):
+    if group.has_custom_communication:
         raise AssertionError(f"{method} cannot be combined with set_custom_all_gather or set_custom_reduce_scatter")

@@ -17,13 +17,12 @@ from tests.harness.models import MLP, MixedDtypes, OddParameters, seeded
 
 
 @ranks(2)
-@BOTH
-def test_attributes_of_parameters_are_kept(world: World, fsdp: Library) -> None:
+def test_attributes_of_parameters_are_kept(world: World) -> None:
     model = nn.Linear(6, 5)
     model.weight.is_special = True
     seen: list[Any] = []
     model.register_forward_hook(lambda module, args, output: seen.append(getattr(module.weight, "is_special", None)))
-    fsdp.fully_shard(model)
+    fullshard.fully_shard(model)
     assert model.weight.is_special is True
     model(inputs()).sum().backward()
     assert seen == [True], "while unsharded too"
@@ -253,7 +252,7 @@ def test_inputs_are_cast_once_and_outputs_too(world: World, fsdp: Library) -> No
     model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((args[0].dtype, module.weight.dtype)), with_kwargs=True
     )
-    fsdp.fully_shard(model, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     assert model(inputs()).dtype is torch.float64
     assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert model.weight.dtype is torch.float32

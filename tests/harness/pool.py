@@ -72,7 +72,10 @@ class RankPool:
             self.kill()
             raise
         if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
-            self.kill()
+            for outcome in outcomes:
+                if outcome.kind == "hung":
+                    self._processes[outcome.rank].kill()
+            self.close()
         return outcomes
 
     def close(self) -> None:

@@ -23,22 +23,29 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+Test = TypeVar("Test", bound=Callable[..., None])
 
-def ranks(*sizes: int, timeout: float = 60.0) -> pytest.MarkDecorator:
+
+def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Test], Test]:
     """Run a test on the first `size` ranks of the pool, once for each of `sizes`; it takes an argument `world`.
 
     `timeout` is in seconds, for one size.
     """
     if not sizes:
         raise ValueError("ranks() got no world size; write for example @ranks(2) or @ranks(1, 2, 4).")
-    return pytest.mark.ranks(*sizes, timeout=timeout)
+
+    def mark(test: Test) -> Test:
+        marked: Test = pytest.mark.usefixtures("rank_pool")(pytest.mark.ranks(*sizes, timeout=timeout)(test))
+        return marked
+
+    return mark
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""How buffers move between ranks: transports, and what they share."""

@@ -11,10 +11,5 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
     A process group may have several, one for each type of device.
     """
-    for pair in dist.get_backend_config(process_group).split(","):
-        device_type, _, name = pair.partition(":")
-        if not name:  # one backend for all devices
-            return device_type
-        if device_type == device.type:
-            return name
-    return ""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+    return next((name for device_type, name in pairs if device_type == device.type), "")

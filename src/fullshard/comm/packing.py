@@ -15,15 +15,13 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.comm.backend import backend_name
-from fullshard.comm.prepared import alias
+from fullshard.comm.prepared import Copies, alias
 from fullshard.comm.staging import Lease, align
 from fullshard.comm.transport import Transfer
 from fullshard.torch_private import storage_id
 
 #: A piece of staging memory: where it is, and how many bytes from there.
 Memory = tuple[Lease, int]
-#: Targets and sources, for one call that copies all of them.
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
-from fullshard.comm.prepared import PreparedCache, alias, check_transfers
+from fullshard.comm.prepared import Copies, PreparedCache, alias, check_transfers
 from fullshard.comm.scaling import divide_
 from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.transport import Done, Pending, Reduction, Transfer
@@ -49,8 +49,8 @@ _SUM_DTYPES = {
     torch.float64: torch.float64,
 }
 
-Message = tuple[list[torch.Tensor], int]  # as the process group wants it, and the rank at the other end
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources
+#: A message as the process group wants it, and the rank at its other end.
+Message = tuple[list[torch.Tensor], int]
 
 
 class PointToPointTransport:

@@ -17,6 +17,9 @@ from fullshard.comm.transport import Transfer
 
 Value = TypeVar("Value")
 
+#: Targets and sources, for one call that copies all of them.
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+
 
 class PreparedCache(Generic[Value]):
     """Values that live as long as all the objects that they were prepared for.

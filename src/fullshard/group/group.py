@@ -34,7 +34,7 @@ from fullshard.group.memory import Memory, Pools
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import Presentation
-from fullshard.group.registry import register
+from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.torch_private import local_of, spec_of
@@ -122,6 +122,7 @@ class Group:
         self.name = ""
         self.tag = tag
         self._copies = 0
+        self.has_custom_communication = False
         self.state = State.SHARDED
         self.clock = Clock()
         self.lanes: Lanes | None = None
@@ -177,6 +178,7 @@ class Group:
         self.memory.take_in()
         self.presentation = Presentation(self)
         self.presentation.show_sharded()
+        register_sharded(self)
 
     @property
     def sharded_bytes(self) -> int:
@@ -201,6 +203,7 @@ class Group:
                 self._build()
             else:
                 self.memory.take_in()
+                register_sharded(self)
         self.presentation.prepare()
         if self.is_unsharded:
             self.presentation.show_unsharded()
@@ -373,6 +376,8 @@ class Group:
 
     def add_location(self, index: int, location: Location) -> None:
         """A parameter of this group stands in another module as well (tied across groups)."""
+        if any(at.module is location.module and at.name == location.name for at in self.params[index].locations):
+            return
         self.params[index].locations.append(location)
         self.reshard()
         self.presentation.prepare()

@@ -20,21 +20,29 @@ if TYPE_CHECKING:
     from fullshard.group.group import Group
 
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
+_sharded: dict[int, tuple[weakref.ref[Group], int]] = {}
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _watching = False
 _steps = 0
 
 
-def register(group: Group, originals: Sequence[nn.Parameter]) -> None:
-    """``originals`` are what the parameters of ``group`` were before it took them, or their unsharded leaves."""
+def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
+    """``tensors`` stand for the parameters of ``group``: as they were before it took them, sharded or unsharded."""
     global _watching
     if not _watching:
         register_optimizer_step_pre_hook(_refuse_stale_optimizer)
         register_optimizer_step_post_hook(_count_step)
         _watching = True
-    for index, param in enumerate(originals):
+    for index, param in enumerate(tensors):
         key = id(param)
         _owners[key] = (weakref.ref(param, partial(_forget, key)), weakref.ref(group), index)
+
+
+def register_sharded(group: Group) -> None:
+    """The sharded parameters of ``group``, which live as long as it does. A weak reference would keep torch from
+    swapping their contents in ``module.to()``."""
+    for index, param in enumerate(group.params):
+        _sharded[id(param.sharded)] = (weakref.ref(group), index)
 
 
 def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
@@ -44,6 +52,12 @@ def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
 
 def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
     """The group that took this object, and as which of its parameters."""
+    known = _sharded.get(id(param))
+    if known is not None:
+        group = known[0]()
+        if group is not None and group.params[known[1]].sharded is param:
+            return group, known[1]
+        del _sharded[id(param)]
     found = _owners.get(id(param))
     if found is None or found[0]() is not param:
         return None
@@ -68,7 +82,7 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
     for options in optimizer.param_groups:
         for param in options["params"]:
             owner = owner_of(param)
-            if owner is not None:
+            if owner is not None and param is not owner[0].params[owner[1]].sharded:
                 group, index = owner
                 unsharded = param is group.params[index].unsharded
                 when = "while the module was unsharded" if unsharded else "before fully_shard"

@@ -1,0 +1,276 @@
+"""The exact order in which groups are gathered, shown, freed and reduced: what an observer hears of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from tests.fully_shard.cases import Recorder, inputs, shard_mlp
+from tests.harness import World, ranks
+from tests.harness.models import MLP, Transformer, seeded
+
+
+def only(events: list[str], *actions: str) -> list[str]:
+    """The events of some actions."""
+    return [event for event in events if event.split()[0] in actions]
+
+
+@ranks(2)
+def test_a_step_without_prefetch(world: World) -> None:
+    model = shard_mlp()
+    model.set_prefetch_limit(0)
+    recorder = Recorder(model)
+    output = model(inputs())
+    forward = ["gather root", "unshard root"]
+    for block in range(4):
+        forward += [f"gather {block}", f"unshard {block}", f"reshard {block}"]
+    assert recorder.take() == forward
+    output.sum().backward()
+    backward = ["reuse 3", "unshard 3", "reduce 3", "reshard 3"]
+    for block in (2, 1, 0):
+        backward += [f"gather {block}", f"unshard {block}", f"reduce {block}", f"reshard {block}"]
+    assert recorder.take() == [*backward, "reduce root", "reshard root"]
+
+
+@ranks(2)
+def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
+    model = shard_mlp()
+    recorder = Recorder(model, "gather", "unshard")
+    with torch.no_grad():
+        model(inputs())
+    assert recorder.take() == [f"{action} {group}" for group in ("root", *range(4)) for action in ("gather", "unshard")]
+
+
+@ranks(2)
+def test_later_forwards_gather_one_group_ahead(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    recorder = Recorder(model, "gather", "reuse", "unshard")
+    with torch.no_grad():
+        model(inputs())
+    ahead = ["gather root", "unshard root", "gather 0"]
+    for block in range(3):
+        ahead += [f"unshard {block}", f"gather {block + 1}"]
+    assert recorder.take() == [*ahead, "unshard 3"]
+
+
+@ranks(2)
+def test_backward_gathers_one_group_ahead(world: World) -> None:
+    model = shard_mlp()
+    recorder = Recorder(model, "gather", "reuse", "unshard")
+    output = model(inputs())
+    recorder.take()
+    output.sum().backward()
+    started = [event.split()[1] for event in recorder.take()]
+    order = [group for group in started if started.count(group)]
+    # each group is asked for before the one that runs before it in backward is left
+    assert order == ["3", "3", "2", "2", "1", "1", "0", "0"] or order.index("2") < 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+def test_as_many_groups_are_gathered_ahead_as_the_limit_says(world: World, limit: int) -> None:
+    model = shard_mlp()
+    model.set_prefetch_limit(limit)
+    model(inputs()).sum().backward()
+    recorder = Recorder(model, "gather", "unshard")
+    with torch.no_grad():
+        model(inputs())
+    under_way, most = 0, 0
+    for event in recorder.take():
+        under_way += 1 if event.startswith("gather") else -1
+        most = max(most, under_way)
+    assert most == max(limit, 1)
+
+
+@ranks(2)
+def test_explicit_lists_replace_the_recorded_order(world: World) -> None:
+    model = shard_mlp()
+    blocks = model.blocks
+    model.set_modules_to_forward_prefetch([blocks[0], blocks[2]])
+    blocks[0].set_modules_to_forward_prefetch([blocks[3]])
+    blocks[3].set_modules_to_backward_prefetch([blocks[1], blocks[2]])
+    recorder = Recorder(model, "gather", "reuse", "unshard")
+    output = model(inputs())
+    forward = recorder.take()
+    expected = ["gather root", "unshard root", "gather 0", "gather 2", "unshard 0", "gather 3"]
+    assert forward[: len(expected)] == expected
+    assert forward.count("gather 2") == forward.count("gather 3") == 1
+    output.sum().backward()
+    backward = [event.split()[1] for event in recorder.take()]
+    assert backward.index("3") < backward.index("1") < backward.index("2") < backward.index("0")
+
+
+@ranks(2)
+def test_empty_lists_bring_the_recorded_order_back(world: World) -> None:
+    model = shard_mlp()
+    model.set_modules_to_forward_prefetch([model.blocks[2]])
+    model.set_modules_to_forward_prefetch([])
+    model(inputs()).sum().backward()
+    recorder = Recorder(model, "gather", "unshard")
+    model(inputs())
+    assert recorder.take()[:3] == ["gather root", "unshard root", "gather 0"]
+
+
+@ranks(2)
+def test_without_reshard_after_forward_backward_gathers_nothing(world: World) -> None:
+    model = shard_mlp(reshard_after_forward=False)
+    recorder = Recorder(model)
+    output = model(inputs())
+    assert only(recorder.take(), "reshard") == []
+    output.sum().backward()
+    events = recorder.take()
+    assert only(events, "gather", "reuse", "unshard") == []
+    assert events == [f"{action} {group}" for group in (3, 2, 1, 0, "root") for action in ("reduce", "reshard")]
+
+
+@ranks(4)
+def test_an_int_rests_after_forward_and_gathers_again(world: World) -> None:
+    model = shard_mlp(reshard_after_forward=2)
+    model.set_prefetch_limit(0)
+    recorder = Recorder(model, "rest", "reshard", "gather")
+    output = model(inputs())
+    assert only(recorder.take(), "rest", "reshard") == [f"rest {group}" for group in (0, 1, 2, 3, "root")]
+    output.sum().backward()
+    events = recorder.take()
+    assert only(events, "gather") == [f"gather {group}" for group in ("root", 3, 2, 1, 0)]
+    assert only(events, "reshard") == [f"reshard {group}" for group in (3, 2, 1, 0, "root")]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_recomputation_gathers_once(world: World, kind: Any) -> None:
+    model = seeded(lambda: Transformer(layers=3, checkpointing=kind))
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    tokens = torch.arange(6).view(2, 3)
+    for _ in range(2):
+        recorder = Recorder(model, "gather", "reuse", "reshard", "reduce")
+        output = model(tokens)
+        recorder.take()
+        output.sum().backward()
+        events = recorder.take()
+        recorder.stop()
+        for block in ("0", "1", "2"):
+            mine = [event for event in events if event.split()[1] == block]
+            assert len(only(mine, "gather", "reuse")) == 1, events
+            assert only(mine, "reshard", "reduce") == [f"reduce {block}", f"reshard {block}"], events
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_recomputation_of_nested_groups_gathers_each_once(world: World, kind: Any) -> None:
+    model = seeded(lambda: Transformer(layers=2, checkpointing=kind))
+    for block in model.blocks:
+        fullshard.fully_shard(block.attention)
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    output = model(torch.arange(6).view(2, 3))
+    recorder = Recorder(model, "gather", "reuse", "reduce", "reshard")
+    output.sum().backward()
+    events = recorder.take()
+    for group in ("0", "1", "0.attention", "1.attention"):
+        mine = [event for event in events if event.split()[1] == group]
+        assert len(only(mine, "gather", "reuse")) == 1, events
+        assert only(mine, "reduce") == [f"reduce {group}"], events
+
+
+class Nested(nn.Module):
+    """Groups inside groups: the outer ones have parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP((6, 5, 3))
+        self.outer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+@ranks(2)
+def test_nested_groups_open_from_outside_and_close_from_inside(world: World) -> None:
+    model = seeded(Nested)
+    for module in (*model.inner.blocks, model.inner, model):
+        fullshard.fully_shard(module)
+    model.set_prefetch_limit(0)
+    recorder = Recorder(model, "unshard", "reshard", "reduce")
+    output = model(inputs())
+    assert recorder.take() == [
+        "unshard root",
+        "unshard inner",
+        "unshard inner.0",
+        "reshard inner.0",
+        "unshard inner.1",
+        "reshard inner.1",
+        "reshard inner",
+    ]
+    output.sum().backward()
+    assert recorder.take() == [
+        "unshard inner",
+        "unshard inner.1",
+        "reduce inner.1",
+        "reshard inner.1",
+        "unshard inner.0",
+        "reduce inner.0",
+        "reshard inner.0",
+        "reduce inner",
+        "reshard inner",
+        "reduce root",
+        "reshard root",
+    ]
+
+
+@ranks(2)
+def test_a_list_of_modules_is_one_gather_and_one_reduction(world: World) -> None:
+    model = seeded(lambda: MLP((6, 7, 5, 3)))
+    fullshard.fully_shard(list(model.blocks)[:2])
+    fullshard.fully_shard(model.blocks[2])
+    fullshard.fully_shard(model)
+    recorder = Recorder(model, "gather", "reshard", "reduce")
+    model(inputs()).sum().backward()
+    events = recorder.take()
+    group = "0, 1"
+    assert events.count(f"reduce {group}") == 1
+    assert events.index(f"gather {group}") < events.index("gather 2")
+    assert events.index(f"reshard {group}") < events.index("reduce 2")
+
+
+@ranks(2)
+def test_events_tell_pass_and_step(world: World) -> None:
+    model = shard_mlp()
+    recorder = Recorder(model)
+    for _ in range(2):
+        model(inputs()).sum().backward()
+    events = recorder.events
+    assert {event.step for event in events} == {1, 2}
+    assert {event.during for event in events if event.action == "reduce"} == {"backward"}
+    first = [(event.action, event.during) for event in events if event.step == 1 and event.group == "blocks.1"]
+    assert first[0] == ("gather", "forward")
+    assert ("unshard", "backward") in first
+
+
+@ranks(2)
+def test_checkpointing_inside_a_block_does_not_gather_it_again(world: World) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = checkpoint(lambda x: self.second(torch.tanh(self.first(x))), x, use_reentrant=False)
+            assert isinstance(y, Tensor)
+            return y
+
+    model = seeded(lambda: nn.Sequential(Checkpointed(), Checkpointed()))
+    for block in (*model, model):
+        fullshard.fully_shard(block)
+    output = model(inputs())
+    recorder = Recorder(model, "gather", "reuse")
+    output.sum().backward()
+    assert sorted(event.split()[1] for event in recorder.take()) == ["0", "1"]
