@@ -20,6 +20,7 @@ from fullshard.device import compute_device
 from fullshard.group.agreement import agree
 from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
+from fullshard.group.offload import prepare_offload
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.registry import owner_of, register
 from fullshard.module import FSDPModule, sharded_class
@@ -130,6 +131,7 @@ def fully_shard(
         group_options = GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place))
         process_group = place.shard_group or place.replicate_group
         assert process_group is not None
+        prepare_offload(offload_policy, process_group, device)
         transport = select_transport(process_group, device)
         group = Group(sharded, modules, place, device, group_options, transport, tag)
         unit.groups.append(group)

@@ -69,47 +69,31 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """What rests in CPU memory while it is not used.
 
-    Where the parameters are, there must their gradients be, and there the optimizer runs; so the switches (not in
-    PyTorch's, which offloads all three) leave these choices:
-
-    ============  ===========  =================  ==================================================================
-    parameters    gradients    optimizer_state
-    ============  ===========  =================  ==================================================================
-    True          True         True               the step runs on the CPU; parameters are copied up to be gathered
-    False         False        True               the step runs on the device; state is copied up for it and back
-    False         True         False              gradients are accumulated on the CPU and copied up for the step
-    False         True         True               both of the above
-    ============  ===========  =================  ==================================================================
+    Where a parameter lies, there must its gradient lie, and there the optimizer runs. So PyTorch's policy offloads all
+    three, and the switches leave one choice more: ``parameters=False`` offloads the optimizer's state alone, which is
+    copied up for a step and back after it.
 
     Args:
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
             pages are lost to other processes; say ``False`` where CPU memory is scarce.
-        parameters: whether sharded parameters rest on the CPU.
-        gradients: whether sharded gradients rest on the CPU.
+        parameters: whether sharded parameters and their gradients rest on the CPU.
         optimizer_state: whether the optimizer's state rests on the CPU.
 
     Raises:
-        ValueError: for any other combination.
+        ValueError: if nothing is offloaded, or parameters without the state of the optimizer that steps on them.
     """
 
     pin_memory: bool = True
     parameters: bool = True
-    gradients: bool = True
     optimizer_state: bool = True
 
     def __post_init__(self) -> None:
-        _expect_bools(self, "pin_memory", "parameters", "gradients", "optimizer_state")
-        if not (self.parameters or self.gradients or self.optimizer_state):
+        _expect_bools(self, "pin_memory", "parameters", "optimizer_state")
+        if not self.optimizer_state:
             raise ValueError(
-                "CPUOffloadPolicy with parameters, gradients and optimizer_state all False offloads nothing: "
-                "use OffloadPolicy() to say so, or switch one of them on"
-            )
-        if self.parameters and not (self.gradients and self.optimizer_state):
-            left = " and ".join(field for field in ("gradients", "optimizer_state") if not getattr(self, field))
-            raise ValueError(
-                f"CPUOffloadPolicy offloads parameters but not {left}: a parameter's gradient lives on the "
-                "parameter's device and the optimizer runs there too, so parameters=True needs gradients=True and "
-                "optimizer_state=True. Set those, or parameters=False"
+                "CPUOffloadPolicy(optimizer_state=False) offloads "
+                + ("parameters without the state of their optimizer" if self.parameters else "nothing")
+                + ": the optimizer runs where the parameters are. Leave optimizer_state=True, or use OffloadPolicy()"
             )
 
 

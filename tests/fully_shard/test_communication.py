@@ -241,7 +241,6 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
 
     pair = twins(world, lambda: seeded(build))
     pair.sharded.set_reduce_scatter_max_input_buffers(count)
-    pool = groups_of(pair.sharded)[0].memory.gradient_pool
     most = 0
 
     def look(event: Any) -> None:
@@ -249,6 +248,7 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
         most = max(most, pool.slots_in_use)
 
     pair.sharded.add_observer(look)
+    pool = groups_of(pair.sharded)[0].memory.gradient_pool
     pair.step()
     pair.step()
     assert most == count

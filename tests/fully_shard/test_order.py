@@ -15,6 +15,11 @@ from tests.harness import World, ranks
 from tests.harness.models import MLP, Transformer, seeded
 
 
+def differentiable() -> Tensor:
+    """Inputs whose gradients tell the first group, and the root, that their backward has ended."""
+    return inputs().requires_grad_()
+
+
 def only(events: list[str], *actions: str) -> list[str]:
     """The events of some actions."""
     return [event for event in events if event.split()[0] in actions]
@@ -25,7 +30,7 @@ def test_a_step_without_prefetch(world: World) -> None:
     model = shard_mlp()
     model.set_prefetch_limit(0)
     recorder = Recorder(model)
-    output = model(inputs())
+    output = model(differentiable())
     forward = ["gather root", "unshard root"]
     for block in range(4):
         forward += [f"gather {block}", f"unshard {block}", f"reshard {block}"]
@@ -35,6 +40,17 @@ def test_a_step_without_prefetch(world: World) -> None:
     for block in (2, 1, 0):
         backward += [f"gather {block}", f"unshard {block}", f"reduce {block}", f"reshard {block}"]
     assert recorder.take() == [*backward, "reduce root", "reshard root"]
+
+
+@ranks(2)
+def test_a_first_group_whose_inputs_have_no_gradient_is_reduced_too(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    recorder = Recorder(model, "reduce", "reshard")
+    model(inputs()).sum().backward()
+    events = recorder.take()
+    assert sorted(only(events, "reduce")) == [f"reduce {group}" for group in (0, 1, 2, 3, "root")]
+    assert {"reshard 0", "reshard root"} <= set(events)
 
 
 @ranks(2)
@@ -121,7 +137,7 @@ def test_empty_lists_bring_the_recorded_order_back(world: World) -> None:
 def test_without_reshard_after_forward_backward_gathers_nothing(world: World) -> None:
     model = shard_mlp(reshard_after_forward=False)
     recorder = Recorder(model)
-    output = model(inputs())
+    output = model(differentiable())
     assert only(recorder.take(), "reshard") == []
     output.sum().backward()
     events = recorder.take()
@@ -134,7 +150,7 @@ def test_an_int_rests_after_forward_and_gathers_again(world: World) -> None:
     model = shard_mlp(reshard_after_forward=2)
     model.set_prefetch_limit(0)
     recorder = Recorder(model, "rest", "reshard", "gather")
-    output = model(inputs())
+    output = model(differentiable())
     assert only(recorder.take(), "rest", "reshard") == [f"rest {group}" for group in (0, 1, 2, 3, "root")]
     output.sum().backward()
     events = recorder.take()
@@ -200,7 +216,7 @@ def test_nested_groups_open_from_outside_and_close_from_inside(world: World) -> 
         fullshard.fully_shard(module)
     model.set_prefetch_limit(0)
     recorder = Recorder(model, "unshard", "reshard", "reduce")
-    output = model(inputs())
+    output = model(differentiable())
     assert recorder.take() == [
         "unshard root",
         "unshard inner",
