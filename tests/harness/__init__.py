@@ -38,6 +38,9 @@ processes, and gets one `Outcome` for each rank (`returned`, `raised`, `skipped`
         outcomes = pool.run(function, 2, argument, keyword=3)
 
 `fake_world(1024)` makes the test process believe that it is one rank of many, with collectives that move nothing.
+
+`tests.harness.models` has small seeded models, and `tests.harness.compare` the comparison of sharded training with
+the same training unsharded; both are imported by their own names, because not every test needs them.
 """
 
 from tests.harness.fake import fake_world

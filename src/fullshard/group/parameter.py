@@ -65,6 +65,7 @@ class ShardedParameter:
         self.shape = whole.shape
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
+        self._is_contiguous = self.order == tuple(range(len(self.shape)))
         self.dim = self._shard_dim(placement)
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
@@ -89,7 +90,8 @@ class ShardedParameter:
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
-        return flat.view(tuple(memory_shape)).permute(_inverse(self.order)) if self.order else flat.view(())
+        shaped = flat.view(tuple(memory_shape))
+        return shaped if self._is_contiguous else shaped.permute(_inverse(self.order))
 
     def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
         """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""

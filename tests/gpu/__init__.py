@@ -1,0 +1,1 @@
+"""Tests that need an accelerator: streams, device memory, offload, native allocators. Skipped elsewhere."""

@@ -1,0 +1,135 @@
+"""One rank on an accelerator: what the CPU cannot show, streams and device memory, behaves as training unsharded."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator, and there is none"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return out
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29555")
+    dist.init_process_group(rank=0, world_size=1)  # both backends: offload needs the CPU's
+    yield init_device_mesh(device.type, (1,))
+    dist.destroy_process_group()
+
+
+def build(width: int = 64, blocks: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block(width) for _ in range(blocks)])
+
+
+def shard(model: nn.Sequential, mesh: DeviceMesh, **options: Any) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def steps_agree(model: nn.Module, reference: nn.Module, device: torch.device, tolerance: float) -> None:
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2, eps=1e-3) for each in (model, reference)]
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(8, 16, 64, device=device)
+        losses = []
+        for each in (model, reference):
+            loss = each(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            grad = param.grad.full_tensor().to(device)  # type: ignore[union-attr,attr-defined]
+            scale = expected.grad.abs().max()  # type: ignore[union-attr]
+            assert (grad - expected.grad).abs().max() <= tolerance * scale, name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3])
+def test_streams_do_not_change_the_numbers(mesh: DeviceMesh, limit: int) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model, reference = shard(build().to(device), mesh), build().to(device)
+    model.set_prefetch_limit(limit)  # type: ignore[operator]
+    steps_agree(model, reference, device, 1e-5)
+
+
+def test_parameters_offloaded_to_the_cpu_train_alike(mesh: DeviceMesh) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model, reference = shard(build(), mesh, offload_policy=CPUOffloadPolicy()), build().to(device)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    steps_agree(model, reference, device, 1e-5)
+
+
+def test_optimizer_state_rests_on_the_cpu_between_steps(mesh: DeviceMesh) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model = shard(build().to(device), mesh, offload_policy=CPUOffloadPolicy(parameters=False))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(2):
+        model(torch.randn(2, 4, 64, device=device)).sum().backward()
+        optimizer.step()
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        assert {moment.to_local().device.type for moment in moments} == {"cpu"}
+
+
+def test_low_precision_gathers_and_full_precision_reductions(mesh: DeviceMesh) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(build().to(device), mesh, mp_policy=policy)
+    model(torch.randn(2, 4, 64, device=device)).float().sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}  # type: ignore[union-attr]
+
+
+def test_memory_does_not_grow_after_the_second_step(mesh: DeviceMesh) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model = shard(build(256, 8).to(device), mesh)
+    peaks = []
+    for _ in range(6):
+        torch.accelerator.reset_peak_memory_stats()
+        model(torch.randn(2, 4, 256, device=device)).sum().backward()
+        model.zero_grad()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated())
+    assert len(set(peaks[2:])) == 1
+
+
+def test_a_deep_copy_shares_nothing(mesh: DeviceMesh) -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    model = shard(build().to(device), mesh)
+    twin = copy.deepcopy(model)
+    steps_agree(twin, build().to(device), device, 1e-5)
+    assert torch.equal(model[0].up.weight.full_tensor(), build().to(device)[0].up.weight)  # type: ignore[union-attr]
