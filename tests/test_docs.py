@@ -1,13 +1,14 @@
-"""What the README and the pages in docs/ say: their code runs, their links lead somewhere, and no public name is missing.
+"""What the README and the pages in docs/ say: code runs, links lead somewhere, signatures are right, no name is missing.
 
 A page is read as text with code in it: blocks marked ``python``, and set-up between ``<!-- python`` and ``-->`` that
 readers of the rendered page do not see. What stands before the first ``##`` heading belongs to every section of the
-page; a section is then one program, run on two ranks or on as many as ``<!-- ranks: 4 -->`` in it says. Lines keep their
-numbers, so that a traceback names the line of the page.
+page; a section is then one program, run on two ranks or on as many as ``<!-- ranks: 4 -->`` in it says. Lines keep
+their numbers, so that a traceback names the line of the page.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp
 
 import fullshard
 import fullshard.wrap
@@ -119,7 +121,8 @@ def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None
 
 def test_the_code_that_moves_from_torch_runs_with_either() -> None:
     """The README shows an import of torch and one of fullshard that take its place: both have every name."""
-    names = re.search(r"^- from torch.distributed.fsdp import (.*)\n\+ from fullshard import \1$", README.read_text(), re.M)
+    change = r"^- from torch.distributed.fsdp import (.*)\n\+ from fullshard import \1$"
+    names = re.search(change, README.read_text(), re.MULTILINE)
     assert names is not None
     for name in names.group(1).split(", "):
         assert hasattr(torch.distributed.fsdp, name)
@@ -164,13 +167,14 @@ def test_the_readme_has_both_commands() -> None:
     assert "\nmake test\n" in text
 
 
+def headings_of_the_reference() -> list[str]:
+    """What stands in backticks in the headings of docs/api.md: names, most with their signatures."""
+    text = prose_of((ROOT / "docs" / "api.md").read_text())
+    return re.findall(r"^#+ `(.+)`$", text, re.MULTILINE)
+
+
 def described() -> set[str]:
-    """The names that docs/api.md has headings for, without what stands in brackets after them."""
-    headings = [match.group(2) for line in prose_of(API).splitlines() if (match := _HEADING.fullmatch(line))]
-    return {name for heading in headings for name in re.findall(r"`([\w.]+)", heading)}
-
-
-API = (ROOT / "docs" / "api.md").read_text() if (ROOT / "docs" / "api.md").exists() else ""
+    return {heading.partition("(")[0] for heading in headings_of_the_reference()}
 
 
 @pytest.mark.parametrize("name", fullshard.__all__)
@@ -186,3 +190,18 @@ def test_every_name_of_wrap_is_described(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in vars(fullshard.FSDPModule) if not name.startswith("_")])
 def test_every_method_of_a_sharded_module_is_described(name: str) -> None:
     assert name in described()
+
+
+@pytest.mark.parametrize("heading", [heading for heading in headings_of_the_reference() if "(" in heading])
+def test_signatures_are_those_of_the_code(heading: str) -> None:
+    """Names, kinds and defaults of arguments; the policies have defaults that are constructed."""
+    name, _, arguments = heading.partition("(")
+    path, _, last = name.rpartition(".")
+    place: Any = fullshard.wrap if path else fullshard if hasattr(fullshard, last) else fullshard.FSDPModule
+    scope: dict[str, Any] = {}
+    exec(f"def described({arguments}: ...", vars(fullshard), scope)
+    expected = inspect.signature(scope["described"]).parameters.values()
+    parameters = [each for each in inspect.signature(getattr(place, last)).parameters.values() if each.name != "self"]
+    assert [(each.name, each.kind, each.default) for each in expected] == [
+        (each.name, each.kind, each.default) for each in parameters
+    ]

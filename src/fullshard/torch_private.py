@@ -35,7 +35,7 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor that holds ``local`` itself and not a view of it. ``DTensor.from_local`` is the slower public way."""
-    return DTensor(local, spec, requires_grad=local.requires_grad)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)  # its __init__ only costs time
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:

@@ -103,8 +103,12 @@ class Gradients:
         """Whether gradients wait to be reduced."""
         return bool(self._arrived) or bool(self._partial and self._group.options.all_reduce_gradients)
 
-    @torch.no_grad()
     def _receive(self, index: int, leaf: torch.Tensor) -> None:
+        """Runs once for each parameter and backward; autograd has grad mode off, unless it is to be differentiated."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self._receive(index, leaf)
+            return
         grad = leaf.grad
         if grad is None:
             return

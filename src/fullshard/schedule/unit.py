@@ -54,16 +54,11 @@ class Use:
 class EndOfBackward(torch.autograd.Function):
     """The identity on a unit's inputs: when their gradients are there, the backward of the unit has ended."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(unit: Unit, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.unit, ctx.use = inputs[0], inputs[1]
+    def forward(ctx: Any, unit: Unit, use: Use, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.unit, ctx.use = unit, use
         ctx.set_materialize_grads(False)
+        return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:

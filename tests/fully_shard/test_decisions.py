@@ -1,0 +1,318 @@
+"""What users do to a sharded model that is easily forgotten: each case once broke a design, and is decided here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.func import functional_call
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from tests.fully_shard.cases import Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
+from tests.harness import World, ranks
+from tests.harness.compare import each_block, whole
+from tests.harness.models import MLP, Branches, Transformer, seeded
+
+
+@ranks(2)
+def test_a_parameter_added_after_sharding_is_kept_and_trained(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    for each in (model, reference):
+        linear = each.blocks[1][0]
+        linear.register_parameter("lora", nn.Parameter(torch.full((5, 7), 0.1)))
+        linear.forward = lambda x, linear=linear: F.linear(x, linear.weight + linear.lora, linear.bias)
+    for _ in range(2):
+        assert_close(model(inputs()), reference(inputs()), "output")
+        model(inputs()).sum().backward()
+        reference(inputs()).sum().backward()
+        assert isinstance(model.blocks[1][0].lora, nn.Parameter)
+        assert not isinstance(model.blocks[1][0].lora, DTensor), "it was not sharded and is not"
+    assert_close(model.blocks[1][0].lora.grad, reference.blocks[1][0].lora.grad, "gradient of the addition")
+    weight = model.blocks[1][0].weight
+    assert_close(whole(weight.grad), reference.blocks[1][0].weight.grad, "gradient of the weight")
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+@ranks(2)
+@pytest.mark.parametrize("after_a_step", [True, False])
+def test_a_parametrization_registered_after_sharding(world: World, after_a_step: bool) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    if after_a_step:
+        model(inputs()).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    for each in (model, reference):
+        register_parametrization(each.blocks[1][0], "weight", Doubled())
+    found, expected = model(inputs()), reference(inputs())
+    assert_close(found, expected, "output")
+    found.sum().backward()
+    expected.sum().backward()
+    original = model.blocks[1][0].parametrizations.weight.original
+    assert isinstance(original, DTensor)
+    assert_close(whole(original.grad), reference.blocks[1][0].parametrizations.weight.original.grad, "gradient")
+
+
+@ranks(2)
+def test_functional_call_with_full_tensors(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    values = {name: 2 * parameter.detach() for name, parameter in reference.named_parameters()}
+    assert_close(functional_call(model, values, (inputs(),)), functional_call(reference, values, (inputs(),)), "output")
+    assert are_sharded(model), "the model is as it was"
+    pair = Twins(world, model, reference)
+    pair.step()
+
+
+@ranks(2)
+def test_gradients_of_functional_call_with_full_tensors(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    found, expected = (
+        {name: (2 * parameter.detach()).requires_grad_() for name, parameter in reference.named_parameters()}
+        for _ in range(2)
+    )
+    functional_call(model, found, (inputs(),)).sum().backward()
+    functional_call(reference, expected, (inputs(),)).sum().backward()
+    for name, value in found.items():
+        assert_close(value.grad, expected[name].grad, f"gradient {name}")
+
+
+@ranks(2)
+def test_functional_call_with_sharded_tensors_is_refused(world: World) -> None:
+    model = shard_mlp()
+    values = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="functional_call"):
+        functional_call(model, values, (inputs(),))
+    model.reset_iter_state()
+    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_twice_gives_the_same(world: World, reshard: bool | None, context: Any) -> None:
+    model, reference = shard_mlp(reshard_after_forward=reshard), seeded(MLP)
+    with context():
+        for seed in range(3):
+            assert_close(model(inputs(seed)), reference(inputs(seed)), "output")
+
+
+@ranks(2)
+def test_evaluation_after_a_change_sees_it(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    with torch.no_grad():
+        for factor in (1, 2, 3):
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(factor)
+            assert_close(model(inputs()), reference(inputs()), "output")
+            model.reshard()
+
+
+class Lookup(nn.Module):
+    """Returns its own weight, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6) / 10)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.weight[1:3]
+
+
+class UsesLookup(nn.Module):
+    """Computes with a weight that a block returned, after that block was freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Lookup(), Lookup(), nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, part = self.blocks[0]()
+        other, other_part = self.blocks[1]()
+        x = self.blocks[3](self.blocks[2](x))
+        return x @ weight @ other + part.sum() * other_part.sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_may_return_its_own_weight(world: World, reshard: bool) -> None:
+    pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
+    for _ in range(3):
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_inference_mode_before_training(world: World, reshard: bool) -> None:
+    pair = twins(world, reshard_after_forward=reshard)
+    with torch.inference_mode():
+        assert_close(pair.sharded(inputs()), pair.whole(inputs()), "output")
+    for _ in range(2):
+        pair.step()
+
+
+@ranks(2)
+def test_sharding_in_inference_mode_is_possible_before_training(world: World) -> None:
+    with torch.inference_mode():
+        model = shard_mlp()
+        model(inputs())
+    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+def test_a_recomputation_that_stops_early_leaves_nothing_behind(world: World) -> None:
+    pair = twins(world, lambda: seeded(lambda: Transformer(checkpointing="non-reentrant")))
+
+    def tokens(seed: int) -> Tensor:
+        return (torch.arange(6).view(2, 3) + seed) % 13
+
+    for _ in range(2):
+        pair.step(batch=tokens)
+    assert are_sharded(pair.sharded)
+    with torch.no_grad():
+        assert_close(pair.sharded(tokens(0)), pair.whole(tokens(0)), "evaluation after it")
+    pair.step(batch=tokens)
+
+
+@ranks(2)
+def test_blocks_are_used_in_one_step_and_not_in_the_next(world: World) -> None:
+    model, reference = seeded(Branches), seeded(Branches)
+    each_block(reshard_after_forward=True)(fullshard, model)
+    pair = Twins(world, model, reference)
+    for used in ([1, 1], [1, 0], [0, 1], [1, 1], [0, 0, 1], [1, 0]):
+        flags = torch.tensor(used)
+        pair.step(loss=lambda model, x, flags=flags: model(x, flags).square().mean())
+
+
+@ranks(2)
+def test_blocks_are_frozen_in_one_step_and_not_in_the_next(world: World) -> None:
+    pair = twins(world, reshard_after_forward=True)
+    for frozen in ([], [0], [0, 1], [3], [1, 2], [], [0, 1, 2]):
+        for model in (pair.sharded, pair.whole):
+            for index, block in enumerate(model.blocks):
+                block.requires_grad_(index not in frozen)
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("after_a_step", [True, False])
+def test_load_state_dict_by_assignment(world: World, after_a_step: bool) -> None:
+    pair = twins(world)
+    if after_a_step:
+        pair.step()
+    state = {
+        name: distribute_tensor(torch.full(parameter.shape, 0.1), parameter.device_mesh, [Shard(0)])
+        for name, parameter in pair.sharded.state_dict().items()
+    }
+    pair.sharded.load_state_dict(state, assign=True)
+    pair.whole.load_state_dict({name: torch.full_like(p, 0.1) for name, p in pair.whole.state_dict().items()})
+    again = Twins(world, pair.sharded, pair.whole)
+    for _ in range(2):
+        again.step()
+
+
+class Tied(nn.Module):
+    """An embedding and a head with one weight, in two groups."""
+
+    def __init__(self, head_first: bool) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(6, 11, bias=False)
+            self.embedding = nn.Embedding(11, 6)
+        else:
+            self.embedding = nn.Embedding(11, 6)
+            self.head = nn.Linear(6, 11, bias=False)
+        self.middle = nn.Linear(6, 6)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.embedding(x)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("head_first", [True, False])
+@pytest.mark.parametrize("order", ["embedding first", "head first"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_parameter_tied_across_groups(world: World, head_first: bool, order: str, reshard: bool) -> None:
+    model, reference = seeded(lambda: Tied(head_first)), seeded(lambda: Tied(head_first))
+    modules = [model.embedding, model.middle, model.head]
+    for module in modules if order == "embedding first" else reversed(modules):
+        fullshard.fully_shard(module, reshard_after_forward=reshard)
+    fullshard.fully_shard(model, reshard_after_forward=reshard)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in reference.named_parameters()]
+    assert model.head.weight is model.embedding.weight
+    pair = Twins(world, model, reference)
+    recorder = Recorder(model, "reduce")
+    for _ in range(3):
+        pair.step(batch=lambda seed: torch.randint(11, (4,), generator=torch.Generator().manual_seed(seed)))
+        assert len(recorder.take()) == 2, "the tied weight is reduced once, and the middle"
+    assert model.head.weight is model.embedding.weight
+
+
+class Writes(nn.Linear):
+    """Writes to its weight in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if not torch.is_grad_enabled():
+            self.weight.data.fill_(7)
+            self.bias.fill_(7)
+        return result
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, None])
+def test_writes_to_unsharded_parameters_in_forward_are_thrown_away(world: World, reshard: bool | None) -> None:
+    model, reference = seeded(lambda: Writes(6, 5)), seeded(lambda: nn.Linear(6, 5))
+    fullshard.fully_shard(model, reshard_after_forward=reshard)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_close(model(inputs()), reference(inputs()), "output")
+            model.reshard()
+    assert_close(whole(model.weight), reference.weight, "weight")
+    assert_close(whole(model.bias), reference.bias, "bias")
+
+
+@ranks(2)
+def test_blocks_under_one_checkpoint_with_a_shared_input(world: World) -> None:
+    class Shared(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            def run(x: Tensor) -> Tensor:
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+            y = checkpoint(run, x, use_reentrant=False)
+            assert isinstance(y, Tensor)
+            return y * self.scale
+
+    pair = twins(world, lambda: seeded(Shared))
+    for _ in range(3):
+        pair.step()
+
+
+@ranks(2)
+def test_a_detached_use_of_a_block(world: World) -> None:
+    class Detached(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                frozen = self.blocks[0](x)
+            x = self.blocks[0](x) + frozen
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x * self.scale
+
+    pair = twins(world, lambda: seeded(Detached), reshard_after_forward=True)
+    for _ in range(3):
+        pair.step()

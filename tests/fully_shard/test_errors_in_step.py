@@ -1,0 +1,224 @@
+"""Steps cut short by an error: what the next step says, and what `reset_iter_state` makes right again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from fullshard.group.group import State
+from tests.fully_shard.cases import BOTH, OURS, Library, Twins, are_sharded, assert_close, groups_of, inputs, shard_mlp, twins
+from tests.harness import World, ranks
+from tests.harness.compare import each_block, whole
+from tests.harness.models import MLP, Transformer, seeded
+
+
+class Failed(Exception):
+    """What goes wrong in these tests."""
+
+
+class FailingBackward(torch.autograd.Function):
+    """The identity, of which the backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Failed
+
+
+def fail_in_forward(module: nn.Module, call: Any) -> None:
+    """Run `call` while `module` raises in its forward."""
+
+    def fail(*args: Any) -> None:
+        raise Failed
+
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(Failed):
+        call()
+    handle.remove()
+
+
+def fail_in_backward(module: nn.Module, call: Any) -> None:
+    """Run `call` while the backward of `module` raises before that of its parameters."""
+    handle = module.register_forward_hook(lambda module, args, output: FailingBackward.apply(output))
+    with pytest.raises(Failed):
+        call()
+    handle.remove()
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_a_step_after_an_error_in_forward_is_right(world: World, fsdp: Library, where: int) -> None:
+    fail_and_go_on(fsdp, where, fail_in_forward)
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_a_step_after_an_error_in_backward_is_right(world: World, where: int) -> None:
+    fail_and_go_on(OURS, where, fail_in_backward)  # torch loses the gradients of the step that follows
+
+
+def fail_and_go_on(fsdp: Library, where: int, fail: Any) -> None:
+    """A good step, one in which a block fails, a reset, and two good ones."""
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    parameters = list(model.parameters())
+    model(inputs()).sum().backward()
+    for parameter in parameters:
+        parameter.grad = None
+    fail(model.blocks[where][1], lambda: model(inputs()).sum().backward())
+    model.reset_iter_state()
+    assert are_sharded(model)
+    for parameter in parameters:
+        parameter.grad = None
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        reference(inputs()).sum().backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
+@ranks(2)
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+def test_a_step_without_reset_is_refused(world: World, fail: Any) -> None:
+    model = shard_mlp()
+    fail(model.blocks[1][1], lambda: model(inputs()).sum().backward())
+    with pytest.raises(RuntimeError, match="reset_iter_state"):
+        model(inputs())
+    model.reset_iter_state()
+    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+def test_reset_between_good_steps_changes_nothing(world: World) -> None:
+    pair = twins(world)
+    for _ in range(2):
+        pair.sharded.reset_iter_state()
+        pair.step()
+
+
+@ranks(1)
+@BOTH
+def test_only_the_root_is_reset(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    model(inputs())
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].reset_iter_state()
+
+
+@ranks(2)
+def test_reset_before_the_first_forward_does_nothing(world: World) -> None:
+    model = shard_mlp()
+    model.reset_iter_state()
+    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+def test_reset_forgets_what_was_accumulated(world: World) -> None:
+    pair = twins(world)
+    model = pair.sharded
+    model.set_requires_gradient_sync(False)
+    model(inputs(7)).sum().backward()
+    fail_in_forward(model.blocks[2][1], lambda: model(inputs()))
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    pair.step()
+
+
+@ranks(2)
+def test_reset_forgets_partial_sums_of_replicas(world: World) -> None:
+    model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
+    pair = Twins(world, model, seeded(MLP))
+    model.set_requires_all_reduce(False)
+    model(inputs(7)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    pair.step()
+
+
+@ranks(2)
+def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    fail_in_backward(model.blocks[1][1], lambda: model(inputs()).sum().backward())
+    model.reset_iter_state()
+    for group in groups_of(model):
+        assert group.state is State.SHARDED
+        assert group.memory.parameter_pool.slots_in_use == 0
+        assert group.memory.gradient_pool.slots_in_use == 0
+
+
+@ranks(2)
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_an_error_in_a_recomputation(world: World, checkpointing: Any) -> None:
+    def build() -> Any:
+        return seeded(lambda: Transformer(checkpointing=checkpointing))
+
+    model = build()
+    each_block()(fullshard, model)
+    tokens = torch.arange(6).view(2, 3)
+    output = model(tokens)
+    fail_in_forward(model.blocks[0].mlp_norm, lambda: output.sum().backward())
+    del output
+    model.reset_iter_state()
+    pair = Twins(world, model, build())
+    for parameter in model.parameters():
+        parameter.grad = None
+    for _ in range(2):
+        pair.step(batch=lambda seed: (tokens + seed) % 13)
+
+
+@ranks(2)
+def test_a_forward_that_is_never_differentiated_needs_no_reset(world: World) -> None:
+    pair = twins(world)
+    for _ in range(3):
+        pair.sharded(inputs())  # with gradients enabled, and thrown away
+        pair.step()
+
+
+@ranks(2)
+def test_an_error_in_evaluation(world: World) -> None:
+    model = shard_mlp()
+    with torch.no_grad():
+        fail_in_forward(model.blocks[1][1], lambda: model(inputs()))
+        with pytest.raises(RuntimeError, match="reset_iter_state"):
+            model(inputs())
+        model.reset_iter_state()
+        assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+def test_an_error_in_an_optimizer_hook_in_backward(world: World) -> None:
+    model = shard_mlp()
+    handle = model.blocks[1][0].weight.register_post_accumulate_grad_hook(_fail)
+    with pytest.raises(Failed):
+        model(inputs()).sum().backward()
+    handle.remove()
+    model.reset_iter_state()
+    for parameter in model.parameters():
+        parameter.grad = None
+    Twins(world, model, seeded(MLP)).step()
+
+
+def _fail(parameter: Tensor) -> None:
+    raise Failed
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("reshard", [True, None])
+def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: bool | None) -> None:
+    model, reference = shard_mlp(fsdp, reshard_after_forward=reshard), seeded(MLP)
+    parameters = list(model.parameters())
+    found, expected = model(inputs()).sum(), reference(inputs()).sum()
+    for _ in range(2):
+        found.backward(retain_graph=True)
+        expected.backward(retain_graph=True)
+    for parameter, other in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), other.grad, "gradient")

@@ -1,0 +1,207 @@
+"""`summon_full_params`: every combination of its switches, what is written back, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.fully_shard.cases import Twins, are_sharded, assert_close, inputs, kinds, shard_mlp, twins
+from tests.harness import World, ranks
+from tests.harness.compare import each_block, whole
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded
+
+SWITCHES = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
+COMBINATIONS = [dict(zip(SWITCHES, values, strict=True)) for values in itertools.product([False, True], repeat=5)]
+
+
+def is_refused(switches: dict[str, bool]) -> bool:
+    return (switches["writeback"] and switches["rank0_only"]) or (switches["with_grads"] and switches["offload_to_cpu"])
+
+
+@ranks(2)
+@pytest.mark.parametrize("switches", COMBINATIONS, ids=lambda c: ",".join(n for n, on in c.items() if on) or "none")
+def test_every_combination_shows_what_it_says_or_is_refused(world: World, switches: dict[str, bool]) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    if is_refused(switches):
+        with pytest.raises(ValueError, match="rank0_only|offload_to_cpu"), fullshard.summon_full_params(model, **switches):
+            pass
+        return
+    shown_here = not switches["rank0_only"] or world.rank == 0
+    with fullshard.summon_full_params(model, **switches):
+        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            is_full = shown_here and (switches["recurse"] or name == "scale")
+            assert isinstance(parameter, nn.Parameter)
+            assert isinstance(parameter, DTensor) is not is_full, name
+            if not is_full:
+                continue
+            assert torch.equal(parameter, expected), name
+            if switches["with_grads"]:
+                assert_close(parameter.grad, expected.grad, name)
+            else:
+                assert parameter.grad is None
+            with torch.no_grad():
+                parameter.mul_(2)
+                if switches["with_grads"]:
+                    parameter.grad.mul_(3)
+    assert are_sharded(model)
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        is_written = switches["writeback"] and (switches["recurse"] or name == "scale")
+        assert_close(whole(parameter), expected * (2 if is_written else 1), name)
+        factor = 3 if is_written and switches["with_grads"] else 1
+        assert_close(whole(parameter.grad), expected.grad * factor, f"gradient {name}")
+
+
+@ranks(2)
+@pytest.mark.parametrize("before", ["nothing", "forward", "unshard", "step"])
+def test_training_goes_on_after_it(world: World, before: str) -> None:
+    pair = twins(world)
+    if before == "forward":
+        pair.sharded(inputs())
+    elif before == "unshard":
+        pair.sharded.blocks[0].unshard()
+    elif before == "step":
+        pair.step()
+    with fullshard.summon_full_params(pair.sharded), torch.no_grad():
+        for parameter in (*pair.sharded.parameters(), *pair.whole.parameters()):
+            parameter.add_(0.1)
+    for _ in range(2):
+        pair.step()
+
+
+@ranks(2)
+def test_parameters_are_the_same_objects_after_it(world: World) -> None:
+    model = shard_mlp()
+    before = list(model.parameters())
+    with fullshard.summon_full_params(model):
+        pass
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+@ranks(2)
+def test_it_shows_the_original_dtype(world: World) -> None:
+    model, reference = seeded(MLP), seeded(MLP)
+    each_block(mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16))(fullshard, model)
+    model(inputs())
+    with fullshard.summon_full_params(model):
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(parameter, expected)
+
+
+@ranks(3)
+@pytest.mark.parametrize("build", [OddParameters, MixedDtypes])
+def test_it_shows_odd_parameters(world: World, build: Any) -> None:
+    model, reference = seeded(build), seeded(build)
+    each_block()(fullshard, model)
+    with fullshard.summon_full_params(model):
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(parameter, expected)
+            assert parameter.requires_grad is expected.requires_grad
+            assert parameter.stride() == expected.stride()
+
+
+@ranks(4)
+@pytest.mark.parametrize("rank0_only", [True, False])
+def test_it_shows_hybrid_parameters(world: World, rank0_only: bool) -> None:
+    model, reference = seeded(MLP), seeded(MLP)
+    each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fullshard, model)
+    with fullshard.summon_full_params(model, writeback=False, rank0_only=rank0_only):
+        full = not any(kinds(model).values())
+        assert full is (not rank0_only or world.rank == 0)
+        if full:
+            assert torch.equal(model.blocks[1][0].weight, reference.blocks[1][0].weight)
+
+
+@ranks(2)
+def test_tied_parameters_are_one_parameter_inside(world: World) -> None:
+    model = seeded(lambda: Transformer(tied=True))
+    for module in (model.tokens, *model.blocks, model.head, model):
+        fullshard.fully_shard(module)
+    with fullshard.summon_full_params(model):
+        assert model.head.weight is model.tokens.weight
+        assert not isinstance(model.head.weight, DTensor)
+    assert model.head.weight is model.tokens.weight
+    assert isinstance(model.head.weight, DTensor)
+
+
+@ranks(2)
+def test_it_is_refused_inside_forward_and_backward(world: World) -> None:
+    class Nosy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(RuntimeError, match="forward"), fullshard.summon_full_params(self):
+                pass
+            return super().forward(x)
+
+    model = nn.Sequential(Nosy(6, 6), nn.Linear(6, 5))
+    for module in (*model, model):
+        fullshard.fully_shard(module)
+    seen = []
+
+    def look(grad: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="backward"), fullshard.summon_full_params(model):
+            pass
+        seen.append(grad)
+
+    model[0].register_forward_hook(lambda module, args, output: output.register_hook(look) and None)
+    model(inputs()).sum().backward()
+    assert len(seen) == 1
+
+
+@ranks(2)
+def test_after_an_error_inside_the_sharded_parameters_are_back_unchanged(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    with pytest.raises(KeyError), fullshard.summon_full_params(model), torch.no_grad():
+        model.scale.mul_(2)
+        raise KeyError
+    assert are_sharded(model)
+    assert torch.equal(whole(model.scale), reference.scale)
+
+
+@ranks(2)
+def test_a_plain_state_dict_inside(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    with fullshard.summon_full_params(model):
+        state = {name: value.clone() for name, value in model.named_parameters()}
+    seeded(MLP, seed=1).load_state_dict(state)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(state[name], value)
+
+
+@ranks(2)
+def test_full_parameters_are_no_views_of_the_engine(world: World) -> None:
+    model = shard_mlp()
+    with fullshard.summon_full_params(model):
+        kept = model.blocks[0][0].weight
+    expected = kept.clone()
+    model(inputs()).sum().backward()
+    assert torch.equal(kept, expected)
+
+
+@ranks(2)
+def test_it_does_nothing_to_a_plain_module(world: World) -> None:
+    model = seeded(MLP)
+    before = list(model.parameters())
+    with fullshard.summon_full_params(model):
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+@ranks(2)
+def test_a_forward_inside_is_right_or_refused(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    pair = Twins(world, model, reference)
+    with fullshard.summon_full_params(model):
+        try:
+            output = model(inputs())
+        except RuntimeError as error:
+            assert "summon_full_params" in str(error)  # noqa: PT017 - either is fine
+            model.reset_iter_state()
+        else:
+            assert_close(output, reference(inputs()), "output")
+    pair.step()

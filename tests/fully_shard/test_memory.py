@@ -1,0 +1,197 @@
+"""The memory formula, counted in bytes at shards, slots and gradients: at rest, in forward, in backward, and after."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.group.memory import all_pools
+from tests.fully_shard.cases import groups_of, inputs
+from tests.harness import World, ranks
+from tests.harness.compare import each_block
+from tests.harness.models import seeded
+
+WIDTH = 8
+COUNT = 6
+
+
+def blocks() -> Any:
+    """Equal blocks that all have one size, and a root without parameters of its own."""
+    model = nn.Module()
+    model.blocks = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(COUNT)])
+    model.forward = model.blocks.forward
+    return model
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(3, WIDTH).requires_grad_()
+
+
+class Meter:
+    """Counts what the pools of a model have in use, and the most that they had at any event."""
+
+    def __init__(self, model: Any) -> None:
+        stop = model.add_observer(lambda event: self.look())
+        del stop
+        memory = groups_of(model)[0].memory
+        self.parameters, self.gradients = memory.parameter_pool, memory.gradient_pool
+        self.most_parameters = self.most_gradients = 0
+
+    def look(self) -> None:
+        self.most_parameters = max(self.most_parameters, self.parameters.slots_in_use)
+        self.most_gradients = max(self.most_gradients, self.gradients.slots_in_use)
+
+
+
+
+def sharded_bytes(model: nn.Module) -> int:
+    """What this rank's parts of the parameters take, counted once for each storage."""
+    storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@ranks(2)
+def test_at_rest_there_are_only_the_shards(world: World) -> None:
+    model = seeded(blocks)
+    each_block()(fullshard, model)
+    groups = groups_of(model.blocks)
+    whole = COUNT * (WIDTH * WIDTH + WIDTH) * 4
+    padding = COUNT * 64 * 2
+    assert whole / world.size <= sharded_bytes(model) <= whole / world.size + padding
+    assert sharded_bytes(model) == sum(group.sharded_bytes for group in groups)
+    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.pools)
+
+
+@ranks(2)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_forward_has_one_group_and_those_ahead(world: World, ahead: int) -> None:
+    model = seeded(blocks)
+    each_block(reshard_after_forward=True)(fullshard, model)
+    model.set_prefetch_limit(ahead)
+    meter = Meter(model)
+    for _ in range(2):
+        with torch.no_grad():
+            model(batch())
+    assert meter.most_parameters == 1 + ahead
+    assert meter.parameters.slots_in_use == 0
+    assert meter.most_gradients == 0
+
+
+@ranks(2)
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(
+    world: World, ahead: int, buffers: int
+) -> None:
+    model = seeded(blocks)
+    each_block(reshard_after_forward=True)(fullshard, model)
+    model.set_prefetch_limit(ahead)
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    meter = Meter(model)
+    for _ in range(2):
+        model(batch()).sum().backward()
+    assert meter.most_parameters == 1 + ahead
+    assert meter.most_gradients == buffers
+    assert meter.parameters.slots_in_use == meter.gradients.slots_in_use == 0
+
+
+@ranks(2)
+def test_without_reshard_after_forward_every_group_is_there(world: World) -> None:
+    model = seeded(blocks)
+    each_block(reshard_after_forward=False)(fullshard, model)
+    meter = Meter(model)
+    output = model(batch())
+    assert meter.parameters.slots_in_use == COUNT
+    output.sum().backward()
+    assert meter.parameters.slots_in_use == 0
+
+
+@ranks(2)
+def test_after_a_step_gradients_have_the_size_of_the_shards(world: World) -> None:
+    model = seeded(blocks)
+    each_block()(fullshard, model)
+    model(batch()).sum().backward()
+    model.reshard()
+    grads = [parameter.grad.to_local() for parameter in model.parameters()]
+    storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
+    assert sum(storages.values()) == sharded_bytes(model)
+
+
+@ranks(2)
+def test_zero_grad_frees_the_gradients(world: World) -> None:
+    model = seeded(blocks)
+    each_block()(fullshard, model)
+    model(batch()).sum().backward()
+    model.reshard()
+    grads = [weakref.ref(parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    gc.collect()
+    assert [ref() for ref in grads] == [None] * len(grads)
+
+
+@ranks(2)
+def test_unsharded_parameters_have_no_gradients_of_their_own(world: World) -> None:
+    model = seeded(blocks)
+    each_block()(fullshard, model)
+    model(batch()).sum().backward()
+    assert all(param.unsharded.grad is None for group in groups_of(model) for param in group.params)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["unshard", "forward", "step", "prefetch"])
+def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
+    gc.collect()
+    pools_before = len(all_pools())
+    model = seeded(blocks)
+    each_block()(fullshard, model)
+    if how == "unshard":
+        model.blocks[0].unshard()
+    elif how == "forward":
+        model(batch())
+    else:
+        for _ in range(3 if how == "prefetch" else 1):
+            model(batch()).sum().backward()
+    left = [weakref.ref(group) for group in groups_of(model)]
+    left += [weakref.ref(parameter) for parameter in model.parameters()]
+    left += [weakref.ref(module) for module in model.modules()]
+    left += [weakref.ref(param.unsharded) for group in groups_of(model) for param in group.params if param.unsharded is not None]
+    del model
+    gc.collect()
+    assert [ref() for ref in left if ref() is not None] == []
+    assert len(all_pools()) == pools_before
+
+
+@ranks(2)
+def test_a_model_of_bf16_parameters_gathers_half_the_bytes(world: World) -> None:
+    sizes = []
+    for dtype in (None, torch.bfloat16):
+        model = seeded(blocks)
+        each_block(mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=dtype))(fullshard, model)
+        sizes.append(groups_of(model.blocks)[0].full.nbytes)
+    assert sizes[0] / 2 <= sizes[1] < sizes[0] / 2 + 64, "up to the alignment of the buffer"
+
+
+@ranks(2)
+def test_the_original_parameters_are_freed_by_sharding(world: World) -> None:
+    model = seeded(blocks)
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    each_block()(fullshard, model)
+    gc.collect()
+    assert [ref() for ref in originals] == [None] * len(originals)
+
+
+@ranks(1)
+def test_a_step_of_one_rank_has_the_same_bounds(world: World) -> None:
+    model = seeded(blocks)
+    each_block(reshard_after_forward=True)(fullshard, model)
+    meter = Meter(model)
+    for _ in range(2):
+        model(inputs(width=WIDTH).requires_grad_()).sum().backward()
+    assert meter.most_parameters <= 2
+    assert meter.most_gradients == 1

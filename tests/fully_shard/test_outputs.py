@@ -1,0 +1,270 @@
+"""What a forward may return, and what happens if a tensor is hidden where nobody can find it."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import fullshard
+from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, twins
+from tests.harness import World, ranks
+from tests.harness.compare import whole
+from tests.harness.models import seeded
+
+
+@dataclass
+class Data:
+    """A dataclass with a tensor in it."""
+
+    value: Tensor
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A dataclass that refuses assignment."""
+
+    value: Tensor
+
+
+class Named(NamedTuple):
+    """A named tuple with a tensor in it."""
+
+    value: Tensor
+    other: int
+
+
+class Registered:
+    """A class that pytree is told of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Unknown:
+    """A class that nobody is told of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(Registered, lambda node: ([node.value], None), lambda values, _: Registered(*values))
+
+PACK = {
+    "tuple": lambda x: (x, 1),
+    "list": lambda x: [x],
+    "dict": lambda x: {"a": {"b": x}},
+    "ordered dict": lambda x: collections.OrderedDict(a=x),
+    "default dict": lambda x: collections.defaultdict(list, a=x),
+    "dataclass": Data,
+    "frozen dataclass": Frozen,
+    "named tuple": lambda x: Named(x, 1),
+    "registered": Registered,
+    "deep": lambda x: ({"a": [Data(x)]},),
+}
+UNPACK = {
+    "tuple": lambda y: y[0],
+    "list": lambda y: y[0],
+    "dict": lambda y: y["a"]["b"],
+    "ordered dict": lambda y: y["a"],
+    "default dict": lambda y: y["a"],
+    "dataclass": lambda y: y.value,
+    "frozen dataclass": lambda y: y.value,
+    "named tuple": lambda y: y.value,
+    "registered": lambda y: y.value,
+    "deep": lambda y: y[0]["a"][0].value,
+}
+
+
+class Packing(nn.Module):
+    """Blocks that hand their results on in containers of a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([PackingBlock(6, 7, kind), PackingBlock(7, 5, kind)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        unpack = UNPACK[self.kind]
+        result: Tensor = unpack(self.blocks[1](unpack(self.blocks[0](x))))
+        return result
+
+
+class PackingBlock(nn.Linear):
+    """A layer whose result is in a container."""
+
+    def __init__(self, columns: int, rows: int, kind: str) -> None:
+        super().__init__(columns, rows)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        return PACK[self.kind](torch.tanh(super().forward(x)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", list(PACK))
+def test_outputs_may_be_nested_in(world: World, kind: str) -> None:
+    pair = twins(world, lambda: seeded(lambda: Packing(kind)), reshard_after_forward=True)
+    for _ in range(3):
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", list(PACK))
+def test_the_type_and_contents_of_outputs_stay(world: World, kind: str) -> None:
+    block = PackingBlock(6, 5, kind)
+    policy = fullshard.MixedPrecisionPolicy(output_dtype=torch.float64)
+    expected = block(inputs())
+    fullshard.fully_shard(block, mp_policy=policy)
+    found = block(inputs())
+    assert type(found) is type(expected)
+    assert UNPACK[kind](found).dtype is torch.float64, "every tensor is found and cast"
+
+
+class Hiding(nn.Linear):
+    """Returns a tensor in an object that nobody knows."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Unknown(super().forward(x))
+
+
+@ranks(2)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_an_output_hidden_in_an_unknown_object_is_an_error(world: World, requires_grad: bool) -> None:
+    block = Hiding(6, 5)
+    model = nn.Sequential(nn.Linear(6, 6), block)
+    fullshard.fully_shard(block, reshard_after_forward=True)
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    loss = model(inputs().requires_grad_(requires_grad)).value.sum()
+    with pytest.raises(RuntimeError, match="pytree"):
+        loss.backward()
+
+
+@ranks(2)
+def test_after_a_hidden_output_the_model_can_be_reset(world: World) -> None:
+    model = seeded(lambda: Hiding(6, 5))
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    with pytest.raises(RuntimeError, match="pytree"):
+        model(inputs().requires_grad_()).value.sum().backward()
+    model.reset_iter_state()
+    with torch.no_grad():
+        assert_close(model(inputs()).value, seeded(lambda: nn.Linear(6, 5))(inputs()), "output")
+
+
+@ranks(2)
+def test_a_hidden_output_is_no_error_where_parameters_are_there(world: World) -> None:
+    model, reference = seeded(lambda: Hiding(6, 5)), seeded(lambda: Hiding(6, 5))
+    fullshard.fully_shard(model)  # the root stays unsharded
+    weight = model.weight
+    model(inputs()).value.sum().backward()
+    reference(inputs()).value.sum().backward()
+    assert_close(whole(weight.grad), reference.weight.grad, "gradient")
+
+
+class ReturnsView(nn.Module):
+    """Blocks that return views, which the caller changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ViewBlock(), ViewBlock()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+            x.mul_(2)
+        return x
+
+
+class ViewBlock(nn.Linear):
+    """Returns a part of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, 1:7]
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_an_operation_in_place_on_an_output_that_is_a_view(world: World, reshard: bool) -> None:
+    pair = twins(world, lambda: seeded(ReturnsView), reshard_after_forward=reshard)
+    for _ in range(3):
+        pair.step()
+
+
+class InPlace(nn.Module):
+    """Blocks whose outputs are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).mul_(2).add_(1)
+        return x
+
+
+@ranks(2)
+@BOTH
+def test_an_operation_in_place_on_an_output(world: World, fsdp: Library) -> None:
+    model, reference = seeded(InPlace), seeded(InPlace)
+    for module in (*model.blocks, model):
+        fsdp.fully_shard(module)
+    parameters = list(model.parameters())
+    model(inputs()).sum().backward()
+    reference(inputs()).sum().backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("used", [0, 1])
+def test_only_one_of_several_outputs_is_used(world: World, fsdp: Library, used: int) -> None:
+    class Two(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return torch.tanh(y), y.exp()
+
+    model, reference = seeded(lambda: Two(6, 5)), seeded(lambda: Two(6, 5))
+    fsdp.fully_shard(model, reshard_after_forward=True)
+    for _ in range(2):
+        model(inputs())[used].sum().backward()
+        reference(inputs())[used].sum().backward()
+    assert_close(whole(model.weight.grad), reference.weight.grad, "gradient")
+
+
+@ranks(2)
+@BOTH
+def test_inputs_in_keyword_arguments_and_containers(world: World, fsdp: Library) -> None:
+    class Takes(nn.Linear):
+        def forward(self, a: dict[str, Tensor], *, b: list[Tensor]) -> Tensor:
+            return super().forward(a["x"] + b[0])
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), Takes(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            result: Tensor = self.second({"x": y}, b=[y.exp()])
+            return result
+
+    model, reference = seeded(Outer), seeded(Outer)
+    for module in (model.first, model.second, model):
+        fsdp.fully_shard(module, reshard_after_forward=True)
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        reference(inputs()).sum().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
