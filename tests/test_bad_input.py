@@ -100,7 +100,17 @@ def test_a_module_inside_of_one_that_was_sharded_before(world: World) -> None:
 def test_a_module_that_torch_has_sharded(world: World, which: str) -> None:
     model = mlp()
     torch.distributed.fsdp.fully_shard(model if which == "model" else model.blocks[0])
-    refused(lambda fsdp: fsdp.fully_shard(model), REFUSALS, "torch", "fully_shard", torch_too=False)
+    where = "this FSDPMLP" if which == "model" else "'blocks.0' of this MLP"
+    words = (where, "torch.distributed.fsdp", "fully_shard")
+    refused(lambda fsdp: fsdp.fully_shard(model), REFUSALS, *words, torch_too=False)
+
+
+@ranks(2)
+def test_a_module_in_the_wrapper_of_torch(world: World) -> None:
+    model = mlp()
+    model.blocks[0] = torch.distributed.fsdp.FullyShardedDataParallel(model.blocks[0], device_id=torch.device("cpu"))
+    words = ("'blocks.0' of this MLP", "torch.distributed.fsdp", "fully_shard")
+    refused(lambda fsdp: fsdp.fully_shard(model), REFUSALS, *words, torch_too=False)
 
 
 @ranks(2)
@@ -285,6 +295,27 @@ def test_a_mesh_whose_process_group_was_destroyed(world: World) -> None:
         fsdp.fully_shard(mlp(), mesh=mesh)
 
     refused(mistake, RuntimeError, "process group", "destroyed", "mesh")
+
+
+@ranks(2)
+def test_a_mesh_without_this_rank(world: World) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if world.rank == 0:
+        fullshard.fully_shard(mlp(), mesh=mesh)
+    else:
+        words = ("rank 1", "not in the mesh", "[0]", "call fully_shard")
+        refused(lambda fsdp: fsdp.fully_shard(mlp(), mesh=mesh), ValueError, *words, torch_too=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("named", [False, True], ids=["by place", "by name"])
+def test_a_mesh_without_process_groups(world: World, named: bool) -> None:
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("data",), _init_backend=False)
+
+    def mistake(fsdp: ModuleType) -> None:
+        fsdp.fully_shard(mlp(), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="data") if named else None)
+
+    refused(mistake, RuntimeError, "process group", "mesh", "init_device_mesh", torch_too=False)
 
 
 # -- what happens after forward --------------------------------------------------------------------------------------

@@ -58,12 +58,20 @@ def test_another_shape(world: World) -> None:
     def transpose(model: Any) -> None:
         model.blocks[0] = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Tanh())
 
-    disagree(world, transpose, "'weight'", "(7, 6)", "(6, 7)")
+    disagree(world, transpose, "'blocks.0.0.weight'", "(7, 6)", "(6, 7)")
 
 
 @ranks(2)
 def test_another_dtype(world: World) -> None:
-    disagree(world, lambda model: model.blocks[1].double(), "'weight'", "float32", "float64")
+    disagree(world, lambda model: model.blocks[1].double(), "'blocks.1.0.weight'", "float32", "float64")
+
+
+@ranks(2)
+def test_what_the_ranks_have_in_common_is_not_told(world: World) -> None:
+    model = mlp() if world.rank == 0 else mlp().double()
+    with pytest.raises(ValueError, match="float64") as caught:
+        fullshard.fully_shard(model)
+    assert "MixedPrecisionPolicy" not in str(caught.value)
 
 
 @ranks(2)
@@ -82,7 +90,7 @@ def test_another_order(world: World) -> None:
         del model.blocks[1][0].weight
         model.blocks[1][0].weight = weight
 
-    disagree(world, move_to_the_end, "'weight'", "'bias'", "(5, 7)", "(5,)")
+    disagree(world, move_to_the_end, "'blocks.1.0.weight'", "'blocks.1.0.bias'", "(5, 7)", "(5,)")
 
 
 @ranks(2)
@@ -90,7 +98,7 @@ def test_a_parameter_more(world: World) -> None:
     def add(model: Any) -> None:
         model.blocks[3].extra = nn.Parameter(torch.ones(2))
 
-    disagree(world, add, "'extra'", "(2,)")
+    disagree(world, add, "'blocks.3.extra'", "(2,)")
 
 
 @ranks(2)
@@ -98,7 +106,8 @@ def test_a_tie_that_only_one_rank_has(world: World) -> None:
     def tie(model: Any) -> None:
         model.blocks[1][0].weight = model.blocks[0][0].weight
 
-    disagree(world, tie, "'weight'", "'bias'", build=lambda: seeded(lambda: MLP((5, 5, 5))))
+    words = ("'blocks.1.0.weight'", "'blocks.1.0.bias'")
+    disagree(world, tie, *words, build=lambda: seeded(lambda: MLP((5, 5, 5))))
 
 
 @ranks(2)
@@ -112,7 +121,7 @@ def test_another_placement(world: World) -> None:
     def mistake(fsdp: ModuleType) -> None:
         fsdp.fully_shard(mlp(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1 if world.rank else 0))
 
-    refused(mistake, ValueError, "rank 0", "rank 1", "'weight'", "dim 0", "dim 1", torch_too=False)
+    refused(mistake, ValueError, "rank 0", "rank 1", "'blocks.0.0.weight'", "dim 0", "dim 1", torch_too=False)
 
 
 @ranks(2)
@@ -123,7 +132,7 @@ def test_other_groups(world: World) -> None:
             fsdp.fully_shard(block)
         fsdp.fully_shard(model)
 
-    refused(mistake, ValueError, "rank 0", "rank 1", "'scale'", "'weight'", torch_too=False)
+    refused(mistake, ValueError, "rank 0", "rank 1", "'scale'", "'0.weight'", torch_too=False)
 
 
 @ranks(2, timeout=10)
@@ -274,7 +283,8 @@ SWITCHES = (
 def test_a_switch_that_is_a_word(world: World, name: str) -> None:
     """ "no" is as true as "yes" is."""
     error = (TypeError, ValueError)
-    refused(lambda fsdp: getattr(sharded_mlp(fsdp), f"set_{name}")("no"), error, name, "'no'", "bool", torch_too=False)
+    words = (name, "'no'", "True or False")
+    refused(lambda fsdp: getattr(sharded_mlp(fsdp), f"set_{name}")("no"), error, *words, torch_too=False)
 
 
 @ranks(2)

@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ say: code runs, links lead somewhere, signatures are right, no name is missing.
+"""What the README and the pages in docs/ say: code runs, links lead somewhere, signatures are true, no name is missing.
 
 A page is read as text with code in it: blocks marked ``python``, and set-up between ``<!-- python`` and ``-->`` that
 readers of the rendered page do not see. What stands before the first ``##`` heading belongs to every section of the

@@ -23,7 +23,7 @@ from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.offload import prepare_offload
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.registry import owner_of, register
-from fullshard.module import FSDPModule, sharded_class
+from fullshard.module import sharded_class
 from fullshard.policies import (
     DataParallelMeshDims,
     InvalidShardPlacement,
@@ -119,6 +119,8 @@ def fully_shard(
     auto_reshard = reshard_after_forward is None
     after_forward = True if reshard_after_forward is None else reshard_after_forward
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
+    if data.shards and type(after_forward) is int and after_forward == 1:
+        _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored_params = _checked_ignored(ignored_params)
     params = _parameters(modules, ignored_params)
     _check_parameters(params, data, device)
@@ -170,21 +172,27 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {type(each).__name__} is "
                 f"never run itself. Apply it to each of its members, or give it a list of them"
             )
-        if any(
-            cls.__name__ == "FSDPModule" and cls is not FSDPModule
-            for inner in each.modules()
-            for cls in type(inner).__mro__
-        ):
-            raise ValueError(
-                f"this {type(each).__name__} is or contains a module that PyTorch's own fully_shard has sharded: use "
-                f"one of the two for the whole model"
-            )
+        for name, inner in each.named_modules():
+            if _is_sharded_by_torch(inner):
+                which = f"'{name}' of this {type(each).__name__}" if name else f"this {type(each).__name__}"
+                raise ValueError(
+                    f"{which} was sharded by torch.distributed.fsdp before: shard the whole model either with it or "
+                    f"with fullshard, and import fully_shard from that one only"
+                )
         if unit_of(each) is not None:
             raise AssertionError(
                 f"fully_shard was already applied to this {type(each).__name__}: it can be applied once to each module"
             )
     inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
     return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
+
+
+def _is_sharded_by_torch(module: nn.Module) -> bool:
+    """Whether the sharding that torch ships owns the module. Told by the name: fullshard imports nothing of it."""
+    return any(
+        cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") and cls.__module__.startswith("torch.distributed.")
+        for cls in type(module).__mro__
+    )
 
 
 def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
@@ -203,7 +211,6 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
             f"reshard_after_forward={choice} must be a factor of the {size} ranks over which parameters are sharded"
         )
     if choice == 1:
-        _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True is 'reshard'")
         return False, None
     return True, None if choice == size else smaller_mesh(data, choice)
 
@@ -251,7 +258,7 @@ def _check_parameters(
     params: Sequence[tuple[nn.Parameter, list[Location]]], data: DataMesh, device: torch.device
 ) -> None:
     for param, locations in params:
-        where = f"parameter '{locations[0].full_name}'"
+        where = f"parameter '{locations[0].full_name}' of a {type(locations[0].module).__name__}"
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{where} is not initialized yet: run its lazy module once before fully_shard")
         if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
@@ -316,8 +323,8 @@ def _by_mesh(
             if result.device_mesh is not None and result.device_mesh != data.mesh:
                 if not data.shards:
                     raise ValueError(
-                        f"shard_placement_fn names a mesh for parameter '{locations[0].name}', but the mesh given to "
-                        f"fully_shard only replicates"
+                        f"shard_placement_fn names a mesh for parameter '{locations[0].full_name}', but the mesh given "
+                        f"to fully_shard only replicates"
                     )
                 place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
         groups.setdefault(place, []).append((param, locations, placement))

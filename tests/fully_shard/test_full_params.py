@@ -114,7 +114,7 @@ def test_it_shows_hybrid_parameters(world: World, rank0_only: bool) -> None:
     each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fullshard, model)
     with fullshard.summon_full_params(model, writeback=False, rank0_only=rank0_only):
         full = not any(kinds(model).values())
-        assert full is (not rank0_only or world.rank == 0)
+        assert full is (not rank0_only or world.rank % 2 == 0), "the first of the ranks that shard together"
         if full:
             assert torch.equal(model.blocks[1][0].weight, reference.blocks[1][0].weight)
 

@@ -32,9 +32,10 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
     """
     described = [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, "
-        f"{'trainable' if p.sharded.requires_grad else 'frozen'}, under {policy}"
+        f"{'trainable' if p.sharded.requires_grad else 'frozen'}"
         for p in params
     ]
+    described.insert(0, f"mp_policy={policy}")
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):
@@ -74,7 +75,7 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
             there = other[index] if index < len(other) else "nothing"
             if here != there:
                 raise ValueError(
-                    f"the ranks {problem}: as number {index}, rank {ranks[0]} has "
-                    f"{here} and rank {rank} has {there}. Every rank must build the same model and make the same calls"
+                    f"the ranks {problem}: rank {ranks[0]} has {here} where rank {rank} has {there}. Every rank must "
+                    f"build the same model and make the same calls of fully_shard in the same order"
                 )
     raise AssertionError("digests differ where descriptions do not")

@@ -71,8 +71,10 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     """Check ``mesh`` and find its groups.
 
     Raises:
-        ValueError: the mesh has other than one or two dims, has no names where names are needed, or lacks a named dim.
+        ValueError: the mesh has other than one or two dims, has no names where names are needed, lacks a named dim, or
+            lacks this rank.
         AssertionError: a 2-D mesh without names.
+        RuntimeError: the mesh has no process groups, or they were destroyed.
     """
     if dims is not None:
         return _named(mesh, dims)
@@ -85,11 +87,11 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 
 def _positional(mesh: DeviceMesh) -> DataMesh:
     if mesh.ndim == 1:
-        return DataMesh(mesh, shard_group=mesh.get_group(0))
+        return DataMesh(mesh, shard_group=_process_group(mesh, 0))
     assert mesh.mesh_dim_names is not None, (
         f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
     )
-    return DataMesh(mesh, True, True, shard_group=mesh.get_group(1), replicate_group=mesh.get_group(0))
+    return DataMesh(mesh, True, True, shard_group=_process_group(mesh, 1), replicate_group=_process_group(mesh, 0))
 
 
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
@@ -102,11 +104,26 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
     replicate = _submesh(mesh, dims.replicate_names) if dims.replicate_names else None
     if shard is None:
         assert replicate is not None
-        return DataMesh(replicate, False, True, mesh, dims, replicate_group=replicate.get_group())
+        return DataMesh(replicate, False, True, mesh, dims, replicate_group=_process_group(replicate, 0))
     if replicate is None:
-        return DataMesh(shard, True, False, mesh, dims, shard_group=shard.get_group())
+        return DataMesh(shard, True, False, mesh, dims, shard_group=_process_group(shard, 0))
     both = concatenate_meshes([replicate, shard])
-    return DataMesh(both, True, True, mesh, dims, shard.get_group(), replicate.get_group())
+    return DataMesh(both, True, True, mesh, dims, _process_group(shard, 0), _process_group(replicate, 0))
+
+
+def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: call fully_shard "
+            f"on the ranks of the mesh only, or give each rank a mesh that it is in"
+        )
+    try:
+        return mesh.get_group(dim)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the mesh {mesh} has no process group for its dim {dim}: it was destroyed (destroy_process_group), or the "
+            f"mesh was made without any. Make the mesh anew, for example with init_device_mesh, and shard over that one"
+        ) from error
 
 
 def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -49,9 +49,9 @@ def check_first_forward(schedule: Schedule, unit: Unit) -> None:
     _check_buffers(unit.modules)
     _warn_of_strangers(schedule, unit.modules)
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
-    for group in schedule.groups():
+    for group in sorted(schedule.groups(), key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:
-            names = ", ".join(param.name for param in group.params)
+            names = ", ".join(f"'{param.name}'" for param in group.params)
             by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
     for process_group, described in by_process_group.items():
         agree_on_order(described, process_group, schedule.device)

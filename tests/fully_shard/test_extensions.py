@@ -1,0 +1,234 @@
+"""Tensor-subclass parameters that say themselves what is gathered: a gather in bf16, and one in int8 with scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, local
+from tests.harness import World, ranks
+from tests.harness.compare import whole
+from tests.harness.models import seeded
+
+CALLS: list[str] = []
+
+
+class Gathered(Tensor):
+    """A weight stored in fp32, of which subclasses say how it is gathered. Operations give plain tensors or copies."""
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Gathered:
+        return Tensor._make_wrapper_subclass(
+            cls, held.shape, strides=held.stride(), dtype=held.dtype, device=held.device, requires_grad=held.requires_grad
+        )
+
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Gathered:
+        return cls(inner["held"])
+
+    KEEP = {
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.new_zeros.default,
+        torch.ops.aten.slice.Tensor,
+        torch.ops.aten.split.Tensor,
+        torch.ops.aten.narrow.default,
+        torch.ops.aten.copy_.default,
+        torch.ops.aten.view.default,
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten._pin_memory.default,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+    }
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        opened_args, opened_kwargs = pytree.tree_map_only(cls, lambda tensor: tensor.held, (args, kwargs or {}))
+        result = op(*opened_args, **opened_kwargs)
+        if op in cls.KEEP:
+            if op is torch.ops.aten.copy_.default:
+                return args[0]
+            return pytree.tree_map_only(Tensor, cls, result)
+        return result
+
+
+class Bf16Gathered(Gathered):
+    """Travels as bf16."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        CALLS.append("pre")
+        return (self.held.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        CALLS.append("post")
+        (data,) = outputs
+        if out is not None:
+            out.copy_(data.to(param_dtype).view(out.shape))
+            return None
+        result = data.to(param_dtype)
+        return result, (result,)
+
+
+class Int8Gathered(Gathered):
+    """Travels as int8 with a scale for each row; takes all five arguments."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        assert mesh.ndim == 1
+        assert isinstance(module, nn.Linear)
+        assert outer_size == (8, 6)
+        assert outer_stride == (6, 1)
+        assert hasattr(mp_policy, "param_dtype")
+        scale = self.held.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        return ((self.held / scale).round().to(torch.int8), scale), "metadata"
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        assert metadata == "metadata"
+        data, scale = outputs
+        if out is not None:
+            out.copy_(data * scale)
+            return None
+        result = (data * scale).to(param_dtype)
+        return result, (result,)
+
+
+def as_bf16(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16).float()
+
+
+def as_int8(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round() * scale
+
+
+def build(kind: type[Gathered] | None) -> Any:
+    """Two layers; the weight of the first is gathered in a way of its own."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
+    if kind is not None:
+        model[0].weight = nn.Parameter(kind(model[0].weight.detach()))
+    return model
+
+
+KINDS = pytest.mark.parametrize(("kind", "expected"), [(Bf16Gathered, as_bf16), (Int8Gathered, as_int8)])
+
+
+@ranks(2)
+@BOTH
+@KINDS
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_subclass_says_what_is_gathered(
+    world: World, fsdp: Library, kind: Any, expected: Any, reshard: bool
+) -> None:
+    model, reference = build(kind), build(None)
+    for layer in (model[0], model[2], model):
+        fsdp.fully_shard(layer, reshard_after_forward=reshard)
+    weight = model[0].weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(local(weight), kind)
+    assert local(weight).shape == (4, 6)
+    others = [parameter for parameter in model.parameters() if parameter is not weight]
+    for _ in range(3):
+        plain = build(None)
+        plain.load_state_dict(reference.state_dict())
+        with torch.no_grad():
+            plain[0].weight.copy_(expected(reference[0].weight))
+        found, wanted = model(inputs(world.rank)), plain(inputs(world.rank))
+        assert_close(found, wanted, "output with the weight as it travelled")
+        found.square().mean().backward()
+        for rank in range(world.size):
+            plain.zero_grad() if rank == 0 else None
+            (plain(inputs(rank)).square().mean() / world.size).backward()
+        grad = weight.grad
+        assert_close(_plain(grad), plain[0].weight.grad, "gradient of the subclass")
+        with torch.no_grad():
+            local(weight).held.sub_(0.1 * _local(grad))
+            weight.grad = None
+            reference[0].weight.sub_(0.1 * plain[0].weight.grad)
+            mine = [reference[0].bias, reference[2].weight, reference[2].bias]
+            grads = [plain[0].bias.grad, plain[2].weight.grad, plain[2].bias.grad]
+            for parameter, other, other_grad in zip(others, mine, grads, strict=True):
+                parameter.sub_(0.1 * parameter.grad)
+                parameter.grad = None
+                other.sub_(0.1 * other_grad)
+
+
+def _local(tensor: Any) -> Tensor:
+    held = local(tensor)
+    return held.held if isinstance(held, Gathered) else held
+
+
+def _plain(tensor: Any) -> Tensor:
+    """All rows of a sharded gradient."""
+    mine = _local(tensor).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(parts, mine)
+    return torch.cat(parts)
+
+
+@ranks(2)
+def test_the_hooks_run_once_for_each_gather(world: World) -> None:
+    CALLS.clear()
+    model = build(Bf16Gathered)
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    model(inputs()).sum().backward()
+    assert CALLS == ["pre", "post"] * 2, "in forward and in backward"
+
+
+@ranks(2)
+@BOTH
+def test_one_hook_without_the_other_is_refused(world: World, fsdp: Library) -> None:
+    class Half(Gathered):
+        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+            return (self.held,), None
+
+    with pytest.raises(AssertionError, match="fsdp_post_all_gather"):
+        fsdp.fully_shard(build(Half))
+
+
+@ranks(2)
+def test_a_subclass_of_uneven_rows_must_send_padded_rows(world: World) -> None:
+    model = seeded(lambda: nn.Linear(6, 5))
+    model.weight = nn.Parameter(Bf16Gathered(model.weight.detach()))
+    fullshard.fully_shard(model)
+    with pytest.raises(AssertionError, match="padded"):
+        model(inputs())
+
+
+@ranks(2)
+def test_a_subclass_stays_trainable_by_an_optimizer(world: World) -> None:
+    model = build(Bf16Gathered)
+    fullshard.fully_shard(model)
+    before = local(model[0].weight).held.clone()
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1, foreach=False)
+    model(inputs()).sum().backward()
+    model.reshard()
+    grad = _local(model[0].weight.grad)
+    optimizer.step()
+    assert_close(local(model[0].weight).held, before - 0.1 * grad, "weight")
+
+
+@ranks(2)
+def test_summoned_parameters_of_a_subclass_are_its_plain_values(world: World) -> None:
+    model, reference = build(Bf16Gathered), build(None)
+    fullshard.fully_shard(model)
+    with fullshard.summon_full_params(model, writeback=False):
+        assert torch.equal(model[0].weight.detach() * 1, reference[0].weight)
+    assert whole(model[2].weight).shape == (5, 8)

@@ -1,0 +1,276 @@
+"""Meshes: which are taken, what parameters look like on them, and worlds of up to 1024 ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fullshard
+from fullshard.buffer.plan import ALIGNMENT
+from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
+from tests.harness import World, fake_world, ranks
+from tests.harness.compare import each_block, whole
+from tests.harness.models import MLP, Transformer, seeded
+
+
+@pytest.mark.parametrize("size", [8, 64, 100, 1024])
+@pytest.mark.parametrize("rank", [0, 3, 7])
+def test_shapes_padding_and_bytes_of_shards(size: int, rank: int) -> None:
+    with fake_world(size, rank):
+        model = nn.Linear(130, 515)
+        model.scale = nn.Parameter(torch.ones(7))
+        fullshard.fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        (group,) = groups_of(model)
+        used = 0
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            rows = math.ceil(parameter.shape[0] / size)
+            mine = max(0, min(rows, parameter.shape[0] - rank * rows))
+            assert local(parameter).shape == (mine, *parameter.shape[1:])
+            used += rows * parameter.shape[1:].numel() * 4
+        assert used <= group.sharded_bytes <= used + 3 * (ALIGNMENT - 1) * 4 + 63
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+@pytest.mark.parametrize("limit", [0, 1])
+def test_a_step_has_a_gather_and_a_reduction_for_each_group(size: int, limit: int) -> None:
+    with fake_world(size, 1):
+        model = seeded(lambda: Transformer(layers=3))
+        each_block(reshard_after_forward=True, mesh=init_device_mesh("cpu", (size,)))(fullshard, model)
+        model.set_prefetch_limit(limit)
+        model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        with CommDebugMode() as counter:
+            model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        counts: dict[str, int] = {}
+        for name, count in counter.get_comm_counts().items():
+            kind = "gather" if "gather" in str(name) else "scatter" if "scatter" in str(name) else str(name)
+            counts[kind] = counts.get(kind, 0) + count
+        groups = len(groups_of(model))
+        assert set(counts) == {"gather", "scatter"}
+        assert counts["scatter"] == groups
+        assert groups <= counts["gather"] <= 2 * groups
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (128, 8)])
+def test_a_hybrid_step_has_an_all_reduce_for_each_group_too(shape: tuple[int, int]) -> None:
+    with fake_world(math.prod(shape)):
+        model = seeded(lambda: Transformer(layers=3))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        each_block(mesh=mesh)(fullshard, model)
+        assert all(parameter.placements == (Replicate(), Shard(0)) for parameter in model.parameters())
+        model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        with CommDebugMode() as counter:
+            model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+        counts = {str(name): count for name, count in counter.get_comm_counts().items()}
+        assert sum(count for name, count in counts.items() if "all_reduce" in name or "allreduce" in name) == 4
+
+
+@pytest.mark.parametrize("size", [8, 1024])
+def test_a_parameter_of_fewer_rows_than_ranks(size: int) -> None:
+    with fake_world(size, size - 1):
+        model = nn.Linear(6, 5)
+        fullshard.fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        assert local(model.weight).shape == (0, 6)
+        model(inputs()).sum().backward()
+        model.reshard()
+        assert model.weight.grad is not None
+        assert local(model.weight.grad).shape == (0, 6)
+
+
+@pytest.mark.parametrize("choice", [2, 4, 64, 512])
+def test_resting_on_any_divisor(choice: int) -> None:
+    with fake_world(1024, 5):
+        model = nn.Linear(6, 1024)
+        fullshard.fully_shard(model, mesh=init_device_mesh("cpu", (1024,)), reshard_after_forward=choice)
+        model(inputs())
+        assert model.weight.device_mesh.shape == (1024 // choice, choice)
+        assert local(model.weight).shape == (1024 // choice, 6)
+
+
+@pytest.mark.parametrize("choice", [0, -1, 3, 5, 16])
+def test_reshard_after_forward_is_a_divisor(choice: int) -> None:
+    with fake_world(8), pytest.raises(ValueError, match="factor"):
+        fullshard.fully_shard(nn.Linear(6, 5), reshard_after_forward=choice)
+
+
+@pytest.mark.parametrize(("choice", "sharded"), [(1, False), (8, True)])
+def test_the_trivial_divisors_are_false_and_true(choice: int, sharded: bool) -> None:
+    with fake_world(8):
+        model = nn.Linear(6, 5)
+        fullshard.fully_shard(model, reshard_after_forward=choice)
+        model(inputs())
+        assert isinstance(model.weight, DTensor) is sharded
+
+
+@pytest.mark.parametrize("choice", ["2", 2.0, [2]])
+def test_reshard_after_forward_is_a_bool_or_an_int(choice: Any) -> None:
+    with fake_world(8), pytest.raises(ValueError, match="reshard_after_forward"):
+        fullshard.fully_shard(nn.Linear(6, 5), reshard_after_forward=choice)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 2, 4)])
+@pytest.mark.parametrize("library", ["fullshard", "torch"])
+def test_meshes_of_other_than_one_or_two_dims_are_refused(shape: tuple[int, ...], library: str) -> None:
+    with fake_world(8), pytest.raises(ValueError, match="1D or 2D"):
+        Library(library).fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", shape))
+
+
+@pytest.mark.parametrize("library", ["fullshard", "torch"])
+def test_a_two_dimensional_mesh_without_names_is_refused(library: str) -> None:
+    with fake_world(8), pytest.raises(AssertionError, match="mesh_dim_names"):
+        Library(library).fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", (2, 4)))
+
+
+@ranks(2)
+@BOTH
+def test_no_mesh_is_all_ranks(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    assert model.scale.device_mesh.shape == (world.size,)
+
+
+def replicated(mesh: DeviceMesh) -> MLP:
+    """An MLP whose parameters are DTensors, whole on every rank."""
+    model = seeded(MLP)
+    distribute_module(model, mesh)
+    return model
+
+
+@ranks(2)
+def test_a_mesh_that_only_replicates_is_data_parallel(world: World) -> None:
+    mesh = world.mesh(2, names=("replicate",))
+    model = replicated(mesh)
+    dims = fullshard.DataParallelMeshDims(replicate="replicate")
+    each_block(mesh=mesh, dp_mesh_dims=dims)(fullshard, model)
+    for parameter, expected in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
+        assert parameter.placements == (Replicate(),)
+        assert torch.equal(local(parameter), expected)
+    parameters = list(model.parameters())
+    reference = seeded(MLP)
+    for seed in range(2):
+        model(_on(mesh, inputs(2 * seed + world.rank))).to_local().sum().backward()
+        for rank in range(2):
+            (reference(inputs(2 * seed + rank)).sum() / 2).backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(local(parameter.grad), expected.grad, "gradient")
+
+
+def _on(mesh: DeviceMesh, batch: torch.Tensor) -> Any:
+    return DTensor.from_local(batch, mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_named_dims_of_a_full_mesh(world: World, reshard: bool | int) -> None:
+    names = ("a", "b")
+    mesh = world.mesh(2, 2, names=names)
+    model, reference = replicated(mesh), seeded(MLP)
+    dims = fullshard.DataParallelMeshDims(shard=names)
+    each_block(mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)(fullshard, model)
+    assert local(model.blocks[0][0].weight).shape[0] == (2 if world.rank < 3 else 1)
+    parameters = list(model.parameters())
+    for seed in range(2):
+        model(_on(mesh, inputs(4 * seed + world.rank))).to_local().sum().backward()
+        for rank in range(4):
+            (reference(inputs(4 * seed + rank)).sum() / 4).backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_named_dims_beside_tensor_parallel(world: World, reshard: bool) -> None:
+    mesh = world.mesh(2, 2, names=("data", "tensor"))
+
+    def build() -> Any:
+        return seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
+
+    model, reference = build(), build()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fullshard.fully_shard(model, mesh=mesh["data"], reshard_after_forward=reshard)
+    parameters = list(model.parameters())
+    assert {parameter.device_mesh.ndim for parameter in parameters} == {2}
+    rank = world.rank // 2
+    for _ in range(2):
+        model(inputs(rank)).sum().backward()
+        for other in range(2):
+            (reference(inputs(other)).sum() / 2).backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [True, False, 1])
+def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> None:
+    mesh = world.mesh(2, 2, names=("data", "tensor"))
+    model, reference = seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(6, 8))
+    for name, parameter in list(model.named_parameters()):
+        value = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)]))
+        model.register_parameter(name, value)
+    dims = fullshard.DataParallelMeshDims(shard="data")
+    fullshard.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard)
+    parameters = list(model.parameters())
+    assert local(model.weight).shape == (2, 6)
+    rank = world.rank // 2
+    x = DTensor.from_local(inputs(rank), mesh, [Shard(0), Replicate()], run_check=False)
+    model(x).to_local().sum().backward()
+    for other in range(2):
+        (reference(inputs(other)).sum() / 2).backward()
+    for parameter, expected in zip(parameters, reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
+@ranks(2)
+def test_plain_tensors_on_a_full_mesh_are_refused(world: World) -> None:
+    mesh = world.mesh(2, names=("data",))
+    with pytest.raises(ValueError, match="weight"):
+        fullshard.fully_shard(nn.Linear(6, 5), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="data"))
+
+
+@ranks(2)
+def test_a_dim_that_the_mesh_does_not_have_is_refused(world: World) -> None:
+    mesh = world.mesh(2, names=("data",))
+    with pytest.raises(ValueError, match="other"):
+        fullshard.fully_shard(replicated(mesh), mesh=mesh, dp_mesh_dims=fullshard.DataParallelMeshDims(shard="other"))
+
+
+@ranks(4)
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_experts_on_a_mesh_of_their_own(world: World, hybrid: bool) -> None:
+    full = world.mesh(2, 2, names=("copies", "experts"))
+    mesh = full if hybrid else full["experts"]
+
+    def place(parameter: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(Shard(0), mesh) if parameter.ndim == 2 else None
+
+    model, reference = seeded(MLP), seeded(MLP)
+    each_block(mesh=world.mesh(), shard_placement_fn=place)(fullshard, model)
+    assert model.blocks[0][0].weight.device_mesh == mesh
+    assert model.blocks[0][0].bias.device_mesh.shape == (4,)
+    assert len(groups_of(model.blocks[0])) == 2
+    if hybrid:  # the replicas see all data; beside them a 1-D mesh takes the mean over its own ranks only
+        pair = Twins(world, model, reference)
+        pair.step()
+        pair.step()
+        return
+    weight = model.blocks[0][0].weight
+    model(inputs(world.rank)).sum().backward()
+    first = world.rank // 2 * 2
+    for rank in (first, first + 1):
+        (reference(inputs(rank)).sum() / 2).backward()
+    assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
+
+
+@ranks(4)
+def test_two_sub_meshes_train_apart(world: World) -> None:
+    mesh = world.mesh(2, 2, names=("models", "shard"))["shard"]
+    pair = twins(World(world.rank % 2, 2), mesh=mesh)
+    for _ in range(2):
+        pair.step()

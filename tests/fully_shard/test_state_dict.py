@@ -1,0 +1,239 @@
+"""State dicts: keys, what they hold, and checkpoints that outlive the number of ranks that wrote them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fullshard
+from tests.fully_shard.cases import BOTH, Library, are_sharded, assert_close, groups_of, inputs, local, shard_mlp
+from tests.harness import World, ranks
+from tests.harness.compare import adamw, each_block, sgd, whole
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded
+
+
+def tied_transformer() -> Transformer:
+    """A model with one weight under two names."""
+    return Transformer(tied=True)
+
+
+@ranks(2)
+@BOTH
+def test_keys_are_those_of_the_plain_module(world: World, fsdp: Library) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    state = model.state_dict()
+    assert list(state) == list(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        assert isinstance(state[name], DTensor)
+        assert torch.equal(whole(state[name]), value)
+
+
+@ranks(2)
+@BOTH
+def test_a_state_dict_of_an_unsharded_module_is_sharded(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp, reshard_after_forward=False)
+    model(inputs())
+    assert not are_sharded(model)
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert are_sharded(model), "its hook resharded"
+
+
+@ranks(2)
+@BOTH
+def test_loading_into_an_unsharded_module(world: World, fsdp: Library) -> None:
+    model, other = shard_mlp(fsdp, reshard_after_forward=False), seeded(MLP, seed=1)
+    source = seeded(MLP, seed=1)
+    each_block()(fsdp, source)
+    model(inputs())
+    model.load_state_dict(source.state_dict())
+    assert_close(model(inputs()), other(inputs()), "output")
+
+
+@ranks(2)
+def test_state_dicts_hold_no_view_of_more_than_a_group(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    full = {group.full.storage_id for group in groups_of(model)}
+    for value in model.state_dict().values():
+        held = local(value).untyped_storage()
+        assert held._cdata not in full
+        assert held.nbytes() <= max(group.sharded_bytes for group in groups_of(model))
+
+
+@ranks(2)
+def test_a_state_dict_saved_by_torch_save_is_compact(world: World, tmp_path: Path) -> None:
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    fullshard.fully_shard(model)
+    file = tmp_path / f"{world.rank}.pt"
+    torch.save(local(model.state_dict()["3.weight"]), file)
+    assert file.stat().st_size < 4 * 64 * 64 * 4, "one weight, and not all that lies beside it"
+
+
+@ranks(2)
+@pytest.mark.parametrize("build", [OddParameters, MixedDtypes, tied_transformer])
+def test_state_dicts_of_odd_models_go_there_and_back(world: World, build: Any) -> None:
+    model, other = seeded(build), seeded(build, seed=1)
+    for each in (model, other):
+        each_block()(fullshard, each)
+    other.load_state_dict(model.state_dict())
+    reference = seeded(build)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    for name, value in reference.state_dict().items():
+        assert torch.equal(whole(other.state_dict()[name]), value), name
+
+
+@ranks(2)
+def test_a_missing_key_is_said(world: World) -> None:
+    model = shard_mlp()
+    state = model.state_dict()
+    del state["scale"]
+    with pytest.raises(RuntimeError, match="scale"):
+        model.load_state_dict(state)
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("cpu_offload", [True, False])
+def test_full_model_state_dicts(world: World, fsdp: Library, cpu_offload: bool) -> None:
+    model, reference = shard_mlp(fsdp), seeded(MLP)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    state = get_model_state_dict(model, options=options)
+    if cpu_offload and world.rank > 0:
+        assert state == {}
+    else:
+        assert list(state) == list(reference.state_dict())
+        assert all(torch.equal(state[name], value) for name, value in reference.state_dict().items())
+    other = seeded(MLP, seed=1)
+    each_block()(fsdp, other)
+    set_model_state_dict(
+        other,
+        reference.state_dict() if world.rank == 0 else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    assert_close(other(inputs()), reference(inputs()), "output")
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize("optimizer_of", [sgd, adamw])
+def test_optimizer_state_dicts(world: World, fsdp: Library, full: bool, optimizer_of: Any) -> None:
+    model, other = shard_mlp(fsdp), seeded(MLP, seed=1)
+    each_block()(fsdp, other)
+    optimizers = [optimizer_of(each.parameters()) for each in (model, other)]
+    _step(model, optimizers[0])
+    options = StateDictOptions(full_state_dict=full)
+    states = get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizers[0], options=options)
+    set_model_state_dict(other, states[0], options=options)
+    # a copy, because an optimizer keeps the tensors that it is given
+    set_optimizer_state_dict(other, optimizers[1], copy.deepcopy(states[1]), options=options)
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        _step(each, optimizer)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(one), local(two))
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(inputs()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.reshard()
+
+
+@ranks(3)
+def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, tmp_path: Path) -> None:
+    steps = {"whole": seeded(MLP)}
+    optimizer = adamw(steps["whole"].parameters())
+    _train_whole(steps["whole"], optimizer)
+    for number, count in enumerate((2, 3, 1, 2)):
+        group = dist.new_group(list(range(count)))
+        if world.rank < count:
+            mesh = DeviceMesh.from_group(group, "cpu")
+            model = seeded(MLP, seed=number)
+            each_block(mesh=mesh)(fullshard, model)
+            sharded = adamw(model.parameters())
+            if number == 0:
+                set_model_state_dict(
+                    model, seeded(MLP).state_dict(), options=StateDictOptions(full_state_dict=True)
+                )
+            else:
+                state = _state(model, sharded)
+                dcp.load(state, checkpoint_id=tmp_path / str(number - 1), process_group=group)
+                set_model_state_dict(model, state["model"])
+                set_optimizer_state_dict(model, sharded, state["optimizer"])
+                _train_whole(steps["whole"], optimizer)
+            _step(model, sharded)
+            for one, two in zip(model.parameters(), steps["whole"].parameters(), strict=True):
+                assert_close(whole(one), two, f"parameter with {count} ranks")
+            dcp.save(_state(model, sharded), checkpoint_id=tmp_path / str(number), process_group=group)
+        elif number > 0:
+            _train_whole(steps["whole"], optimizer)
+        dist.barrier()
+
+
+def _train_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(inputs()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+@ranks(2)
+def test_a_checkpoint_of_torch_is_loaded_and_the_other_way_round(world: World, tmp_path: Path) -> None:
+    torch_model, ours, back = (seeded(MLP, seed=seed) for seed in range(3))
+    each_block()(Library("torch"), torch_model)
+    for model in (ours,):
+        each_block()(fullshard, model)
+    each_block()(Library("torch"), back)
+    dcp.save({"model": torch_model.state_dict()}, checkpoint_id=tmp_path / "torch")
+    state = {"model": ours.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "torch")
+    ours.load_state_dict(state["model"])
+    dcp.save({"model": ours.state_dict()}, checkpoint_id=tmp_path / "ours")
+    state = {"model": back.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    back.load_state_dict(state["model"])
+    reference = seeded(MLP)
+    for model in (ours, back):
+        assert_close(model(inputs()), reference(inputs()), "output")
+
+
+@ranks(4)
+def test_a_hybrid_checkpoint_is_loaded_by_a_plain_mesh(world: World, tmp_path: Path) -> None:
+    hybrid, plain = seeded(MLP), seeded(MLP, seed=1)
+    each_block(mesh=world.mesh(2, 2, names=("replicate", "shard")))(fullshard, hybrid)
+    each_block()(fullshard, plain)
+    dcp.save(hybrid.state_dict(), checkpoint_id=tmp_path)
+    state = plain.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path)
+    plain.load_state_dict(state)
+    assert_close(plain(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+def test_user_hooks_on_state_dicts_still_run(world: World) -> None:
+    model = shard_mlp()
+    calls: list[str] = []
+    model.blocks[0][0].register_state_dict_post_hook(lambda *_: calls.append("save"))
+    model.blocks[0][0].register_load_state_dict_post_hook(lambda *_: calls.append("load"))
+    model.load_state_dict(model.state_dict())
+    assert calls == ["save", "load"]
