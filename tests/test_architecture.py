@@ -24,8 +24,6 @@ LAYERS = (
 )
 
 
-
-
 def name_of(file: Path) -> str:
     parts = file.relative_to(SOURCE).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -18,6 +18,7 @@ from typing_extensions import deprecated
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.native import process_group_memory, symmetric_memory
+from fullshard.comm.staging import SHARED
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers
@@ -272,8 +273,11 @@ class FSDPModule:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def free_buffers(self) -> int:
-        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes."""
-        return _schedule(self).pools.drop()
+        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
+
+        What transports keep for messages goes too; all models of the process share that.
+        """
+        return _schedule(self).pools.drop() + SHARED.drop()
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 

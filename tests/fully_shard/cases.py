@@ -27,7 +27,6 @@ from tests.harness.compare import LIBRARIES, TOLERANCE, deviation, each_block, w
 from tests.harness.models import MLP, seeded
 
 
-
 @dataclass(frozen=True)
 class Library:
     """fullshard or torch's FSDP, by name, so that it can be sent to the ranks."""

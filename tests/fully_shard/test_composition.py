@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fullshard
 from fullshard.wrap import ModuleWrapPolicy
-from tests.fully_shard.cases import BOTH, Library, Recorder, Twins, are_sharded, assert_close, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import (
+    BOTH,
+    Library,
+    Recorder,
+    Twins,
+    are_sharded,
+    assert_close,
+    groups_of,
+    inputs,
+    shard_mlp,
+    twins,
+)
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd, whole
 from tests.harness.models import MLP, Block, Transformer, seeded
@@ -173,7 +184,9 @@ def test_the_blocks_of_a_model_are_found(world: World) -> None:
 @ranks(2)
 def test_the_options_of_found_blocks_are_those_of_the_call(world: World) -> None:
     model = seeded(Transformer)
-    fullshard.fully_shard_blocks(model, reshard_after_forward=False, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16))
+    fullshard.fully_shard_blocks(
+        model, reshard_after_forward=False, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16)
+    )
     for group in groups_of(model):
         assert group.options.reshard_after_forward is False
         assert group.options.mp_policy.param_dtype is torch.bfloat16
@@ -221,12 +234,11 @@ def test_policies_of_torch_are_taken(world: World) -> None:
     import torch.distributed.fsdp as torch_fsdp
 
     model = seeded(lambda: nn.Linear(6, 5))
-    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    fullshard.fully_shard(
-        model, mp_policy=policy, offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False), reshard_after_forward=True
-    )
     seen: list[Any] = []
     model.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+    precision = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    offload = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
+    fullshard.fully_shard(model, mp_policy=precision, offload_policy=offload)
     assert model(inputs()).dtype is torch.float32
     assert seen == [torch.bfloat16]
 

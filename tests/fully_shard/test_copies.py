@@ -14,7 +14,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
-from tests.fully_shard.cases import Recorder, Twins, are_sharded, assert_close, groups_of, inputs, local, shard_mlp, twins
+from tests.fully_shard.cases import (
+    Recorder,
+    Twins,
+    are_sharded,
+    assert_close,
+    groups_of,
+    inputs,
+    local,
+    shard_mlp,
+    twins,
+)
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd, whole
 from tests.harness.models import MLP, Transformer, seeded
@@ -157,7 +167,8 @@ def test_a_copy_with_prefetch_lists_and_lists_of_modules(world: World) -> None:
 def test_a_moving_average_of_a_sharded_model(world: World, use_buffers: bool) -> None:
     model, reference = shard_mlp(), seeded(MLP)
     averages = [
-        AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.75), use_buffers=use_buffers) for each in (model, reference)
+        AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.75), use_buffers=use_buffers)
+        for each in (model, reference)
     ]
     optimizers = [sgd(each.parameters()) for each in (model, reference)]
     for _ in range(3):

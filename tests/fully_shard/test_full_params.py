@@ -31,7 +31,10 @@ def test_every_combination_shows_what_it_says_or_is_refused(world: World, switch
     model(inputs()).sum().backward()
     reference(inputs()).sum().backward()
     if is_refused(switches):
-        with pytest.raises(ValueError, match="rank0_only|offload_to_cpu"), fullshard.summon_full_params(model, **switches):
+        with (
+            pytest.raises(ValueError, match=r"rank0_only|offload_to_cpu"),
+            fullshard.summon_full_params(model, **switches),
+        ):
             pass
         return
     shown_here = not switches["rank0_only"] or world.rank == 0
@@ -157,9 +160,14 @@ def test_it_is_refused_inside_forward_and_backward(world: World) -> None:
 @ranks(2)
 def test_after_an_error_inside_the_sharded_parameters_are_back_unchanged(world: World) -> None:
     model, reference = shard_mlp(), seeded(MLP)
-    with pytest.raises(KeyError), fullshard.summon_full_params(model), torch.no_grad():
-        model.scale.mul_(2)
-        raise KeyError
+
+    def fail_inside() -> None:
+        with fullshard.summon_full_params(model), torch.no_grad():
+            model.scale.mul_(2)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
     assert are_sharded(model)
     assert torch.equal(whole(model.scale), reference.scale)
 

@@ -48,8 +48,6 @@ class Meter:
         self.most_gradients = max(self.most_gradients, self.gradients.slots_in_use)
 
 
-
-
 def sharded_bytes(model: nn.Module) -> int:
     """What this rank's parts of the parameters take, counted once for each storage."""
     storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
@@ -86,9 +84,7 @@ def test_forward_has_one_group_and_those_ahead(world: World, ahead: int) -> None
 @ranks(2)
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("buffers", [1, 2])
-def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(
-    world: World, ahead: int, buffers: int
-) -> None:
+def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(world: World, ahead: int, buffers: int) -> None:
     model = seeded(blocks)
     each_block(reshard_after_forward=True)(fullshard, model)
     model.set_prefetch_limit(ahead)
@@ -160,7 +156,12 @@ def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
     left = [weakref.ref(group) for group in groups_of(model)]
     left += [weakref.ref(parameter) for parameter in model.parameters()]
     left += [weakref.ref(module) for module in model.modules()]
-    left += [weakref.ref(param.unsharded) for group in groups_of(model) for param in group.params if param.unsharded is not None]
+    left += [
+        weakref.ref(param.unsharded)
+        for group in groups_of(model)
+        for param in group.params
+        if param.unsharded is not None
+    ]
     del model
     gc.collect()
     assert [ref() for ref in left if ref() is not None] == []

@@ -287,8 +287,16 @@ def test_buffers_on_meta_are_named_at_first_use(world: World) -> None:
     fullshard.fully_shard(model)
     for parameter in (model.weight, model.bias):
         values = torch.zeros_like(local(parameter), device="cpu")
-        replacement = nn.Parameter(DTensor.from_local(values, parameter.device_mesh, (Shard(0),), shape=parameter.shape,
-                                                      stride=parameter.stride(), run_check=False))
+        replacement = nn.Parameter(
+            DTensor.from_local(
+                values,
+                parameter.device_mesh,
+                (Shard(0),),
+                shape=parameter.shape,
+                stride=parameter.stride(),
+                run_check=False,
+            )
+        )
         setattr(model, "weight" if parameter is model.weight else "bias", replacement)
     with pytest.raises(RuntimeError, match="temperature"):
         model(inputs())
@@ -300,9 +308,13 @@ def test_a_non_persistent_buffer_left_uninitialized_is_named(world: World) -> No
     with torch.device("meta"):
         model.register_buffer("table", torch.ones(5), persistent=False)
     each_block()(fullshard, model)
-    with pytest.warns(UserWarning, match="table"):
+
+    def materialize_and_use() -> None:
         model.to_empty(device="cpu")
-        state = {name: torch.zeros(p.shape) for name, p in MLP().named_parameters()}
-        for parameter, value in zip(model.parameters(), state.values(), strict=True):
-            local(parameter).data.copy_(_chunk(value, world))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
         model(inputs())
+
+    with pytest.warns(UserWarning, match="table"):
+        materialize_and_use()

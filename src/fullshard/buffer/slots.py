@@ -58,9 +58,9 @@ class SlotPool:
 
     def take(self, buffer: SlotBuffer, nbytes: int) -> Slot:
         """A slot of at least ``nbytes`` for ``buffer``, free of its last holder."""
-        slot = self._pick(nbytes)
+        slot = self._pick(nbytes, max(2 * nbytes, self.ordinary) if buffer.takes_turns else nbytes)
         if slot is None:
-            size = self.ordinary if nbytes <= self.ordinary else nbytes
+            size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
             with torch.inference_mode(False):
                 slot = Slot(self._allocate(size, self.device))
         elif slot.holder is not None:
@@ -80,8 +80,8 @@ class SlotPool:
         self._free.append(slot)
         self._in_use -= 1
 
-    def _pick(self, nbytes: int) -> Slot | None:
-        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= max(2 * nbytes, self.ordinary)]
+    def _pick(self, nbytes: int, largest: int) -> Slot | None:
+        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= largest]
         if not fitting:
             return None
         slot = next((slot for slot in fitting if slot.holder is None), fitting[0])
@@ -118,6 +118,8 @@ class SlotBuffer:
     def __init__(self, pool: SlotPool, nbytes: int) -> None:
         self._pool = pool
         self.nbytes = nbytes
+        #: Whether slots of the ordinary size fit; a buffer that stays in use across others has one of its own size.
+        self.takes_turns = True
         self._slot: Slot | None = None
         self._in_use = False
         with torch.inference_mode(False):

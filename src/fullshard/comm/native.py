@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.policies import AllGather, ReduceScatter
-from fullshard.torch_private import process_group_allocator, symmetric_memory_pool, symmetric_rendezvous
+from fullshard.torch_private import (
+    all_gather_single,
+    process_group_allocator,
+    reduce_scatter_single,
+    symmetric_memory_pool,
+    symmetric_rendezvous,
+)
 
 
 def process_group_memory(group: dist.ProcessGroup | None) -> CollectiveTransport:
@@ -89,7 +95,7 @@ class _GatherIn(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._memory.ready(output_tensor)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _ReduceIn(ReduceScatter):
@@ -109,4 +115,4 @@ class _ReduceIn(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         self._memory.ready(input_tensor, output_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -9,6 +9,7 @@ the buffer stays with the group and gradients are added up in it.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,21 +94,21 @@ class Gradients:
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 return
             leaf.requires_grad_(True)  # hooks are kept when a parameter is frozen and thawed again
-            leaf.register_post_accumulate_grad_hook(partial(self._receive, index))
+            leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
             leaf.requires_grad_(False)
             return
-        leaf.register_post_accumulate_grad_hook(partial(self._receive, index))
+        leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
         return bool(self._arrived) or bool(self._partial and self._group.options.all_reduce_gradients)
 
-    def _receive(self, index: int, leaf: torch.Tensor) -> None:
+    def receive(self, index: int, leaf: torch.Tensor) -> None:
         """Runs once for each parameter and backward; autograd has grad mode off, unless it is to be differentiated."""
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._receive(index, leaf)
+                self.receive(index, leaf)
             return
         grad = leaf.grad
         if grad is None:
@@ -115,6 +116,7 @@ class Gradients:
         leaf.grad = None
         group = self._group
         param = group.params[index]
+        group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not group.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
                 f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
@@ -171,7 +173,8 @@ class Gradients:
         )
         pool = group.memory.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
-        if group.options.reshard_after_forward:
+        self._buffer.takes_turns = group.options.reshard_after_forward
+        if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
         self._views = {}
 
@@ -213,6 +216,13 @@ class Gradients:
         self._partial.clear()
         if self._buffer is not None:
             self._buffer.give_back(mark_now(self._group.device))
+
+
+def _receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
+    """The hook on a leaf. It must not keep alive what the leaf belongs to: autograd hides such a cycle from Python."""
+    alive = gradients()
+    if alive is not None:
+        alive.receive(index, leaf)
 
 
 class _Reducing:

@@ -53,9 +53,9 @@ class State(Enum):
 
 _LEGAL = {
     State.SHARDED: {State.GATHERING, State.UNSHARDED},
-    State.GATHERING: {State.UNSHARDED, State.SHARDED},
+    State.GATHERING: {State.UNSHARDED},
     State.UNSHARDED: {State.SHARDED, State.RESTING},
-    State.RESTING: {State.GATHERING, State.UNSHARDED, State.SHARDED},
+    State.RESTING: {State.GATHERING, State.SHARDED},
 }
 
 
@@ -64,6 +64,8 @@ class Clock:
     """What a tree of modules agrees on: values gathered in an earlier epoch may have been written since."""
 
     epoch: int = 0
+    #: Is called when a backward reaches any of its groups.
+    begin_backward: Callable[[], None] = lambda: None
     #: The optimizer's writes, for gathers that start before the current lane would have come to them.
     written: Mark = PASSED
 
@@ -397,15 +399,15 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group of the copied parameters, in memory of its own."""
         assert self.state is State.SHARDED, f"{self} must be sharded to be copied"
+        twin = memo[id(self)] = Group.__new__(Group)  # first: modules tied to this group lead back to it
         params = [param.copy(memo) for param in self.params]
         modules = [copy.deepcopy(module, memo) for module in self.modules]
         options = dataclasses.replace(self.options)
         self._copies += 1  # every rank copies alike, so that the copies' tags agree without communication
         tag = self.tag + self._copies * _TAGS_APART
-        twin = Group(params, modules, self.data, self.device, options, self.transport, tag)
+        twin.__init__(params, modules, self.data, self.device, options, self.transport, tag)  # type: ignore[misc]
         twin.reduce_transport, twin.reduce_process_group = self.reduce_transport, self.reduce_process_group
         twin.name = self.name
-        memo[id(self)] = twin
         return twin
 
     def reset(self) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.group.registry import optimizer_steps
 from fullshard.torch_private import foreach_copy, local_of, storage_id
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ class Memory:
         #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
         self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
         self.has_meta = any(tensor.is_meta for tensor in held)
+        self.steps = 0  # of optimizers
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -107,7 +107,7 @@ class Memory:
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
         written = sum([param.sharded._version for param in self._group.params])
-        return written + sum([view._version for view in self.views]) + optimizer_steps()
+        return written + sum([view._version for view in self.views]) + self.steps
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 _owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
 _sharded: dict[int, tuple[weakref.ref[Group], int]] = {}
-_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Group]]]] = (
+    weakref.WeakKeyDictionary()
+)
 _watching = False
-_steps = 0
 
 
 def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
@@ -65,23 +66,24 @@ def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
     return None if group is None else (group, found[2])
 
 
-def optimizer_steps() -> int:
-    """How often any optimizer has stepped: steps of foreach optimizers on DTensors leave no other trace."""
-    return _steps
-
-
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    global _steps
-    _steps += 1
+    """Steps of foreach optimizers on DTensors leave no trace in any version."""
+    for reference in _stepped[optimizer][1]:
+        group = reference()
+        if group is not None:
+            group.memory.steps += 1
 
 
 def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     count = sum([len(options["params"]) for options in optimizer.param_groups])
-    if _checked.get(optimizer) == count:
+    if optimizer in _stepped and _stepped[optimizer][0] == count:
         return
+    groups: dict[int, Group] = {}
     for options in optimizer.param_groups:
         for param in options["params"]:
             owner = owner_of(param)
+            if owner is not None:
+                groups[id(owner[0])] = owner[0]
             if owner is not None and param is not owner[0].params[owner[1]].sharded:
                 group, index = owner
                 unsharded = param is group.params[index].unsharded
@@ -91,4 +93,4 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                     f"not the one that is trained. Build the optimizer after sharding, from model.parameters(), and "
                     f"call model.reshard() first if a forward was run before"
                 )
-    _checked[optimizer] = count
+    _stepped[optimizer] = (count, [weakref.ref(group) for group in groups.values()])

@@ -8,6 +8,7 @@ the units which module is running.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -21,10 +22,13 @@ from fullshard.group.memory import Pools
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
-from fullshard.torch_private import call_after_backward, in_backward
+from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
 
 if TYPE_CHECKING:
     from fullshard.schedule.unit import Unit
+
+
+_NO_RANGE = nullcontext()
 
 
 class Schedule:
@@ -37,7 +41,7 @@ class Schedule:
         self.lanes = Lanes(device)
         self.flight = Flight()
         self.pools = Pools(device)
-        self.clock = Clock()
+        self.clock = Clock(begin_backward=self.begin_backward)
         self.order = Order()
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
@@ -47,6 +51,7 @@ class Schedule:
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
         self._in_backward = False
+        self.backwards = 0
         self._step = 0
 
     # -- construction ------------------------------------------------------------------------------------------------
@@ -72,7 +77,8 @@ class Schedule:
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
         for group in self.groups():
-            if group.options.reshard_after_forward:
+            group.full.takes_turns = group.options.reshard_after_forward
+            if group.full.takes_turns:
                 pool = group.memory.parameter_pool
                 pool.ordinary = max(pool.ordinary, group.full.nbytes)
 
@@ -149,6 +155,7 @@ class Schedule:
         """A backward reached the tree: be called when it ends."""
         if not self._in_backward:
             self._in_backward = True
+            self.backwards += 1
             call_after_backward(self.end_backward)
 
     def prefetch_backward(self, unit: Unit) -> None:
@@ -195,7 +202,9 @@ class Schedule:
     def gather(self, group: Group) -> None:
         """Start to gather ``group``, unless its values are there."""
         before = group.state
-        if group.unshard():
+        with self._range("all_gather", group):
+            started = group.unshard()
+        if started:
             self.tell("gather", group)
         elif before is not group.state:
             self.tell("reuse", group)
@@ -221,8 +230,16 @@ class Schedule:
             self.tell("rest" if group.state is State.RESTING else "reshard", group)
 
     def reduce(self, group: Group) -> None:
-        if group.gradients.reduce():
+        with self._range("post_backward_reduce", group):
+            started = group.gradients.reduce()
+        if started:
             self.tell("reduce", group)
+
+    def _range(self, action: str, group: Group) -> AbstractContextManager[object]:
+        """A profiler's range, with the label that traces of torch's own FSDP have; nothing while none listens."""
+        if not profiler_listens():
+            return _NO_RANGE
+        return torch.profiler.record_function(f"FSDP::{action} ({group.name})")
 
     def tell(self, action: Action, group: Group) -> None:
         if self.observers:

@@ -43,12 +43,12 @@ class Phase(Enum):
 
 
 class Use:
-    """One forward call, which may have one backward."""
+    """One forward call; ``entered`` is the number of the backward that has begun on it and has not ended."""
 
     __slots__ = ("entered",)
 
     def __init__(self) -> None:
-        self.entered = False
+        self.entered = 0
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -254,13 +254,13 @@ class Unit:
 
     def pre_backward(self, use: Use, grad: torch.Tensor) -> None:
         """Runs when autograd has a gradient of an output."""
-        if use.entered:
-            return
-        use.entered = True
-        self._entered += 1
         schedule = self.schedule
         assert schedule is not None
         schedule.begin_backward()
+        if use.entered == schedule.backwards:
+            return
+        use.entered = schedule.backwards
+        self._entered += 1
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
@@ -275,16 +275,16 @@ class Unit:
         """Runs when autograd has the gradients of the inputs."""
         schedule = self.schedule
         assert schedule is not None
-        if use.entered:
+        schedule.begin_backward()
+        if use.entered == schedule.backwards:
             self._entered -= 1
-            use.entered = False
+            use.entered = 0
         elif not all(group.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
                 f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
-        schedule.begin_backward()
         if self._entered > 0:
             return  # another forward call of these modules is still in its backward
         self._finish_backward(schedule)
