@@ -175,4 +175,5 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
 
 def profiler_listens() -> bool:
     """Whether a profiler records: ranges cost several times what they measure when none does."""
-    return torch.autograd._profiler_enabled()
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled())
