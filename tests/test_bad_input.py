@@ -130,7 +130,7 @@ def test_a_lazy_module_that_never_ran(world: World) -> None:
 
 @ranks(2)
 def test_an_integer_parameter_may_be_sharded_and_never_trained(world: World) -> None:
-    model = nn.Linear(4, 4)
+    model: Any = nn.Linear(4, 4)
     model.register_parameter("codes", nn.Parameter(torch.arange(4), requires_grad=False))
     fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     seen: list[torch.Tensor] = []

@@ -5,7 +5,6 @@ A claim that holds for torch too is tested for both libraries, by the same body:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.buffer.slots import SlotPool
 from fullshard.group.group import Group
-from fullshard.group.memory import all_pools
 from fullshard.schedule.observer import Event
 from fullshard.schedule.unit import unit_of
 from tests.harness import World
@@ -139,17 +136,6 @@ def groups_of(module: nn.Module) -> list[Group]:
     return [group for unit in units for group in unit.groups]
 
 
-def pools() -> dict[str, SlotPool]:
-    """The pools of this process that hold memory for parameters."""
-    return {str(number): pool for number, pool in enumerate(all_pools())}
-
-
-def free_slots() -> None:
-    """Give what earlier tests left in the pools back, so that this one sees only its own."""
-    for pool in all_pools():
-        pool.drop()
-
-
 def local(tensor: Any) -> Tensor:
     """This rank's part of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -174,8 +160,3 @@ def environment(**values: str) -> Iterator[None]:
         for name, value in values.items():
             patch.setenv(name, value)
         yield
-
-
-def clone(model: nn.Module) -> nn.Module:
-    """A copy of a model that is not sharded yet."""
-    return copy.deepcopy(model)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.transport import Reduction
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
@@ -187,6 +189,24 @@ def test_forced_sums_are_scaled_apart(world: World, fsdp: Library) -> None:
     reference(inputs()).sum().backward()
     assert reduce.calls == 1
     assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
+
+
+@ranks(2)
+@pytest.mark.parametrize("forced", [True, False])
+def test_transports_are_told_of_forced_sums(world: World, forced: bool) -> None:
+    model = shard_mlp()
+    model.blocks[0].set_force_sum_reduction_for_comms(forced)
+    (group,) = groups_of(model.blocks[0])
+    seen: list[Reduction] = []
+
+    class Listening(CollectiveTransport):
+        def reduce_scatter(self, transfers: Any, process_group: Any, tag: int, reduction: Reduction) -> Any:
+            seen.append(reduction)
+            return super().reduce_scatter(transfers, process_group, tag, reduction)
+
+    group.use_transport(reduce=Listening())
+    model(inputs()).sum().backward()
+    assert seen == [Reduction(2.0, forced)]
 
 
 class Switch(nn.Module):

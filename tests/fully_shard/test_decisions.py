@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from tests.fully_shard.cases import Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
+from tests.fully_shard.cases import BOTH, Library, Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Branches, Transformer, seeded
@@ -282,6 +282,34 @@ def test_writes_to_unsharded_parameters_in_forward_are_thrown_away(world: World,
             model.reshard()
     assert_close(whole(model.weight), reference.weight, "weight")
     assert_close(whole(model.bias), reference.bias, "bias")
+
+
+class WritesOnce(nn.Linear):
+    """Writes to its weight after the first of two uses in one forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(6, 6)
+        self.how, self.uses = how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.uses += 1
+        if self.uses % 2 == 1 and self.how != "not":
+            with torch.no_grad():
+                (self.weight.data if self.how == "data" else self.weight).zero_()
+        return result
+
+
+@ranks(2)
+@BOTH
+@pytest.mark.parametrize("how", ["in place", "data"])
+def test_a_write_in_forward_is_thrown_away_before_the_next_use(world: World, fsdp: Library, how: str) -> None:
+    model, reference = seeded(lambda: WritesOnce(how)), seeded(lambda: WritesOnce("not"))
+    root = nn.Sequential(model, nn.Tanh(), model)
+    fsdp.fully_shard(model, reshard_after_forward=True)
+    fsdp.fully_shard(root)
+    with torch.no_grad():
+        assert_close(root(inputs()), reference(torch.tanh(reference(inputs()))), "output")
 
 
 @ranks(2)

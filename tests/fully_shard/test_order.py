@@ -56,36 +56,39 @@ def test_a_first_group_whose_inputs_have_no_gradient_is_reduced_too(world: World
 @ranks(2)
 def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
     model = shard_mlp()
-    recorder = Recorder(model, "gather", "unshard")
+    recorder = Recorder(model)
     with torch.no_grad():
         model(inputs())
-    assert recorder.take() == [f"{action} {group}" for group in ("root", *range(4)) for action in ("gather", "unshard")]
+    expected = ["gather root", "unshard root"]
+    for block in range(4):
+        expected += [f"gather {block}", f"unshard {block}", f"reshard {block}"]
+    assert recorder.take() == expected
 
 
 @ranks(2)
 def test_later_forwards_gather_one_group_ahead(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
-    recorder = Recorder(model, "gather", "reuse", "unshard")
+    recorder = Recorder(model)
     with torch.no_grad():
         model(inputs())
-    ahead = ["gather root", "unshard root", "gather 0"]
+    expected = ["gather root", "unshard root", "gather 0"]
     for block in range(3):
-        ahead += [f"unshard {block}", f"gather {block + 1}"]
-    assert recorder.take() == [*ahead, "unshard 3"]
+        expected += [f"unshard {block}", f"gather {block + 1}", f"reshard {block}"]
+    assert recorder.take() == [*expected, "unshard 3", "reshard 3"]
 
 
 @ranks(2)
 def test_backward_gathers_one_group_ahead(world: World) -> None:
     model = shard_mlp()
-    recorder = Recorder(model, "gather", "reuse", "unshard")
-    output = model(inputs())
+    recorder = Recorder(model, "gather", "reuse", "reduce", "reshard")
+    output = model(differentiable())
     recorder.take()
     output.sum().backward()
-    started = [event.split()[1] for event in recorder.take()]
-    order = [group for group in started if started.count(group)]
-    # each group is asked for before the one that runs before it in backward is left
-    assert order == ["3", "3", "2", "2", "1", "1", "0", "0"] or order.index("2") < 3
+    expected = ["reuse 3"]
+    for block in (3, 2, 1):
+        expected += [f"gather {block - 1}", f"reduce {block}", f"reshard {block}"]
+    assert recorder.take() == [*expected, "reduce 0", "reshard 0", "reduce root", "reshard root"]
 
 
 @ranks(2)
@@ -94,14 +97,15 @@ def test_as_many_groups_are_gathered_ahead_as_the_limit_says(world: World, limit
     model = shard_mlp()
     model.set_prefetch_limit(limit)
     model(inputs()).sum().backward()
-    recorder = Recorder(model, "gather", "unshard")
+    recorder = Recorder(model, "gather", "reshard")
     with torch.no_grad():
         model(inputs())
-    under_way, most = 0, 0
+    alive, most = 0, 0
     for event in recorder.take():
-        under_way += 1 if event.startswith("gather") else -1
-        most = max(most, under_way)
-    assert most == max(limit, 1)
+        if not event.endswith("root"):
+            alive += 1 if event.startswith("gather") else -1
+        most = max(most, alive)
+    assert (alive, most) == (0, 1 + limit)
 
 
 @ranks(2)
@@ -128,9 +132,9 @@ def test_empty_lists_bring_the_recorded_order_back(world: World) -> None:
     model.set_modules_to_forward_prefetch([model.blocks[2]])
     model.set_modules_to_forward_prefetch([])
     model(inputs()).sum().backward()
-    recorder = Recorder(model, "gather", "unshard")
+    recorder = Recorder(model, "gather", "reshard")
     model(inputs())
-    assert recorder.take()[:3] == ["gather root", "unshard root", "gather 0"]
+    assert recorder.take()[:4] == ["gather root", "gather 0", "gather 1", "reshard 0"]
 
 
 @ranks(2)

@@ -169,7 +169,7 @@ def test_a_non_contiguous_parameter_keeps_its_strides(world: World) -> None:
     assert model.crossed.stride() == reference.crossed.stride() == (1, 7)
     assert torch.equal(whole(model.crossed), reference.crossed)
     model(inputs())
-    assert strides == [(1, 7)] or strides == [model.crossed.stride()]
+    assert strides == [(1, 7)], "while unsharded too"
 
 
 @ranks(2)
