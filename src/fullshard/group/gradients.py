@@ -63,6 +63,7 @@ class _Chosen:
     plan: Plan
     section: int
     dtype: torch.dtype  # of the parameter and its gradient
+    chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
 
 
 class Gradients:
@@ -76,6 +77,7 @@ class Gradients:
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
+        self._choices: dict[frozenset[int], list[_Chosen]] = {}
         self._arrived: set[int] = set()
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -177,6 +179,7 @@ class Gradients:
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
         self._views = {}
+        self._choices = {}
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
@@ -197,18 +200,34 @@ class Gradients:
         for index in wanted - self._arrived:
             self._views[index].zero_()
         self._arrived = set()
-        chosen = [self._choose(at, wanted) for at in range(len(self._sections))]
-        flight = _Reducing(self, [choice for choice in chosen if choice.indices])
+        flight = _Reducing(self, self._choose(frozenset(wanted)))
         lanes = group.lanes
         assert lanes is not None
         group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
         return True
 
-    def _choose(self, at: int, wanted: set[int]) -> _Chosen:
-        section = self._sections[at]
-        positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-        indices = tuple(section.members[position] for position in positions)
-        return _Chosen(indices, section.plan.select(positions), at, section.dtype)
+    def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
+        """The parameters that take part, by section; as a rule the same in every step."""
+        if wanted not in self._choices:
+            chosen = []
+            for at, section in enumerate(self._sections):
+                positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
+                indices = tuple(section.members[position] for position in positions)
+                plan = section.plan.select(positions)
+                if indices:
+                    chosen.append(_Chosen(indices, plan, at, section.dtype, self._chunks(indices, plan)))
+            self._choices[wanted] = chosen
+        return self._choices[wanted]
+
+    def _chunks(self, indices: Sequence[int], plan: Plan) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
+        group, rank = self._group, self._group.data.shard_rank
+        shard = torch.empty(plan.shard_numel, device="meta")
+        chunks = []
+        for position, index in enumerate(indices):
+            shape, start = plan.chunk_shape(position, rank), plan.shard_offsets[position]
+            local = group.params[index].view(shard[start : start + torch.Size(shape).numel()], shape)
+            chunks.append((local.shape, local.stride(), start))
+        return tuple(chunks)
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
@@ -299,16 +318,11 @@ class _Reducing:
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
-        group, rank = self._group, self._group.data.shard_rank
-        found = []
-        for choice, output in zip(self._chosen, self._outputs, strict=True):
-            plan = choice.plan
-            for position, index in enumerate(choice.indices):
-                shape = plan.chunk_shape(position, rank)
-                start = plan.shard_offsets[position]
-                numel = torch.Size(shape).numel()
-                found.append((index, group.params[index].view(output[start : start + numel], shape)))
-        return found
+        return [
+            (index, output.as_strided(size, stride, start))
+            for choice, output in zip(self._chosen, self._outputs, strict=True)
+            for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
+        ]
 
     @torch.no_grad()
     def come_home(self) -> None:
