@@ -37,7 +37,8 @@ def summon_full_params(
     Args:
         recurse: also the sharded modules inside ``module``; otherwise ``module`` alone.
         writeback: what is written to the full parameters (and gradients) is kept: each rank takes its part.
-        rank0_only: only rank 0 of each mesh sees full parameters; the others see sharded ones and save the memory.
+        rank0_only: only the first of the ranks that shard together sees full parameters; the others see sharded ones
+            and save the memory.
         offload_to_cpu: the full parameters lie on the CPU.
         with_grads: full parameters have the full gradients.
 

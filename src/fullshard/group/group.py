@@ -37,7 +37,7 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.torch_private import local_of, spec_of
+from fullshard.torch_private import in_backward, local_of, spec_of
 
 _TAGS_APART = 1 << 16
 
@@ -250,7 +250,8 @@ class Group:
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
-        if self.full.keeps_values and self._gathered == self._current():
+        # Between two uses in one forward nothing is reused: a write through ``.data``, to be thrown away, leaves no trace.
+        if self.full.keeps_values and self._gathered == self._current() and in_backward():
             self.full.take()
             self._arrive()
             return False

@@ -47,7 +47,8 @@ def check_first_forward(schedule: Schedule, unit: Unit) -> None:
         ValueError: the ranks sharded their modules in different orders.
     """
     _check_buffers(unit.modules)
-    _warn_of_strangers(schedule, unit.modules)
+    if not any(group.summoned for group in schedule.groups()):
+        _warn_of_strangers(schedule, unit.modules)
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
     for group in sorted(schedule.groups(), key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:

@@ -17,9 +17,9 @@ class Event:
     """One thing that happened to one group.
 
     Args:
-        action: ``gather`` (communication started), ``reuse`` (the values were still there), ``unshard`` (the modules
-            show the unsharded parameters), ``reshard``, ``rest`` (resharded to a smaller mesh), ``reduce`` (the
-            reduction of its gradients started).
+        action: ``gather`` (communication started), ``unshard`` (what was gathered is there and the modules show it),
+            ``reuse`` (the values were still there and the modules show them), ``reshard``, ``rest`` (resharded to a
+            smaller mesh), ``reduce`` (the reduction of its gradients started).
         group: fully qualified name of the group's module, ``""`` for the root.
         during: the pass.
         step: counts forwards of the root.
