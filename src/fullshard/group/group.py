@@ -250,7 +250,7 @@ class Group:
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
-        # Between two uses in one forward nothing is reused: a write through ``.data``, to be thrown away, leaves no trace.
+        # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
         if self.full.keeps_values and self._gathered == self._current() and in_backward():
             self.full.take()
             self._arrive()
