@@ -63,6 +63,7 @@ class SlotPool:
             size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
             with torch.inference_mode(False):
                 slot = Slot(self._allocate(size, self.device))
+            slot.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
         elif slot.holder is not None:
             slot.holder.lose()
         slot.holder = buffer

@@ -115,6 +115,9 @@ class ExtensionGather:
             local = local_of(param.sharded)  # type: ignore[arg-type]
             after = local.fsdp_post_all_gather  # type: ignore[attr-defined]
             outputs = tuple(gather.outputs)
+            for output in outputs:
+                if output.device.type != "cpu":  # made in the gather's lane, and read here for as long as it takes
+                    output.record_stream(torch.accelerator.current_stream(output.device))
             if id(param) not in self._unsharded:
                 self._unsharded[id(param)], inner = after(outputs, gather.metadata, dtype)
                 self._inner[id(param)] = list(inner)

@@ -261,7 +261,8 @@ class Group:
                 self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
         self._gathered = self._current()
         lanes = self.lanes or self._own_lanes()
-        self._gather = lanes.gather.run(self._start_gather, self._end_gather, (ready, self.clock.written))
+        filled = self._resting.filled if self._resting is not None else PASSED
+        self._gather = lanes.gather.run(self._start_gather, self._end_gather, (ready, filled, self.clock.written))
         self._to(State.GATHERING)
         return True
 
@@ -296,7 +297,6 @@ class Group:
     def _end_gather(self) -> None:
         if self._staging is not None:
             self._staging.give_back(mark_now(self.device))
-        self._resting = None
 
     def wait_for_unshard(self) -> None:
         """What follows on the current lane may read the unsharded parameters, which the modules now show."""
@@ -305,6 +305,7 @@ class Group:
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
+        self._resting = None  # not before: until here the gather reads it
         self._arrive()
 
     def _arrive(self) -> None:

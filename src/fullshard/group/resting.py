@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, shard_bytes, shard_views
 from fullshard.comm.transport import Pending, Transfer
+from fullshard.device import mark_now
 from fullshard.group.mesh import DataMesh
 from fullshard.group.presentation import show, updates
 from fullshard.torch_private import make_dtensor, sharding_spec
@@ -47,6 +48,8 @@ class Resting:
                 if param.unsharded_spec is None:  # beside tensor parallel the small mesh has no DTensor
                     shown += [(at.module, at.name, self._as_parameter(param, local)) for at in param.locations]
         show(updates(shown))
+        #: Whoever reads the small shard waits for the copies that filled it.
+        self.filled = mark_now(group.device)
 
     def _keep(self, param: ShardedParameter, section: Section, position: int, shard: torch.Tensor) -> torch.Tensor:
         """Copy this rank's part of a parameter to its place in ``shard``."""
