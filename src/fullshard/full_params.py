@@ -16,7 +16,7 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
-from fullshard.group.parameter import ShardedParameter
+from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, Unit, unit_of
 from fullshard.torch_private import foreach_copy, local_of, make_dtensor
 
@@ -120,14 +120,9 @@ class _FullGroup:
         fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
         for section, full, shard in zip(group.sections, fulls, shards, strict=True):
             transfers.append(Transfer(section.plan, full, shard))
-            for position, index in enumerate(section.members):
-                shape = section.plan.chunk_shape(position, group.data.shard_rank)
-                start = section.plan.shard_offsets[position]
-                place = shard[start : start + torch.Size(shape).numel()]
-                group.params[index].view(place, shape).copy_(locals_[index])
-                whole = section.plan.params[position]
-                offset = section.plan.full_offsets[position]
-                found[index] = group.params[index].view(full[offset : offset + whole.numel], whole.shape)
+            for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
+                place.copy_(locals_[index])
+            found.update(whole_views(group.params, section, full))
         if group.data.shard_group is None:
             foreach_copy(fulls, shards)
         elif transfers:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 LayoutName = Literal["even", "flat"]
@@ -159,11 +159,6 @@ class Plan:
         if self.layout == "flat" or chosen == tuple(range(len(self.params))):
             return self
         return _select(self, chosen)
-
-    @cached_property
-    def copies_rank_major(self) -> bool:
-        """Whether the shards end to end are not yet the full buffer, so that an all-gather needs a copy after it."""
-        return self.layout == "even"
 
 
 def make_plan(

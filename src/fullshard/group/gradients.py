@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,11 +26,11 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, Transfer
 from fullshard.device import Mark, mark_now
+from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.torch_private import foreach_add, local_of, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
-    from fullshard.group.parameter import ShardedParameter
 
 
 class Flight:
@@ -92,14 +93,12 @@ class Gradients:
         """Take the gradient of an unsharded parameter whenever autograd has it."""
         leaf = param.unsharded
         assert leaf is not None
-        if not leaf.requires_grad:
-            if not (leaf.is_floating_point() or leaf.is_complex()):
-                return
-            leaf.requires_grad_(True)  # hooks are kept when a parameter is frozen and thawed again
-            leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
-            leaf.requires_grad_(False)
+        if not (leaf.is_floating_point() or leaf.is_complex()):
             return
+        trainable = leaf.requires_grad
+        leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
         leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
+        leaf.requires_grad_(trainable)
 
     @property
     def pending(self) -> bool:
@@ -150,11 +149,7 @@ class Gradients:
         if not self._views:
             self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
             for section, full in zip(self._sections, self._sections_full, strict=True):
-                for index, shape, offset in zip(
-                    section.members, section.plan.params, section.plan.full_offsets, strict=True
-                ):
-                    param = self._group.params[index]
-                    self._views[index] = param.view(full[offset : offset + shape.numel], shape.shape)
+                self._views.update(whole_views(group.params, section, full))
 
     def _lay_out(self, trainable: tuple[int, ...]) -> None:
         """A section for each pair of reduce dtype and parameter dtype."""
@@ -220,14 +215,10 @@ class Gradients:
         return self._choices[wanted]
 
     def _chunks(self, indices: Sequence[int], plan: Plan) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
-        group, rank = self._group, self._group.data.shard_rank
+        group = self._group
         shard = torch.empty(plan.shard_numel, device="meta")
-        chunks = []
-        for position, index in enumerate(indices):
-            shape, start = plan.chunk_shape(position, rank), plan.shard_offsets[position]
-            local = group.params[index].view(shard[start : start + torch.Size(shape).numel()], shape)
-            chunks.append((local.shape, local.stride(), start))
-        return tuple(chunks)
+        locals_ = chunk_views(group.params, indices, plan, shard, group.data.shard_rank)
+        return tuple((local.shape, local.stride(), int(local.storage_offset())) for _, local in locals_)
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
@@ -310,10 +301,15 @@ class _Reducing:
         if group.data.replicate_group is not None:
             for output in self._outputs:
                 dist.all_reduce(output, group=group.data.replicate_group)
-        hook = group.options.all_reduce_hook
+        hook, stream = group.options.all_reduce_hook, group.options.all_reduce_hook_stream
         if hook is not None:
-            for output in self._outputs:
-                hook(output)
+            if stream is not None:
+                stream.wait_stream(torch.accelerator.current_stream(group.device))
+            with stream or nullcontext():
+                for output in self._outputs:
+                    hook(output)
+            if stream is not None:
+                torch.accelerator.current_stream(group.device).wait_stream(stream)
         return Done()
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:

@@ -32,7 +32,7 @@ from fullshard.group.extension import ExtensionGather
 from fullshard.group.gradients import Flight, Gradients
 from fullshard.group.memory import Memory, Pools
 from fullshard.group.mesh import DataMesh
-from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
@@ -260,15 +260,11 @@ class Group:
             with torch.inference_mode(False):
                 self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
         self._gathered = self._current()
-        lanes = self.lanes or self._own_lanes()
+        self.lanes = self.lanes or Lanes(self.device)  # its own until it joins a tree
         filled = self._resting.filled if self._resting is not None else PASSED
-        self._gather = lanes.gather.run(self._start_gather, self._end_gather, (ready, filled, self.clock.written))
+        self._gather = self.lanes.gather.run(self._start_gather, self._end_gather, (ready, filled, self.clock.written))
         self._to(State.GATHERING)
         return True
-
-    def _own_lanes(self) -> Lanes:
-        self.lanes = Lanes(self.device)
-        return self.lanes
 
     def _start_gather(self) -> Pending:
         if self._resting is not None:
@@ -322,12 +318,9 @@ class Group:
     @torch.no_grad()
     def _make_leaves(self) -> None:
         for section, full in zip(self.sections, self._full_views, strict=True):
-            for index, shape, offset in zip(
-                section.members, section.plan.params, section.plan.full_offsets, strict=True
-            ):
-                param = self.params[index]
+            for index, whole in whole_views(self.params, section, full):
                 # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
-                param.make_unsharded(param.view(full[offset : offset + shape.numel], shape.shape).data)
+                self.params[index].make_unsharded(whole.data)
         if self._extensions is not None:
             self._extensions.make_leaves()
         for index, param in enumerate(self.params):

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
+from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.torch_private import foreach_copy, local_of, storage_id
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
-    from fullshard.group.parameter import ShardedParameter
 
 _all: weakref.WeakSet[Pools] = weakref.WeakSet()
 
@@ -115,17 +115,15 @@ class Memory:
         """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
         group, rank = self._group, self._group.data.shard_rank
         for section, view in zip(group.sections, self.views, strict=True):
-            for position, index in enumerate(section.members):
+            for index, place in chunk_views(group.params, section.members, section.plan, view, rank):
                 param = group.params[index]
                 if param.placed and local_of(param.sharded) is param.local and _in_view(param.local, view):  # type: ignore[arg-type]
                     continue
-                shape = section.plan.chunk_shape(position, rank)
-                start = section.plan.shard_offsets[position]
-                place = param.view(view[start : start + torch.Size(shape).numel()], shape)
                 held = _held(param)
                 if held.is_meta and not place.is_meta:
-                    place = torch.empty_like(place, device="meta")
-                elif not place.is_meta:
+                    param.place(torch.empty_like(place, device="meta"))
+                    continue
+                if not place.is_meta:
                     place.copy_(held if param.placed else param.chunk_of(held, rank))
                 param.place(place)
         for param in group.params:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fullshard.buffer.plan import ParamShape
+from fullshard.buffer.plan import ParamShape, Plan
+from fullshard.buffer.sections import Section
 from fullshard.group.mesh import DataMesh
 from fullshard.torch_private import (
     DTensorSpec,
@@ -288,6 +289,24 @@ class ShardedParameter:
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
         return local_of(grad)
+
+
+def whole_views(
+    params: Sequence[ShardedParameter], section: Section, full: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each parameter of a section, by its index in the group, as it lies in the section's full buffer."""
+    plan = section.plan
+    for index, shape, start in zip(section.members, plan.params, plan.full_offsets, strict=True):
+        yield index, params[index].view(full[start : start + shape.numel], shape.shape)
+
+
+def chunk_views(
+    params: Sequence[ShardedParameter], members: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """What ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
+    for position, index in enumerate(members):
+        shape, start = plan.chunk_shape(position, rank), plan.shard_offsets[position]
+        yield index, params[index].view(shard[start : start + math.prod(shape)], shape)
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
