@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard.buffer.heap import keep_freed
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
@@ -75,6 +76,10 @@ class Schedule:
         used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.size_slots()
+        if self.device.type == "cpu":
+            # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
+            largest = max([group.full.nbytes for group in self.groups()], default=0)
+            keep_freed(2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
