@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -173,7 +174,11 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
     symm_mem.rendezvous(tensor, group=group.group_name)
 
 
-def profiler_listens() -> bool:
-    """Whether a profiler records: ranges cost several times what they measure when none does."""
-    autograd: Any = torch.autograd
-    return bool(autograd._profiler_enabled())
+#: Whether a profiler records: ranges cost several times what they measure when none does.
+profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def compiler_listens() -> bool:
+    """Whether ``torch.compile`` looks at every frame that this thread enters. Without it each hook would have to pay
+    for being kept out of graphs in programs that compile nothing."""
+    return get_eval_frame_callback() is not None
