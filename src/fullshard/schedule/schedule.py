@@ -7,8 +7,7 @@ the units which module is running.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -26,9 +25,6 @@ from fullshard.torch_private import call_after_backward, in_backward, profiler_l
 
 if TYPE_CHECKING:
     from fullshard.schedule.unit import Unit
-
-
-_NO_RANGE = nullcontext()
 
 
 class Schedule:
@@ -202,9 +198,9 @@ class Schedule:
     def gather(self, group: Group) -> None:
         """Start to gather ``group``, unless its values are there."""
         before = group.state
-        with self._range("all_gather", group):
-            started = group.unshard()
-        if started:
+        if before is State.GATHERING:
+            return
+        if self._in_range("all_gather", group, group.unshard):
             self.tell("gather", group)
         elif before is not group.state:
             self.tell("reuse", group)
@@ -230,16 +226,15 @@ class Schedule:
             self.tell("rest" if group.state is State.RESTING else "reshard", group)
 
     def reduce(self, group: Group) -> None:
-        with self._range("post_backward_reduce", group):
-            started = group.gradients.reduce()
-        if started:
+        if group.gradients.pending and self._in_range("post_backward_reduce", group, group.gradients.reduce):
             self.tell("reduce", group)
 
-    def _range(self, action: str, group: Group) -> AbstractContextManager[object]:
-        """A profiler's range, with the label that traces of torch's own FSDP have; nothing while none listens."""
+    def _in_range(self, action: str, group: Group, do: Callable[[], bool]) -> bool:
+        """``do()`` in a profiler's range, with the label that traces of torch's own FSDP have; none while none listens."""
         if not profiler_listens():
-            return _NO_RANGE
-        return torch.profiler.record_function(f"FSDP::{action} ({group.name})")
+            return do()
+        with torch.profiler.record_function(f"FSDP::{action} ({group.name})"):
+            return do()
 
     def tell(self, action: Action, group: Group) -> None:
         if self.observers:
