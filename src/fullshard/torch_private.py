@@ -7,6 +7,7 @@ feature, here, and the callers ask for the feature and not for a version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,9 +40,8 @@ def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)  # its __init__ only costs time
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself; ``to_local()`` gives a view that autograd follows."""
-    return tensor._local_tensor
+#: The local tensor itself; ``to_local()`` gives a view that autograd follows.
+local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
@@ -69,10 +69,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
-    """Hooks that a user registered with ``register_post_accumulate_grad_hook``; we set gradients, so we call them."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    return tuple(hooks.values()) if hooks else ()
+#: Hooks that a user registered with ``register_post_accumulate_grad_hook``, if any; we set gradients, so we call them.
+post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+#: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 #: Whether storages can exchange their memory: a slot then serves any group, at the price of 0.1 µs.

@@ -37,7 +37,7 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.torch_private import in_backward, local_of, spec_of
+from fullshard.torch_private import in_backward, local_of, spec_of, version_of
 
 _TAGS_APART = 1 << 16
 
@@ -49,6 +49,8 @@ class State(Enum):
     GATHERING = auto()
     UNSHARDED = auto()
     RESTING = auto()
+
+    __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
 
 
 _LEGAL = {
@@ -311,7 +313,6 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self._leaf_versions = self._versions()
         self.presentation.show_unsharded()
 
     @torch.inference_mode(False)
@@ -340,7 +341,9 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if self._leaf_versions != self._versions():
+        versions = sum(map(version_of, self.presentation.unsharded))
+        if self._leaf_versions != versions:
+            self._leaf_versions = versions
             self._gathered = None  # written in place: thrown away, as every reshard does
         if self._extensions is not None:
             self._extensions.leave()
@@ -349,10 +352,6 @@ class Group:
             self.full.poison()
             self._gathered = None
         self.full.give_back(mark_now(self.device))
-
-    def _versions(self) -> int:
-        """Counts the writes to the unsharded parameters."""
-        return sum([param.unsharded._version for param in self.params if param.unsharded is not None])
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""

@@ -18,7 +18,7 @@ from fullshard.buffer.sections import shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.group.parameter import ShardedParameter, chunk_views
-from fullshard.torch_private import foreach_copy, local_of, storage_id
+from fullshard.torch_private import foreach_copy, local_of, storage_id, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -106,8 +106,7 @@ class Memory:
     @property
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
-        written = sum([param.sharded._version for param in self._group.params])
-        return written + sum([view._version for view in self.views]) + self.steps
+        return sum(map(version_of, self._group.presentation.sharded)) + sum(map(version_of, self.views)) + self.steps
 
     @torch.inference_mode(False)
     @torch.no_grad()

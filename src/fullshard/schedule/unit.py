@@ -296,6 +296,8 @@ class Unit:
         for group in self.groups:
             if group.options.reduce_gradients:
                 schedule.reduce(group)
+            else:
+                group.gradients.settle()
         for group in needed:
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)
