@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -126,6 +127,36 @@ def foreach_add(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What these call. They look at their arguments for as long as a group of small parameters is copied.
+_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+
+
+def start_all_gather(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``all_gather_single`` of plain, real tensors, outside of coalescing."""
+    options = distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return _started(_gather(group, output, source, options), async_op)
+
+
+def start_reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
+    options = distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    return _started(_reduce_scatter(group, output, source, options), async_op)
+
+
+def _started(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    """The backend's work, or none if the current stream waits for it."""
+    if work is not None and not async_op:
+        work.wait()
+    return work if async_op else None
 
 
 def premultiplied_sum(factor: float) -> Any:

@@ -164,8 +164,8 @@ class Recorder:
             self.copies += len(targets)
             copy(targets, sources)
 
-        patch.setattr(collective, "all_gather_single", record)
-        patch.setattr(collective, "reduce_scatter_single", record)
+        patch.setattr(collective, "start_all_gather", record)
+        patch.setattr(collective, "start_reduce_scatter", record)
         patch.setattr(collective, "foreach_copy", count)
 
 

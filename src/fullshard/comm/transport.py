@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies.
 
     Args:
