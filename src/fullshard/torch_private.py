@@ -166,6 +166,16 @@ def premultiplied_sum(factor: float) -> Any:
     return dist._make_nccl_premul_sum(factor)
 
 
+_plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, which looks into each argument for leftovers of functorch before it calls this."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return _plain_apply.__get__(None, function)(*args)
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place."""
     return tensor._base

@@ -21,6 +21,7 @@ import copy
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import base_of, in_backward, storage_id
+from fullshard.torch_private import apply_function, base_of, in_backward, storage_id
 
 
 class Phase(Enum):
@@ -231,7 +232,9 @@ class Unit:
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
         if not inputs:
             return args, kwargs
-        marked = EndOfBackward.apply(self, self._use, *inputs)  # type: ignore[no-untyped-call]
+        marked = apply_function(EndOfBackward, self, self._use, *inputs)
+        if not kwargs and len(inputs) == len(args) and all(map(is_, inputs, args)):
+            return marked, kwargs
         replacement = dict(zip(map(id, inputs), marked, strict=True))
         replace = partial(_replace, replacement)
         return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
