@@ -7,14 +7,15 @@ feature, here, and the callers ask for the feature and not for a version.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -36,13 +37,13 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor that holds ``local`` itself and not a view of it. ``DTensor.from_local`` is the slower public way."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)  # its __init__ only costs time
+#: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
+#: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
+make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 #: The local tensor itself; ``to_local()`` gives a view that autograd follows.
-local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
@@ -77,13 +78,9 @@ post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrget
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-#: Whether storages can exchange their memory: a slot then serves any group, at the price of 0.1 µs.
-CAN_SWAP_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages; every tensor follows its storage."""
-    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+#: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+CAN_SWAP_MEMORY = swap_memory is not None
 
 
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -137,23 +134,22 @@ def start_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``all_gather_single`` of plain, real tensors, outside of coalescing."""
-    options = distributed_c10d.AllgatherOptions()
+    options = AllgatherOptions()
     options.asyncOp = async_op
-    return _started(_gather(group, output, source, options), async_op)
+    work: dist.Work | None = _gather(group, output, source, options)
+    if work is not None and not async_op:
+        work.wait()
+    return work if async_op else None
 
 
 def start_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
-    options = distributed_c10d.ReduceScatterOptions()
+    options = ReduceScatterOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    return _started(_reduce_scatter(group, output, source, options), async_op)
-
-
-def _started(work: dist.Work | None, async_op: bool) -> dist.Work | None:
-    """The backend's work, or none if the current stream waits for it."""
+    work: dist.Work | None = _reduce_scatter(group, output, source, options)
     if work is not None and not async_op:
         work.wait()
     return work if async_op else None
@@ -172,7 +168,7 @@ _plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, which looks into each argument for leftovers of functorch before it calls this."""
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function.apply(*args)
     return _plain_apply.__get__(None, function)(*args)
 
 

@@ -102,7 +102,8 @@ class Gradients:
             return
         trainable = leaf.requires_grad
         leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
-        leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
+        # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self), index))
         leaf.requires_grad_(trainable)
 
     @property
@@ -112,10 +113,11 @@ class Gradients:
             return True
         return bool(self._partial and self._group.options.all_reduce_gradients)
 
-    def receive(self, index: int, leaf: torch.Tensor) -> None:
+    @staticmethod
+    def receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
         """Runs once for each parameter and backward."""
-        grad = leaf.grad
-        if grad is None:
+        self, grad = gradients(), leaf.grad
+        if self is None or grad is None:
             return
         leaf.grad = None
         group = self._group
@@ -199,16 +201,12 @@ class Gradients:
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
-    def reduce(self) -> bool:
-        """Start to reduce what arrived; returns whether there was anything.
-
-        The reduced chunks are in ``sharded.grad`` once the flight was waited for.
-        """
-        if not self.pending:
-            return False
+    def reduce(self) -> None:
+        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the flight was waited for."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.reduce()
+                self.reduce()
+            return
         group = self._group
         self.settle()
         if self._buffer is None or not self._buffer.in_use:
@@ -223,7 +221,6 @@ class Gradients:
         lanes = group.lanes
         assert lanes is not None
         group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
-        return True
 
     def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
         """The parameters that take part, by section; as a rule the same in every step."""
@@ -253,13 +250,6 @@ class Gradients:
             self._buffer.give_back(mark_now(self._group.device))
 
 
-def _receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
-    """The hook on a leaf. It must not keep alive what the leaf belongs to: autograd hides such a cycle from Python."""
-    alive = gradients()
-    if alive is not None:
-        alive.receive(index, leaf)
-
-
 class _Reducing:
     """One reduction on its way."""
 
@@ -268,12 +258,9 @@ class _Reducing:
         self._group = gradients._group
         self._chosen = chosen
         self._outputs: list[torch.Tensor] = []
-
-    @property
-    def _finishes_here(self) -> bool:
-        """Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype."""
         group = self._group
-        return group.data.replicate_group is None and group.options.all_reduce_hook is None
+        #: Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype.
+        self._finishes_here = group.data.replicate_group is None and group.options.all_reduce_hook is None
 
     def start(self) -> Pending:
         group, gradients = self._group, self._gradients

@@ -128,6 +128,7 @@ class Group:
         self._copies = 0
         self.has_custom_communication = False
         self.state = State.SHARDED
+        self.is_unsharded = False
         self.clock = Clock()
         self.lanes: Lanes | None = None
         self.flight = Flight()
@@ -232,10 +233,7 @@ class Group:
         if state not in _LEGAL[self.state]:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self.state is State.UNSHARDED
+        self.is_unsharded = state is State.UNSHARDED
 
     def _current(self) -> tuple[int, int]:
         return self.clock.epoch, self.memory.version
@@ -264,7 +262,8 @@ class Group:
         self._gathered = self._current()
         self.lanes = self.lanes or Lanes(self.device)  # its own until it joins a tree
         filled = self._resting.filled if self._resting is not None else PASSED
-        self._gather = self.lanes.gather.run(self._start_gather, self._end_gather, (ready, filled, self.clock.written))
+        then = self._end_gather if self.memory.needs_staging else None
+        self._gather = self.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
         self._to(State.GATHERING)
         return True
 

@@ -106,7 +106,7 @@ class Memory:
     @property
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
-        return sum(map(version_of, self._group.presentation.sharded)) + sum(map(version_of, self.views)) + self.steps
+        return sum(map(version_of, (*self._group.presentation.sharded, *self.views)), self.steps)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -60,7 +60,8 @@ class Presentation:
         if self.unsharded and self.trainable() != tuple(map(_requires_grad, self.unsharded)):
             for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
                 leaf.requires_grad_(sharded.requires_grad)
-        return not self._stand_ins and _stand(self._sharded) and all(map(is_, map(local_of, self.sharded), self._locals))
+        held = map(local_of, self.sharded)  # type: ignore[arg-type]
+        return not self._stand_ins and _stand(self._sharded) and all(map(is_, held, self._locals))
 
     def take_in(self) -> bool:
         """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.
@@ -124,9 +125,11 @@ def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
 
 def _stand(prepared: Updates) -> bool:
     """Whether parameters are in their places."""
-    return all(
-        all(map(is_, map(module._parameters.get, tensors), tensors.values())) for module, tensors in prepared
-    )
+    for module, tensors in prepared:
+        shown = map(module._parameters.get, tensors)
+        if not all(map(is_, shown, tensors.values())):
+            return False
+    return True
 
 
 def show(prepared: Updates) -> None:

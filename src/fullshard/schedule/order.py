@@ -5,6 +5,7 @@ Implicit prefetch that follows how far the host runs ahead is lost when a model 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
@@ -20,7 +21,7 @@ class Order:
         self._last_forward: list[Group] = []
         self._forward: list[Group] = []
         self._finished: list[Group] = []
-        self._uses: dict[int, list[int]] = {}
+        self._uses: defaultdict[int, list[int]] = defaultdict(list)
 
     def begin_forward(self) -> None:
         if self._forward:
@@ -35,7 +36,7 @@ class Order:
         """``group`` ended its forward."""
         if len(self._finished) >= _LONGEST:
             self.forget()
-        self._uses.setdefault(id(group), []).append(len(self._finished))
+        self._uses[id(group)].append(len(self._finished))
         self._finished.append(group)
 
     def next_in_forward(self) -> Iterator[Group]:
