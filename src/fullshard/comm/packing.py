@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise, takewhile
 from typing import Generic, TypeVar
 
 import torch
@@ -90,7 +90,28 @@ class Chunks:
 
 
 def chunks_of(plan: Plan, row: int) -> Iterator[Chunks]:
-    """All that ranks own of the full buffer, when their messages begin ``row`` elements apart."""
+    """All that ranks own of the full buffer, when their messages begin ``row`` elements apart.
+
+    Parameters of one shape at equal distances, as norms and projections often are, are one piece.
+    """
+    forms: dict[tuple[object, ...], list[Chunks]] = {}
+    for chunks in _chunks_of_each(plan, row):
+        forms.setdefault((chunks.shape, chunks.full_stride, chunks.message_stride), []).append(chunks)
+    for alike in forms.values():
+        while alike:
+            first, *others = alike
+            steps = [(b.full_start - a.full_start, b.message_start - a.message_start) for a, b in pairwise(alike)]
+            count = 0 if first.kept_whole else sum(1 for _ in takewhile(steps[:1].__contains__, steps))
+            alike = others[count:]
+            if count == 0:
+                yield first
+                continue
+            shape, (full, message) = (count + 1, *first.shape), steps[0]
+            full_stride, message_stride = (full, *first.full_stride), (message, *first.message_stride)
+            yield Chunks(shape, first.full_start, full_stride, first.message_start, message_stride)
+
+
+def _chunks_of_each(plan: Plan, row: int) -> Iterator[Chunks]:
     world_size = plan.world_size
     if plan.layout == "flat":
         yield Chunks((world_size, plan.shard_numel), 0, (plan.shard_numel, 1), 0, (row, 1))
