@@ -161,7 +161,7 @@ class Gradients:
     def _begin(self) -> None:
         """Get a buffer, once few enough reductions are under way."""
         group = self._group
-        trainable = group.presentation.trainable()
+        trainable = group.presentation.trainable
         if trainable != self._trainable:
             self._lay_out(trainable)
         assert self._buffer is not None

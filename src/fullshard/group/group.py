@@ -251,7 +251,7 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        if self.full.keeps_values and self._gathered == self._current() and in_backward():
+        if self.full.keeps_values and in_backward() and self._gathered == self._current():
             self.full.take()
             self._arrive()
             return False

@@ -38,6 +38,8 @@ class Presentation:
         self.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
+        #: Which of the parameters require gradients, as far as it was looked at.
+        self.trainable = tuple(map(_requires_grad, self.sharded))
         self._places = [(param, at.module, at.name) for param in params for at in param.locations]
         free = [place for place in self._places if (id(place[1]), place[2]) not in self._stand_ins]
         self._sharded = updates([(module, name, param.sharded) for param, module, name in free])
@@ -49,15 +51,12 @@ class Presentation:
     def show_unsharded(self) -> None:
         show(self._unsharded)
 
-    def trainable(self) -> tuple[bool, ...]:
-        """Which of the parameters require gradients."""
-        return tuple(map(_requires_grad, self.sharded))
-
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
+        self.trainable = tuple(map(_requires_grad, self.sharded))
         if self._group.is_unsharded:
             return not self._stand_ins and _stand(self._unsharded)
-        if self.unsharded and self.trainable() != tuple(map(_requires_grad, self.unsharded)):
+        if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
                 leaf.requires_grad_(sharded.requires_grad)
         held = map(local_of, self.sharded)  # type: ignore[arg-type]
