@@ -1,10 +1,10 @@
 """How the gradients of a group come home.
 
-Owns the buffer into which each gradient is taken as soon as autograd has it, the reduction of what arrived, and the
+Owns the buffer into which each gradient is taken as autograd has it, the reduction of what arrived, and the
 hand-over of the reduced chunks to the sharded parameters. It leaves to the schedule when a group's backward has ended.
 
-A gradient exists once: in the buffer, in the dtype in which it will travel. Between micro-batches without reduction
-the buffer stays with the group and gradients are added up in it.
+A gradient exists once: in the buffer, in the dtype in which it will travel, for which small ones wait for one another.
+Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
 """
 
 from __future__ import annotations
