@@ -42,14 +42,9 @@ class PreparedCache(Generic[Value]):
         self._subjects[key] = [weakref.ref(subject, forget) for subject in subjects]
 
 
-def _forget(values: dict[Hashable, Any], subjects: dict[Hashable, Any], key: Hashable) -> Callable[[Any], None]:
+def _forget(values: dict[Hashable, Any], subjects: dict[Hashable, Any], key: Hashable) -> Callable[[Any], object]:
     """A callback that does not hold the cache."""
-
-    def forget(_: object) -> None:
-        values.pop(key, None)
-        subjects.pop(key, None)
-
-    return forget
+    return lambda _: (values.pop(key, None), subjects.pop(key, None))
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

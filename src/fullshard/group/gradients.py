@@ -315,7 +315,7 @@ class _Reducing:
         if hook is not None:
             if stream is not None:
                 stream.wait_stream(torch.accelerator.current_stream(group.device))
-            with stream or nullcontext():
+            with torch.no_grad(), stream or nullcontext():
                 for output in self._outputs:
                     hook(output)
             if stream is not None:
