@@ -36,7 +36,7 @@ def draw(results: Results, file: Path) -> None:
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.suptitle("fullshard beside torch's FSDP and DDP on the same work; smaller is better everywhere")
-    figure.tight_layout(w_pad=2, h_pad=2)
+    figure.tight_layout(w_pad=2, h_pad=2, rect=(0, 0, 1, 0.985))
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
@@ -51,20 +51,22 @@ def _panels(results: Results) -> list[Callable[[Any], None]]:
         memory = results["memory"]
         for phase in ("forward", "backward"):
             above = {name: exact(excess(memory, name, phase)) for name in memory["contenders"]}
-            what = "parameters and gradients" if phase == "backward" else "parameters"
-            panels.append(_bars(f"memory in {phase}: peak above a rank's {what}", "groups (U)", above))
+            what = "shards and gradients" if phase == "backward" else "shards"
+            panels.append(
+                _bars(f"memory in {phase}, W={memory['ranks']}", f"peak above a rank's {what}, in groups", above)
+            )
     if "host" in results:
         panels.append(_lines(results["host"][0]))
     for name, keys in (("initialisation", ("cpu", "meta")), ("checkpoint", ("save", "load"))):
         for key in keys:
             if name in results:
                 seconds = {
-                    each: exact(middle(values[f"{key} seconds"]))
+                    each: exact(1e3 * middle(values[f"{key} seconds"]))
                     for each, values in results[name]["contenders"].items()
                 }
                 seconds = {each: value for each, value in seconds.items() if not math.isnan(value[0])}
-                title = f"sharding a model on {key}" if name == "initialisation" else f"checkpoint: {key}"
-                panels.append(_bars(title, "seconds", seconds))
+                title = f"sharding a model, from {key}" if name == "initialisation" else f"checkpoint, {key}"
+                panels.append(_bars(f"{title}, W={results[name]['ranks']}", "milliseconds", seconds))
     return panels
 
 
@@ -74,15 +76,22 @@ def _bars(title: str, unit: str, values: dict[str, Spread], line: float | None =
         middles = [values[name][0] for name in names]
         errors = [[m - values[n][1] for m, n in zip(middles, names, strict=True)]]
         errors += [[values[n][2] - m for m, n in zip(middles, names, strict=True)]]
-        axis.barh(names, middles, xerr=errors, color=[_color(name) for name in names], capsize=2)
+        axis.barh(
+            names,
+            middles,
+            xerr=errors if any(map(any, errors)) else None,
+            color=[_color(name) for name in names],
+            capsize=2,
+        )
         for row, name in enumerate(names):
             axis.annotate(
-                f"{values[name][0]:.2f}",
+                f"{values[name][0]:.{0 if values[name][0] >= 100 else 2}f}",
                 (max(values[name][2], 0.0), row),
                 xytext=(5, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )
         axis.invert_yaxis()
         axis.margins(x=0.16)

@@ -168,8 +168,8 @@ def _described(name: str, found: Any) -> str:
 
 def _moves(steps: Results) -> Iterator[str]:
     yield (
-        "For each rank in a step. *Sent* is what the library asked of the process group, counted call by call, each with "
-        "the fewest bytes that it can do with; *loopback* is what the network device of the machine really carried, "
+        "For each rank in a step. *Sent* is what the library asked of the process group, counted call by call, each "
+        "with the fewest bytes that it can do with; *loopback* is what the network device of the machine carried, "
         "headers included; *copied* is what operators that only copy wrote, less those of the model itself. All "
         "three in P. *Page faults* are pages that the kernel had to hand out in a step, and in parentheses the same "
         "where gradients keep their memory, `zero_grad(set_to_none=False)`.\n"
@@ -200,9 +200,9 @@ def _moves(steps: Results) -> Iterator[str]:
 def _group(found: Any) -> Iterator[str]:
     yield (
         f"A group of {found['group_bytes'] / 2**20:.0f} MiB, W={found['ranks']}, by itself. *Gather*: a forward "
-        f"without gradients after parameters were written, less that of a plain module. *Reduction*: a backward of parameters "
-        f"that stayed whole, less that of a plain module. Milliseconds of CPU of a rank, all threads. *Copied*: bytes "
-        f"that the gather copies within a rank, in U.\n"
+        f"without gradients after parameters were written, less that of a plain module. *Reduction*: a backward of "
+        f"parameters that stayed whole, less that of a plain module. Milliseconds of CPU of a rank, all threads. "
+        f"*Copied*: bytes that the gather copies within a rank, in U.\n"
     )
     names = list(dict.fromkeys([*found["gather"], *found["reduce"]]))
     rows = []
@@ -244,8 +244,8 @@ def _memory(found: Any) -> Iterator[str]:
     yield (
         f"In U = {found['group_bytes'] / 2**20:.0f} MiB, W={found['ranks']}, {found['model_bytes'] / 2**20:.0f} MiB of "
         f"parameters, nearly all of them in blocks. *State*: the parameters that a rank has to keep. Above it: "
-        f"*forward* at its peak; *backward* at its peak, above parameters and as many bytes of gradients; *rest*, kept between "
-        f"steps after `zero_grad()`, and in parentheses by the count of `malloc`, which also has what was "
+        f"*forward* at its peak; *backward* at its peak, above parameters and as many bytes of gradients; *rest*, kept "
+        f"between steps after `zero_grad()`, and in parentheses by the count of `malloc`, which also has what was "
         f"never touched; *freed*, the same after `free_buffers()`, from which forward and backward are measured. "
         f"`no prefetch` is `set_prefetch_limit(0)`.\n"
     )
