@@ -37,7 +37,7 @@ NAMES = ("communication", "compute", "group", "host", "memory", "padding", "init
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     """What each name on the command line runs: results by name."""
     communication, compute, blocks, saved = [TINY] * 4 if quick else (COMMUNICATION, COMPUTE, BLOCKS, SAVED)
-    rounds, few = (2, 1) if quick else (24, 10) if full else (7, 3)
+    rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 3, 2)
     sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
     return {
         "communication": {
@@ -46,14 +46,14 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         },
         "compute": {
             "compute W=2": lambda: measure_steps(compute, 2, rounds),
-            "compute W=4": lambda: measure_steps(compute, 4, few),
+            "compute W=4": lambda: measure_steps(compute, 4, fewest),
         },
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
         "memory": {"memory": lambda: measure_memory(blocks, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
-        "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, few)},
-        "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, few)},
+        "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},
+        "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
     }
 
 

@@ -21,8 +21,8 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from benchmarks.traffic import Traffic, loopback_bytes
 
-_WARM_UP = 2  # and one in which bytes are counted
-_KEPT_STEPS = 3
+_WARM_UP = 1  # and one in which bytes are counted
+_KEPT_STEPS = 2
 
 
 @dataclass
