@@ -99,6 +99,10 @@ def _from_meta(found: Any) -> Spread:
     return spread([(nbytes - shards) / found["group_bytes"] for nbytes in peaks])
 
 
+def _milli(what: str) -> Callable[[Any], Spread]:
+    return lambda found: spread([1e3 * seconds for seconds in found[what]["fullshard"]])
+
+
 def _flat(alignment: int) -> Callable[[Any], Spread]:
     return lambda found: exact(100 * max(each["alignments"][alignment] for each in found["flat"]))
 
@@ -123,8 +127,8 @@ GOALS = [
         lambda found: exact(found["contenders"]["fullshard"]["copied"]),
     ),
     Goal("bytes copied by a gather", "group", 0.0, "U", lambda found: exact(found["copied"]["fullshard"])),
-    Goal("gather of 48 MiB: CPU", "group", 12, "ms", lambda found: _milli(found["gather"]["fullshard"])),
-    Goal("reduction of 48 MiB: CPU", "group", 16, "ms", lambda found: _milli(found["reduce"]["fullshard"])),
+    Goal("gather of 48 MiB: CPU", "group", 12, "ms", _milli("gather")),
+    Goal("reduction of 48 MiB: CPU", "group", 16, "ms", _milli("reduce")),
     Goal("host time a group, n=4 / FSDP2's", "host", 0.2, "", _host(4)),
     Goal("host time a group, n=32 / FSDP2's", "host", 0.15, "", _host(32)),
     Goal("host time a group, n=4: most ranks / fewest", "host", 1.1, "", _growth),
@@ -140,11 +144,6 @@ GOALS = [
     Goal("sharding a model on the CPU: peak above it", "initialisation", 0.5, "U", _sharding, RESOLUTION),
     Goal("sharding a model on meta: peak above the shards", "initialisation", 1.0, "U", _from_meta, RESOLUTION),
 ]
-
-
-def _milli(seconds: list[float]) -> Spread:
-    low, middle, high = (1e3 * value for value in spread(seconds))
-    return low, middle, high
 
 
 def judge(results: Results) -> Iterator[tuple[Goal, Spread]]:
