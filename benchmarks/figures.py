@@ -31,6 +31,11 @@ def sockets(contenders: dict[str, Any]) -> str:
     return next(name for name, values in contenders.items() if values["transport"] == "p2p")
 
 
+def least(values: Sequence[float]) -> float:
+    """Of counts that repeat, and to which others only add, the one with the least of others in it."""
+    return float(min(values)) if values else float("nan")
+
+
 def exact(value: float) -> Spread:
     """A count, which has no spread."""
     return value, value, value

@@ -24,7 +24,7 @@ def facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks import machine
-from benchmarks.figures import Spread, middle, ratio, spread
+from benchmarks.figures import Spread, least, middle, ratio, spread
 from benchmarks.goals import excess, judge
 from benchmarks.plot import draw
 
@@ -170,7 +170,7 @@ def _moves(steps: Results) -> Iterator[str]:
     yield (
         "For each rank in a step. *Sent* is what the library asked of the process group, counted call by call, each "
         "with the fewest bytes that it can do with; *loopback* is what the network device of the machine carried, "
-        "headers included; *copied* is what operators that only copy wrote, less those of the model itself. All "
+        "headers included, in the round with the fewest, since other programs only add; *copied* is what operators that only copy wrote, less those of the model itself. All "
         "three in P. *Page faults* are pages that the kernel had to hand out in a step, and in parentheses the same "
         "where gradients keep their memory, `zero_grad(set_to_none=False)`.\n"
     )
@@ -178,7 +178,7 @@ def _moves(steps: Results) -> Iterator[str]:
         yield f"**{_described(name, found)}**\n"
         rows, apart = [], []
         for each, values in found["contenders"].items():
-            wire = middle(values["wire"])
+            wire = least(values["wire"])
             if abs(wire - values["asked"]) > _AGREE * max(values["asked"], 0.1):
                 apart.append(f"`{each}` ({values['asked']:.2f} and {wire:.2f})")
             faults = f"{middle(values['faults']):,.0f}"
@@ -259,7 +259,8 @@ def _memory(found: Any) -> Iterator[str]:
     rows = []
     for name, values in found["contenders"].items():
         forward, backward, rest, allocated, freed = (
-            f"{excess(found, name, phase) + 0.0:.2f}" for phase in ("forward", "backward", "rest", "allocated", "freed")
+            f"{round(excess(found, name, phase), 2) + 0.0:.2f}"
+            for phase in ("forward", "backward", "rest", "allocated", "freed")
         )
         ours = name.startswith("fullshard")
         row = [
@@ -336,7 +337,8 @@ def _ratio(value: Spread) -> str:
 
 
 def _quartiles(value: Spread) -> str:
-    return f" ({_number(value[1], '')}-{_number(value[2], '')})" if value[1] != value[2] else ""
+    digits = 0 if abs(value[0]) >= 100 else 2
+    return f" ({value[1]:,.{digits}f}-{value[2]:,.{digits}f})" if value[1] != value[2] else ""
 
 
 def _milliseconds(values: list[float], digits: int = 1) -> str:

@@ -182,7 +182,7 @@ def test_a_report_is_saved(results: dict[str, Any], tmp_path: Path) -> None:
 def test_a_report_tells_of_bytes_that_disagree(results: dict[str, Any]) -> None:
     steps = results["communication W=2"]
     ours = {**steps["contenders"]["fullshard"], "asked": 1.0, "wire": [1.05]}
-    for wire, told in (([1.05], False), ([1.2], True), ([0.8], True)):
+    for wire, told in (([1.05], False), ([2.0, 1.05], False), ([1.2], True), ([0.8], True)):
         apart = {**steps, "contenders": {**steps["contenders"], "fullshard": {**ours, "wire": wire}}}
         assert ("`fullshard` (1.00" in parts({**results, "communication W=2": apart})["moves"]) is told
 
