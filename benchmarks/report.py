@@ -170,7 +170,8 @@ def _moves(steps: Results) -> Iterator[str]:
     yield (
         "For each rank in a step. *Sent* is what the library asked of the process group, counted call by call, each "
         "with the fewest bytes that it can do with; *loopback* is what the network device of the machine carried, "
-        "headers included, in the round with the fewest, since other programs only add; *copied* is what operators that only copy wrote, less those of the model itself. All "
+        "headers included, in the round with the fewest, since other programs only add; "
+        "*copied* is what operators that only copy wrote, less those of the model itself. All "
         "three in P. *Page faults* are pages that the kernel had to hand out in a step, and in parentheses the same "
         "where gradients keep their memory, `zero_grad(set_to_none=False)`.\n"
     )
