@@ -277,7 +277,10 @@ class FSDPModule:
 
         What transports keep for messages goes too; all models of the process share that.
         """
-        return _schedule(self).pools.drop() + SHARED.drop()
+        schedule = _schedule(self)
+        for transport in {group.reduce_transport: None for group in schedule.groups()}:
+            transport.drop()
+        return schedule.pools.drop() + SHARED.drop()
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 

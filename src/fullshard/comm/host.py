@@ -166,6 +166,11 @@ class HostTransport:
         self._ready.set(self._number)
         self._done.set(self._number)
 
+    def drop(self) -> None:
+        """See :class:`~fullshard.comm.transport.Transport`; the slots of other ranks are mapped anew when needed."""
+        for rank in range(self._neighbours.size):
+            self._forget_slots_of(rank)
+
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
         while self._under_way and self._under_way[0].number <= number:
@@ -181,6 +186,7 @@ class HostTransport:
                 self._purged[rank] = dropped
         slots = [self._slot_of(rank, reading) for rank in range(self._neighbours.size)]
         reading.route.write(slots, self._opened, reading.shards, reading.divisor)
+        reading.shards = []  # they are gradients now: the mark by which the slot is taken again must not keep them
         self._done.set(number)
 
     def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:

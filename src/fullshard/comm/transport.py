@@ -35,6 +35,9 @@ class MovesPrivately:
     def reset(self) -> None:
         return
 
+    def drop(self) -> None:
+        return
+
 
 class Transfer(NamedTuple):
     """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies.
@@ -143,6 +146,10 @@ class Transport(Protocol):
 
     def reset(self) -> None:
         """Forget the reductions that an error cut short. Every rank must call it."""
+        ...
+
+    def drop(self) -> None:
+        """Let go of memory of other ranks that is kept for the next step."""
         ...
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
