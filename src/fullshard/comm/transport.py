@@ -7,7 +7,6 @@ and what becomes of the result.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
@@ -85,15 +84,15 @@ class Done:
         return
 
 
-class StillRead(ABC):
+class StillRead:
     """Communication (:class:`Pending`) after whose end other ranks still read what this one handed over."""
 
-    @abstractmethod
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
     def wait(self) -> None:
         """Return when they have: the buffers that were handed over may be written again. Called after ``finish``."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

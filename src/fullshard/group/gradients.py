@@ -168,7 +168,8 @@ class Gradients:
             self._lay_out(trainable)
         assert self._buffer is not None
         # One that still leaves, of modules that were sharded together and run apart, needs its buffer itself.
-        group.flight.keep_at_most(0 if self._buffer.in_use else group.gradient_buffers - 1)
+        buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
+        group.flight.keep_at_most(0 if self._buffer.in_use else buffers - 1)
         self._buffer.take().wait()
         self._collects = True
         if not self._views:

@@ -37,6 +37,7 @@ from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
+from fullshard.group.sharing import SharedChunks
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fullshard.torch_private import in_backward, local_of, spec_of, version_of
 
@@ -170,6 +171,7 @@ class Group:
             for dtype, members in by_dtype.items()
         )
         self.compute_dtypes = [self.compute_dtype(section.dtype) for section in self.sections]
+        self._private_transport = self.transport.private
         self.memory = Memory(self)
         shared, nbytes = self.memory.shared, full_bytes(self.sections, self.compute_dtypes)
         self.full: SlotBuffer | SharedBuffer
@@ -193,11 +195,6 @@ class Group:
         self.presentation = Presentation(self)
         self.presentation.show_sharded()
         register_sharded(self)
-
-    @property
-    def gradient_buffers(self) -> int:
-        """How many gradient buffers may be in use at once."""
-        return self.options.max_gradient_buffers or self.reduce_transport.gradient_buffers
 
     @torch.inference_mode(False)
     def _view_full(self) -> None:
@@ -262,8 +259,8 @@ class Group:
             return False
         if self.summoned:
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
-        if isinstance(self.full, SharedBuffer):
-            return self._unshard_shared(self.full)
+        if self.memory.shared is not None:
+            return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:
             if self._gathered is None or self._gathered[1] == self.memory.version:
                 return False
@@ -286,22 +283,23 @@ class Group:
         self._to(State.GATHERING)
         return True
 
-    def _unshard_shared(self, full: SharedBuffer) -> bool:
+    def _unshard_shared(self, shared: SharedChunks) -> bool:
         """Show what all ranks see; between passes, when any of them may write to it, a copy."""
+        full = self.full
+        assert isinstance(full, SharedBuffer)
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         if self.clock.reading:
             full.be_shared()
-            if self.state is State.UNSHARDED:
+            if self.is_unsharded:
                 return False
         else:
-            assert self.memory.shared is not None
             self.reshard()
             self.memory.publish(whatever=True)
-            gate = self.memory.shared.memory.gate
-            gate.enter(f"unshard() of {self.name or 'the root'}")
+            doing = f"unshard() of {self.name or 'the root'}"
+            shared.memory.gate.enter(doing)
             full.be_private()
-            gate.leave(f"unshard() of {self.name or 'the root'}")
+            shared.memory.gate.leave(doing)
         full.take()
         self._gather = PASSED
         self._to(State.GATHERING)
@@ -314,7 +312,7 @@ class Group:
             self.memory.copy_whole(self._full_views)
             pending = Done()
         else:
-            pending = self.transport.private.all_gather(self._gather_transfers(), self.data.shard_group, 2 * self.tag)
+            pending = self._private_transport.all_gather(self._gather_transfers(), self.data.shard_group, 2 * self.tag)
         if self._extensions is not None:
             pending = self._extensions.start(pending)
         return pending

@@ -150,11 +150,9 @@ class Schedule:
     def prefetch_forward(self, unit: Unit) -> None:
         """Gather ahead, after what ``unit`` needs itself."""
         if unit.forward_prefetch:
-            for target in unit.forward_prefetch:
-                for group in target.groups:
-                    self._gather_in_advance(group)
-            return
-        self._gather_ahead(self.order.next_in_forward())
+            self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), -1)
+        else:
+            self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -169,14 +167,12 @@ class Schedule:
     def prefetch_backward(self, unit: Unit) -> None:
         """Gather ahead what comes before ``unit`` in forward, and so after it in backward."""
         if unit.backward_prefetch:
-            for target in unit.backward_prefetch:
-                for group in reversed(target.groups):
-                    self._gather_in_advance(group)
+            self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), -1)
             return
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead(other for other in ahead if other.options.unshard_in_backward)
+            self._gather_ahead((other for other in ahead if other.options.unshard_in_backward), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -220,18 +216,14 @@ class Schedule:
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)
 
-    def _gather_ahead(self, targets: Iterable[Group]) -> None:
-        left = self.prefetch_limit
+    def _gather_ahead(self, targets: Iterable[Group], most: int) -> None:
+        """Start the first ``most`` gathers (-1: all) that will be needed; in shared memory there is nothing to start."""
         for group in targets:
-            if left == 0:
+            if most == 0:
                 return
-            left -= 1
-            self._gather_in_advance(group)
-
-    def _gather_in_advance(self, group: Group) -> None:
-        """Start a gather that will be needed; where ranks share memory there is nothing to start."""
-        if group.memory.shared is None and group.state in (State.SHARDED, State.RESTING):
-            self.gather(group)
+            most -= 1
+            if group.memory.shared is None and (group.state is State.SHARDED or group.state is State.RESTING):
+                self.gather(group)
 
     def reshard(self, group: Group) -> None:
         if group.state is not State.SHARDED:
