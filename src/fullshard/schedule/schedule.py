@@ -217,7 +217,7 @@ class Schedule:
             self.tell("gather" if started else "reuse", group)
 
     def _gather_ahead(self, targets: Iterable[Group], most: int) -> None:
-        """Start the first ``most`` gathers (-1: all) that are needed soon; in shared memory there is nothing to start."""
+        """Start the first ``most`` gathers (-1: all) that are needed soon; shared memory has nothing to start."""
         for group in targets:
             if most == 0:
                 return
