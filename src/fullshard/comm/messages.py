@@ -101,7 +101,7 @@ class Round:
 
     @property
     def packed_bytes(self) -> int:
-        return self.nbytes - self.packed_start
+        return self.nbytes - self.packed_start if self.packed else 0
 
 
 @lru_cache(maxsize=1024)

@@ -59,6 +59,10 @@ class Lease:
         return empty.set_(self.storage, (self._start + start) // dtype.itemsize, tuple(shape), tuple(stride))
 
 
+#: Bytes of a small buffer.
+_SMALL = 2**20
+
+
 class Staging:
     """Buffers that exchanges take in turn."""
 
@@ -71,7 +75,9 @@ class Staging:
 
         On a device with streams it may be used, and must be given back, on the current stream only.
         """
-        place = device if device.type == "cpu" else (device, torch.accelerator.current_stream(device).stream_id)
+        # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
+        stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+        place = (device, stream, nbytes <= _SMALL)
         free = self._free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
