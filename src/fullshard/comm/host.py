@@ -84,8 +84,8 @@ class HostTransport:
     def _make(cls, met: Neighbours | str, messages: PointToPointTransport) -> HostTransport | str:
         if isinstance(met, str):
             return met
-        control = met.share(cls.control_bytes(met.size))
-        return "a rank could not map memory of another" if control is None else cls(met, control, messages)
+        shared = met.share(cls.control_bytes(met.size))
+        return "a rank could not map memory of another" if shared is None else cls(met, shared.segment, messages)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class HostTransport:
     def share(self, nbytes: int) -> SharedMemory | None:
         """See :class:`~fullshard.comm.transport.Transport`."""
         start = align(Gate.nbytes(self._neighbours.size))
-        segment = self._neighbours.share(start + nbytes)
-        if segment is None:
+        shared = self._neighbours.share(start + nbytes)
+        if shared is None:
             return None
-        return SharedMemory(segment, start, Gate(self._neighbours, segment, 0))
+        return SharedMemory(*shared, start, Gate(self._neighbours, shared.segment, 0))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class HostTransport:
             self._routes.put(key, route, subjects)
         self._number += 1
         neighbours, number = self._neighbours, self._number
-        neighbours.wait(self._done.reached, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[neighbours.rank][at] = number
         for offset, value in enumerate((tag, *slot), 1):
@@ -173,7 +173,7 @@ class HostTransport:
 
     def _read(self, reading: _Reading) -> None:
         number = reading.number
-        self._neighbours.wait(self._ready.reached, number, f"a reduction (tag {reading.tag})")
+        self._neighbours.wait(self._ready, number, f"a reduction (tag {reading.tag})")
         for rank in range(self._neighbours.size):
             dropped = self._dropped.of(rank)
             if dropped != self._purged[rank]:
@@ -206,7 +206,7 @@ class HostTransport:
             route.forget()
 
     def wait_until_read(self, number: int) -> None:
-        self._neighbours.wait(self._done.reached, number, "a reduction, to be read by the other ranks")
+        self._neighbours.wait(self._done, number, "a reduction, to be read by the other ranks")
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()

@@ -6,13 +6,14 @@ has ended. :class:`Gate` keeps readers and writers of a segment apart. What is s
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,13 @@ _LOOK, _YIELD = 20e-6, 2e-3
 _SLEEP = 100e-6
 #: Seconds between two looks at whether the other ranks still live.
 _ALIVE = 0.05
+
+
+class Shared(NamedTuple):
+    """A segment that all ranks map, twice: ``view`` to read it, in which what is written is not shared."""
+
+    segment: Segment
+    view: Segment
 
 
 class Neighbours:
@@ -52,17 +60,22 @@ class Neighbours:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, nbytes: int) -> Segment | None:
+    def share(self, nbytes: int) -> Shared | None:
         """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it."""
         mine: Segment | None = None
+        view: Segment | None = None
         with suppress(OSError):
             mine = Segment.create(nbytes) if self.rank == 0 else None
         address = Address(*self._from_all(*(mine.address if mine is not None else (0, 0, 0, 0)))[0])
         with suppress(OSError):
-            if mine is None and address.nbytes:
-                mine = Segment.open(address)
-        everyone = all(done for (done,) in self._from_all(mine is not None))
-        return mine if everyone else None
+            if address.nbytes:
+                mine = mine or Segment.open(address)
+                view = Segment.open(address, mmap.MAP_PRIVATE)
+        everyone = all(done for (done,) in self._from_all(view is not None))
+        if mine is None or view is None or not everyone:
+            return None
+        mine.close()
+        return Shared(mine, view)
 
     def _from_all(self, *values: int) -> list[list[int]]:
         """What each rank says, in the order of ranks."""
@@ -72,20 +85,20 @@ class Neighbours:
         found: list[list[int]] = every.view(self.size, -1).tolist()
         return found
 
-    def wait(self, reached: Callable[[int], bool], value: int, doing: str) -> None:
-        """Return when ``reached(value)``.
+    def wait(self, counters: Counters, value: int, doing: str) -> None:
+        """Return when all the others have come to ``value``.
 
         Args:
             doing: what waits, for errors.
 
         Raises:
-            RuntimeError: a rank has ended, or the timeout of the process group has passed.
+            RuntimeError: a rank has ended before, or the timeout of the process group has passed.
         """
-        if reached(value):
+        if counters.reached(value):
             return
         begin = time.monotonic()
         look_alive = begin + _ALIVE
-        while not reached(value):
+        while not counters.reached(value):
             now = time.monotonic()
             if now - begin < self._looks:
                 continue
@@ -95,21 +108,23 @@ class Neighbours:
             time.sleep(_SLEEP)
             if now > look_alive:
                 look_alive = now + _ALIVE
-                self._look_after(reached, value, doing, now - begin)
+                self._look_after(counters, value, doing, now - begin)
 
-    def _look_after(self, reached: Callable[[int], bool], value: int, doing: str, waited: float) -> None:
-        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]
-        if reached(value):
-            return
+    def _look_after(self, counters: Counters, value: int, doing: str, waited: float) -> None:
+        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
+        missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
         here = f"rank {self.global_rank(self.rank)} waited in {doing}"
-        if ended:
-            lost = ", ".join(f"{self.global_rank(rank)} (process {self._pids[rank]})" for rank in ended)
+        if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             raise RuntimeError(f"{here} for rank {lost}, which has ended: look there for the first error")
-        if waited > self._timeout:
+        if missing and waited > self._timeout:
             raise RuntimeError(
-                f"{here} for {self._timeout:.0f} s, the timeout of its process group: a rank was slow, failed, or runs "
-                f"something else. All ranks must run the same forwards and backwards"
+                f"{here} for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
+                f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
+                f"forwards and backwards"
             )
+
+    def _name(self, rank: int) -> str:
+        return f"{self.global_rank(rank)} (process {self._pids[rank]})"
 
     def global_rank(self, rank: int) -> int:
         return self._global_ranks[rank]
@@ -138,11 +153,11 @@ class Gate:
     def enter(self, doing: str) -> None:
         counters = self._counters
         counters.set(counters.value + 2 - counters.value % 2)
-        self._neighbours.wait(counters.reached, counters.value, doing)
+        self._neighbours.wait(counters, counters.value, doing)
 
     def leave(self, doing: str) -> None:
         if self.give_up():
-            self._neighbours.wait(self._counters.reached, self._counters.value, doing)
+            self._neighbours.wait(self._counters, self._counters.value, doing)
 
     def give_up(self) -> bool:
         """Leave and wait for nobody; returns whether the gate had been entered."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
@@ -100,21 +100,19 @@ class SharedMemory:
 
     Args:
         segment: holds it.
+        view: the same, mapped to be read: who writes to it gets copies of those pages.
         start: where in the segment it begins, in bytes.
         gate: when it may be read and written.
     """
 
     segment: Segment
+    view: Segment
     start: int
     gate: Gate
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""
         return self.segment.tensor(self.start + start, numel, dtype)
-
-    def view(self) -> SharedMemory:
-        """The same memory to read: writes are not shared."""
-        return replace(self, segment=self.segment.view())
 
 
 class Transport(Protocol):
