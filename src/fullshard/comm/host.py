@@ -32,7 +32,7 @@ from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, Sti
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
-#: Integers that say which slot a reduction reads: its number, the group's tag, and the slot's address.
+#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
 _ENTRY = 8
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
@@ -151,7 +151,7 @@ class HostTransport:
         neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[neighbours.rank][at] = number
-        for offset, value in enumerate((tag, *slot), 1):
+        for offset, value in enumerate((tag, route.subject, *slot), 1):
             self._entries[neighbours.rank][at + offset] = value
         self._ready.set(number)
         reading = _Reading(self, route, number, tag, [transfer.shard for transfer in transfers], reduction.divisor)
@@ -181,17 +181,24 @@ class HostTransport:
                 self._purged[rank] = dropped
         slots = [self._slot_of(rank, reading) for rank in range(self._neighbours.size)]
         reading.route.write(slots, self._opened, reading.shards, reading.divisor)
+        reading.is_read = True
         self._done.set(number)
 
     def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:
         """Where ``rank`` has what is to be added up: the key of an opened segment."""
         at = reading.number % _AHEAD * _ENTRY
-        number, tag, *address = self._entries[rank][at : at + 6]
+        number, tag, subject, *address = self._entries[rank][at : at + 7]
+        there, here = map(self._neighbours.global_rank, (rank, self._neighbours.rank))
         if (number, tag) != (reading.number, reading.tag):
             raise RuntimeError(
-                f"rank {self._neighbours.global_rank(rank)} reduces another group (tag {tag}) than rank "
-                f"{self._neighbours.global_rank(self._neighbours.rank)} (tag {reading.tag}), or has given up after an "
-                f"error: all ranks must run the same backwards, and call reset_iter_state() together after an error"
+                f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {reading.tag}), or has given up "
+                f"after an error: all ranks must run the same backwards, and call reset_iter_state() together after an "
+                f"error"
+            )
+        if subject != reading.route.subject:
+            raise RuntimeError(
+                f"rank {there} has gradients of other parameters of a group (tag {tag}) than rank {here}: where ranks "
+                f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         key = (rank, address[2])
         if rank != self._neighbours.rank and key not in self._opened:
@@ -235,9 +242,15 @@ class _Reading(StillRead):
         self.tag = tag
         self.shards = shards
         self.divisor = divisor
+        self.is_read = False
 
     def finish(self) -> None:
         self._transport.read_up_to(self.number)
+        if not self.is_read:
+            raise RuntimeError(
+                f"a reduction (tag {self.tag}) was lost when reset_iter_state() was called after an error, perhaps in "
+                f"another model on the same ranks: call it on this model too"
+            )
 
     def wait(self) -> None:
         self._transport.wait_until_read(self.number)
@@ -252,6 +265,10 @@ class _Route:
         self._plans: list[Plan] = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
+        #: The same on ranks that reduce the same parameters.
+        self.subject = hash(
+            tuple((start, *plan.full_offsets) for start, plan in zip(self._starts, self._plans, strict=True))
+        )
         self._scratch = scratch
         self._sums: dict[tuple[tuple[int, int], ...], list[Sum]] = {}
 
