@@ -277,7 +277,11 @@ class FSDPModule:
 
         What transports keep for messages goes too; all models of the process share that.
         """
-        return _schedule(self).pools.drop() + SHARED.drop()
+        schedule = _schedule(self)
+        nbytes = schedule.pools.drop() + SHARED.drop()
+        for transport in {group.reduce_transport for group in schedule.groups()}:
+            transport.let_go()
+        return nbytes
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from fullshard.comm.messages import Piece, whole_extent
 from fullshard.comm.neighbours import Gate, Neighbours, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.prepared import PreparedCache, alias, check_transfers
-from fullshard.comm.shared_memory import Address, Counters, Segment
+from fullshard.comm.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.staging import align
 from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, view_piece
 from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, StillRead, Transfer
@@ -62,7 +62,7 @@ class HostTransport:
         self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
         self._number = 0
         self._under_way: deque[_Reading] = deque()
-        self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
+        self._slots = _Slots(self._ready, self._done, self._dropped)
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
         self._routes: PreparedCache[_Route] = PreparedCache()
@@ -103,8 +103,7 @@ class HostTransport:
                 f"set FULLSHARD_TRANSPORT=p2p"
             ) from error
         memory = segment.tensor(0, nbytes, torch.uint8)
-        self._slots[memory.data_ptr()] = segment.address
-        weakref.finalize(segment.memory, _forget, self._slots, memory.data_ptr(), self._dropped)
+        self._slots.add(segment, memory.data_ptr())
         return memory
 
     def share(self, nbytes: int) -> SharedMemory | None:
@@ -135,7 +134,7 @@ class HostTransport:
         if not transfers:
             return Done()
         places = {transfer.full.untyped_storage().data_ptr() for transfer in transfers}
-        slot = self._slots.get(places.pop())
+        slot = self._slots.addresses.get(places.pop())
         if slot is None or places:
             return self.private.reduce_scatter(transfers, process_group, tag, reduction)
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
@@ -146,6 +145,7 @@ class HostTransport:
             check_summable(transfers)
             route = _Route(transfers, self._neighbours, self._scratch)
             self._routes.put(key, route, subjects)
+        self._slots.close_files()
         self._number += 1
         neighbours, number = self._neighbours, self._number
         neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
@@ -165,6 +165,12 @@ class HostTransport:
         self._number = (self._number // _ROUND + 1) * _ROUND
         self._ready.set(self._number)
         self._done.set(self._number)
+
+    def let_go(self) -> None:
+        """See :class:`~fullshard.comm.transport.Transport`."""
+        for rank in range(self._neighbours.size):
+            self._forget_slots_of(rank)
+        self._slots.close_files()
 
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
@@ -219,9 +225,30 @@ class HostTransport:
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
 
 
-def _forget(slots: dict[int, Address], start: int, dropped: Counters) -> None:
-    del slots[start]
-    dropped.set(dropped.value + 1)
+class _Slots:
+    """This rank's slots, where the other ranks find them."""
+
+    def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
+        self._ready, self._done, self._dropped = ready, done, dropped
+        self.addresses: dict[int, Address] = {}  # by where they begin in memory
+        self._files: deque[tuple[int, File | None]] = (
+            deque()
+        )  # of slots that are gone, which a slow rank has yet to look for
+
+    def add(self, segment: Segment, start: int) -> None:
+        self.addresses[start] = segment.address
+        weakref.finalize(segment.memory, self._forget, start, segment.file)
+
+    def _forget(self, start: int, file: File | None) -> None:
+        self.addresses.pop(start, None)
+        self._dropped.set(self._dropped.value + 1)
+        self._files.append((self._ready.value, file))
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Let go of the files of slots from which all ranks have read what they will."""
+        while self._files and self._done.reached(self._files[0][0]):
+            self._files.popleft()
 
 
 class _Reading(StillRead):

@@ -74,7 +74,7 @@ class Neighbours:
         everyone = all(done for (done,) in self._from_all(view is not None))
         if mine is None or view is None or not everyone:
             return None
-        mine.close()
+        mine.file = None
         return Shared(mine, view)
 
     def _from_all(self, *values: int) -> list[list[int]]:

@@ -17,7 +17,6 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +68,16 @@ def _map(fd: int, nbytes: int, flags: int) -> ctypes.Array[ctypes.c_char]:
     return memory
 
 
+class File:
+    """An open file, closed with the last reference to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class Segment:
     """A piece of memory; mapped until the last tensor in it is gone.
 
@@ -76,25 +85,20 @@ class Segment:
         OSError: there is not enough memory, or too many files are open, or the owner cannot be looked at.
     """
 
-    def __init__(self, memory: ctypes.Array[ctypes.c_char], address: Address) -> None:
+    def __init__(self, memory: ctypes.Array[ctypes.c_char], address: Address, file: File | None = None) -> None:
         self.memory = memory
         self.address = address
-        #: The owner's: others cannot open the segment any more.
-        self.close: Callable[[], object] = lambda: None
+        #: Of the process that made the segment: others may open it as long as this is there.
+        self.file = file
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
-        """New memory, all zeros, that others may open until :meth:`close`, or as long as this process maps it."""
+        """New memory, all zeros."""
         nbytes = max(1, nbytes)
-        fd = os.memfd_create("fullshard", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-            segment = cls(_map(fd, nbytes, mmap.MAP_SHARED), Address(os.getpid(), fd, os.fstat(fd).st_ino, nbytes))
-        except BaseException:
-            os.close(fd)
-            raise
-        segment.close = weakref.finalize(segment.memory, os.close, fd)
-        return segment
+        file = File(os.memfd_create("fullshard", os.MFD_CLOEXEC))
+        os.posix_fallocate(file.fd, 0, nbytes)
+        address = Address(os.getpid(), file.fd, os.fstat(file.fd).st_ino, nbytes)
+        return cls(_map(file.fd, nbytes, mmap.MAP_SHARED), address, file)
 
     @classmethod
     def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:

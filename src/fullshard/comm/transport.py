@@ -35,6 +35,9 @@ class MovesPrivately:
     def reset(self) -> None:
         return
 
+    def let_go(self) -> None:
+        return
+
 
 @dataclass(frozen=True)
 class Transfer:
@@ -144,6 +147,10 @@ class Transport(Protocol):
 
     def reset(self) -> None:
         """Forget the reductions that an error cut short. Every rank must call it."""
+        ...
+
+    def let_go(self) -> None:
+        """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
         ...
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
