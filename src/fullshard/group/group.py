@@ -287,9 +287,14 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         if self.clock.reading:
-            full.be_shared()
-            if self.state is State.UNSHARDED:
-                return False
+            if self.state is State.UNSHARDED and self._gathered is not None:
+                if self._gathered[1] == self.memory.version:
+                    if (
+                        self._leaf_versions == self._versions()
+                    ):  # otherwise what was written shows until it is resharded
+                        full.be_shared()
+                    return False
+                self.reshard()  # the shard was written since: so is what may have been written to the leaves old
         else:
             assert self.memory.shared is not None
             self.reshard()
@@ -299,6 +304,7 @@ class Group:
             full.be_private()
             gate.leave(f"unshard() of {self.name or 'the root'}")
         full.take()
+        self._gathered = self._current()
         self._gather = PASSED
         self._to(State.GATHERING)
         return True
