@@ -109,7 +109,7 @@ class HostTransport:
     def share(self, nbytes: int) -> SharedMemory | None:
         """See :class:`~fullshard.comm.transport.Transport`."""
         start = align(Gate.nbytes(self._neighbours.size))
-        shared = self._neighbours.share(start + nbytes)
+        shared = self._neighbours.share(start + nbytes if nbytes else 0)
         if shared is None:
             return None
         return SharedMemory(*shared, start, Gate(self._neighbours, shared.segment, 0))

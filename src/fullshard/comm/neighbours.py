@@ -61,12 +61,28 @@ class Neighbours:
                 self._rank_of[watched] = rank
 
     def share(self, nbytes: int) -> Shared | None:
-        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it."""
+        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot or it would be empty.
+
+        Every rank must call it.
+
+        Raises:
+            ValueError: the ranks ask for different sizes.
+        """
         mine: Segment | None = None
         view: Segment | None = None
         with suppress(OSError):
-            mine = Segment.create(nbytes) if self.rank == 0 else None
-        address = Address(*self._from_all(*(mine.address if mine is not None else (0, 0, 0, 0)))[0])
+            mine = Segment.create(nbytes) if self.rank == 0 and nbytes else None
+        said = self._from_all(nbytes, *(mine.address if mine is not None else (0, 0, 0, 0)))
+        for rank, (other, *_) in enumerate(said):
+            if other != said[0][0]:
+                raise ValueError(
+                    f"rank {self.global_rank(rank)} needs {other} bytes for what rank {self.global_rank(0)} keeps in "
+                    f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
+                    f"set FULLSHARD_TRANSPORT=p2p"
+                )
+        if nbytes == 0:
+            return None
+        address = Address(*said[0][1:])
         with suppress(OSError):
             if address.nbytes:
                 mine = mine or Segment.open(address)

@@ -141,7 +141,7 @@ class Transport(Protocol):
     def share(self, nbytes: int) -> SharedMemory | None:
         """Memory for a full buffer that all ranks see, so that a gather moves nothing; ``None`` if there is none.
 
-        Every rank must call it.
+        Every rank must call it, with the same number.
         """
         ...
 

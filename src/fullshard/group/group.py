@@ -175,7 +175,8 @@ class Group:
             self.full = SlotBuffer(self.memory.parameter_pool, nbytes)
         else:
             self.full = SharedBuffer(shared.memory, nbytes)
-            self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
+            with torch.inference_mode(False):
+                self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._leaf_versions = 0
