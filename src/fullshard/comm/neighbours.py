@@ -24,7 +24,8 @@ from fullshard.torch_private import all_gather_single, timeout_of
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
 #: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
 _LOOK, _YIELD = 20e-6, 2e-3
-_SLEEP = 100e-6
+#: It sleeps for a fiftieth of the time that it has waited, at least and at most so many seconds.
+_SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 #: Seconds between two looks at whether the other ranks still live.
 _ALIVE = 0.05
 
@@ -121,7 +122,7 @@ class Neighbours:
             if now - begin < _YIELD:
                 os.sched_yield()
                 continue
-            time.sleep(_SLEEP)
+            time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
             if now > look_alive:
                 look_alive = now + _ALIVE
                 self._look_after(counters, value, doing, now - begin)
