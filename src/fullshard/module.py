@@ -278,9 +278,10 @@ class FSDPModule:
         What transports keep for messages goes too; all models of the process share that.
         """
         schedule = _schedule(self)
-        for transport in {group.reduce_transport: None for group in schedule.groups()}:
-            transport.drop()
-        return schedule.pools.drop() + SHARED.drop()
+        nbytes = schedule.pools.drop() + SHARED.drop()
+        for transport in {group.reduce_transport for group in schedule.groups()}:
+            transport.let_go()
+        return nbytes
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 

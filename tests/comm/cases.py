@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
-from fullshard.comm.transport import Transfer
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.transport import Transfer, Transport
 
 Shape = tuple[tuple[int, ...], int | None]
 """The shape of a parameter, and the dim along which it is cut."""
@@ -111,22 +112,36 @@ def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tens
     return chunks
 
 
-def transfers_of(case: Case, size: int, shard_dtype: torch.dtype | None = None) -> list[Transfer]:
-    """Buffers for a case, full of NaN. The sections of a shard lie in one piece of memory, as those of a group do."""
+def transfers_of(
+    case: Case, size: int, shard_dtype: torch.dtype | None = None, transport: Transport | None = None
+) -> list[Transfer]:
+    """Buffers for a case, full of NaN.
+
+    The sections of a shard lie in one piece of memory, as those of a group do; those of a full buffer do if a transport
+    allocates it.
+    """
     plans = case.plans(size)
-    dtypes = [shard_dtype or section.dtype for section in case.sections]
-    ends = [0]
-    for plan, dtype in zip(plans, dtypes, strict=True):
-        ends.append(math.ceil((ends[-1] + plan.shard_numel * dtype.itemsize) / 64) * 64)
-    memory = torch.empty(ends[-1], dtype=torch.uint8)
-    transfers = []
-    for plan, section, dtype, start in zip(plans, case.sections, dtypes, ends[:-1], strict=True):
-        shard = memory[start : start + plan.shard_numel * dtype.itemsize].view(dtype)
-        transfers.append(Transfer(plan, torch.empty(plan.full_numel, dtype=section.dtype), shard))
+    dtypes = [section.dtype for section in case.sections]
+    shard_dtypes = [shard_dtype or dtype for dtype in dtypes]
+    shards = _end_to_end([plan.shard_numel for plan in plans], shard_dtypes, PointToPointTransport())
+    if transport is None:
+        fulls = [torch.empty(plan.full_numel, dtype=dtype) for plan, dtype in zip(plans, dtypes, strict=True)]
+    else:
+        fulls = _end_to_end([plan.full_numel for plan in plans], dtypes, transport)
+    transfers = [Transfer(*each) for each in zip(plans, fulls, shards, strict=True)]
     for transfer in transfers:
         transfer.full.fill_(math.nan)
         transfer.shard.fill_(math.nan)
     return transfers
+
+
+def _end_to_end(numels: Sequence[int], dtypes: Sequence[torch.dtype], transport: Transport) -> list[Tensor]:
+    ends = [0]
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        ends.append(math.ceil((ends[-1] + numel * dtype.itemsize) / 64) * 64)
+    memory = transport.allocate(ends[-1], torch.device("cpu"))
+    pieces = zip(numels, dtypes, ends[:-1], strict=True)
+    return [memory[start : start + numel * dtype.itemsize].view(dtype) for numel, dtype, start in pieces]
 
 
 def fill_shards(case: Case, transfers: Sequence[Transfer], rank: int) -> None:

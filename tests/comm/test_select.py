@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.backend import backend_name
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
 from tests.harness import World, fake_world, ranks
@@ -21,8 +24,82 @@ def group() -> dist.ProcessGroup:
 
 
 @ranks(2)
-def test_gloo_on_the_cpu_exchanges_messages(world: World) -> None:
-    assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+def test_ranks_of_a_host_share_memory(world: World) -> None:
+    assert isinstance(select_transport(group(), CPU), HostTransport)
+    assert select_transport(group(), CPU) is select_transport(group(), CPU)
+
+
+@ranks(3)
+def test_each_process_group_shares_memory_of_its_own(world: World) -> None:
+    pair = dist.new_group([0, 2])
+    if world.rank != 1:
+        assert isinstance(select_transport(pair, CPU), HostTransport)
+        assert select_transport(pair, CPU) is not select_transport(group(), CPU)
+    else:
+        select_transport(group(), CPU)
+
+
+def on_other_hosts() -> str:
+    return f"host {dist.get_rank() // 2}"
+
+
+@ranks(3)
+def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.comm.neighbours._host", on_other_hosts)
+        assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+        patch.setenv("FULLSHARD_TRANSPORT", "host")
+        with pytest.raises(
+            ValueError, match="cannot serve this process group: rank 2 runs on another host than rank 0"
+        ):
+            select_transport(group(), CPU)
+
+
+def refuse(*args: Any) -> Any:
+    raise PermissionError("not in this sandbox")
+
+
+#: What a system may lack or forbid, and what is said of rank 1, on which it is tried.
+LACKS: dict[str, tuple[str, Any, str]] = {
+    "shared memory": ("os.memfd_create", None, "rank 1 runs on a system without memory that processes share"),
+    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without memory that processes share"),
+    "pagemap": ("fullshard.comm.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
+    "exchange": ("fullshard.comm.shared_memory.CAN_SWAP_MEMORY", False, "rank 1 runs on a system without memory"),
+    "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
+    "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
+    "mappings": ("fullshard.comm.shared_memory._map", refuse, "a rank could not map memory of another"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("lack", LACKS)
+def test_where_one_rank_cannot_share_all_exchange_messages(world: World, lack: str) -> None:
+    name, value, message = LACKS[lack]
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1 and value is None:
+            patch.delattr(name)
+        elif world.rank == 1:
+            patch.setattr(name, value)
+        assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+        patch.setenv("FULLSHARD_TRANSPORT", "host")
+        with pytest.raises(ValueError, match=f"cannot serve this process group: {message}.*unset it"):
+            select_transport(group(), CPU)
+
+
+@ranks(2)
+def test_where_rank_0_has_no_memory_all_exchange_messages(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr("os.memfd_create", refuse)
+        assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+
+
+@ranks(1)
+def test_one_rank_has_nobody_to_share_with(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for wanted in ("", "host"):
+            patch.setenv("FULLSHARD_TRANSPORT", wanted)
+            assert isinstance(select_transport(group(), CPU), PointToPointTransport)
 
 
 @ranks(1)
@@ -62,11 +139,12 @@ def test_the_environment_overrides_the_choice(world: World) -> None:
 def test_an_unknown_transport_is_refused_with_the_known_ones(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_TRANSPORT", "pigeon")
-        with pytest.raises(ValueError, match="'pigeon' names no transport: use one of p2p, collective"):
+        with pytest.raises(ValueError, match="'pigeon' names no transport: use one of host, p2p, collective"):
             select_transport(group(), CPU)
 
 
-def test_messages_without_gloo_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FULLSHARD_TRANSPORT", "p2p")
+@pytest.mark.parametrize("wanted", ["host", "p2p"])
+def test_what_needs_gloo_is_refused_without(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", wanted)
     with fake_world(2), pytest.raises(ValueError, match="uses 'fake' for buffers on cpu: unset it or use 'collective'"):
         select_transport(group(), CPU)

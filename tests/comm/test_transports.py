@@ -1,4 +1,4 @@
-"""Both transports against whole tensors: what is gathered, what is reduced, for all layouts, dtypes and shapes."""
+"""All transports against whole tensors: what is gathered, what is reduced, for all layouts, dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Reduction, Transport
+from fullshard.comm.transport import Pending, Reduction, StillRead, Transport
 from tests.comm.cases import (
     EMPTY,
     EQUAL,
@@ -40,6 +41,8 @@ TRANSPORTS = {
 SHAPES = {"odd": ODD, "equal": EQUAL, "large": LARGE, "empty": EMPTY, "tiny": TINY, "scalars": SCALARS, "none": ()}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
+#: The ranks of a host gather as messages what does not lie in memory that they share.
+each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "host"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
 
 
@@ -48,9 +51,20 @@ def group() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def make(transport_name: str) -> Transport:
+def make(transport_name: str, process_group: dist.ProcessGroup | None = None) -> Transport:
+    if transport_name == "host":
+        shared = HostTransport.among(process_group or group(), PointToPointTransport())
+        assert isinstance(shared, HostTransport), shared
+        return shared
     transport: Transport = TRANSPORTS[transport_name]()
     return transport
+
+
+def complete(pending: Pending) -> None:
+    """Finish, and wait until the buffers that were handed over may be written again."""
+    pending.finish()
+    if isinstance(pending, StillRead):
+        pending.wait()
 
 
 def mixed(*shapes: Shapes) -> tuple[Section, ...]:
@@ -110,43 +124,46 @@ def test_a_gather_moves_any_dtype(world: World, transport_name: str, dtype: torc
 
 
 @ranks(1, 2, 3, 4)
-@each_transport
+@each_reducing_transport
 @each_layout
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_every_rank_gets_the_mean_of_what_it_owns(
     world: World, transport_name: str, layout: LayoutName, shapes: str
 ) -> None:
     case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
-    transfers = transfers_of(case, world.size)
+    transport = make(transport_name)
+    transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
     assert_reduced(case, transfers, world.rank, world.size)
 
 
 @ranks(1, 2, 3, 4)
-@each_transport
+@each_reducing_transport
 @each_layout
 def test_sections_of_several_dtypes_are_reduced_in_one_call(
     world: World, transport_name: str, layout: LayoutName
 ) -> None:
     case = Case(layout, (*mixed(ODD, LARGE, TINY, ODD), Section(torch.bfloat16, LARGE)))
-    transfers = transfers_of(case, world.size)
+    transport = make(transport_name)
+    transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
     assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
 
 
 @ranks(2, 3)
-@each_transport
+@each_reducing_transport
 @pytest.mark.parametrize("shard_dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_the_result_is_cast_to_the_dtype_of_the_shard(
     world: World, transport_name: str, dtype: torch.dtype, shard_dtype: torch.dtype
 ) -> None:
     case = Case("even", (Section(dtype, ODD), Section(dtype, LARGE)))
-    transfers = transfers_of(case, world.size, shard_dtype)
+    transport = make(transport_name)
+    transfers = transfers_of(case, world.size, shard_dtype, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    make(transport_name).reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
     exactly_added = transport_name != "collective" or dtype.itemsize > 2
     for transfer in transfers:
         assert transfer.shard.dtype == shard_dtype
@@ -154,54 +171,56 @@ def test_the_result_is_cast_to_the_dtype_of_the_shard(
 
 
 @ranks(2)
-@each_transport
+@each_reducing_transport
 @each_layout
 @pytest.mark.parametrize("reduction", [Reduction(), Reduction(7.0), Reduction(0.5), Reduction(2.0, sum_only=True)])
 def test_the_sum_is_divided_by_any_divisor(
     world: World, transport_name: str, layout: LayoutName, reduction: Reduction
 ) -> None:
     case = Case(layout, (Section(torch.float32, ODD), Section(torch.float16, ODD)))
-    transfers = transfers_of(case, world.size)
+    transport = make(transport_name)
+    transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    make(transport_name).reduce_scatter(transfers, group(), 1, reduction).finish()
+    complete(transport.reduce_scatter(transfers, group(), 1, reduction))
     assert_reduced(case, transfers, world.rank, reduction.divisor, exactly_added=transport_name != "collective")
 
 
 @ranks(4)
-@each_transport
+@each_reducing_transport
 @pytest.mark.parametrize("value", [30_000.0, 2 * 2.0**-24], ids=["overflow", "underflow"])
 def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport_name: str, value: float) -> None:
     """The sum would overflow if it were divided last, the terms would vanish if they were divided first."""
-    (transfer,) = transfers_of(Case("even", (Section(torch.float16, [((8, 4), 0)]),)), world.size)
+    transport = make(transport_name)
+    (transfer,) = transfers_of(Case("even", (Section(torch.float16, (((8, 4), 0),)),)), world.size, transport=transport)
     transfer.full.fill_(value)
-    make(transport_name).reduce_scatter([transfer], group(), 1, Reduction(4.0)).finish()
+    complete(transport.reduce_scatter([transfer], group(), 1, Reduction(4.0)))
     assert torch.equal(transfer.shard[:8], torch.full((8,), value, dtype=torch.float16))
 
 
 @ranks(4)
-@each_transport
+@each_reducing_transport
 @each_layout
 def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name: str, layout: LayoutName) -> None:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair, rank = pairs[world.rank % 2], world.rank // 2
-    transport = make(transport_name)
+    transport = make(transport_name, pair)
     case = Case(layout, mixed(ODD, LARGE))
-    transfers = transfers_of(case, 2)
+    transfers = transfers_of(case, 2, transport=transport)
     fill_shards(case, transfers, rank)
     transport.all_gather(transfers, pair, tag=0).finish()
     assert_gathered(case, transfers, rank)
     fill_fulls(case, transfers, rank)
-    transport.reduce_scatter(transfers, pair, 1, Reduction(2)).finish()
+    complete(transport.reduce_scatter(transfers, pair, 1, Reduction(2)))
     assert_reduced(case, transfers, rank, 2, exactly_added=transport_name != "collective")
 
 
 @ranks(3)
-@each_transport
+@each_reducing_transport
 def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
-    gathered = [transfers_of(case, world.size) for case in cases]
-    reduced = [transfers_of(case, world.size) for case in cases]
+    gathered = [transfers_of(case, world.size, transport=transport) for case in cases]
+    reduced = [transfers_of(case, world.size, transport=transport) for case in cases]
     for _ in range(3):
         pending = []
         for tag, (case, gather, reduction) in enumerate(zip(cases, gathered, reduced, strict=True)):
@@ -210,7 +229,7 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
             pending.append(transport.all_gather(gather, group(), 2 * tag))
             pending.append(transport.reduce_scatter(reduction, group(), 2 * tag + 1, Reduction(world.size)))
         for one in pending:
-            one.finish()
+            complete(one)
         for case, gather, reduction in zip(cases, gathered, reduced, strict=True):
             assert_gathered(case, gather, world.rank)
             assert_reduced(case, reduction, world.rank, world.size, exactly_added=transport_name != "collective")
@@ -219,32 +238,32 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
 
 
 @ranks(2)
-@each_transport
+@each_reducing_transport
 @each_layout
 def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_name: str, layout: LayoutName) -> None:
     transport = make(transport_name)
     case = Case(layout, mixed(ODD, LARGE))
-    first = transfers_of(case, world.size)
+    first = transfers_of(case, world.size, transport=transport)
     for _ in range(3):
         transfers = [type(t)(t.plan, t.full, torch.empty_like(t.shard)) for t in first]
         fill_fulls(case, transfers, world.rank)
-        transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)).finish()
+        complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
         assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
 
 
 @ranks(1, 2, 3)
-@each_transport
+@each_reducing_transport
 def test_a_selection_of_parameters_is_reduced(world: World, transport_name: str) -> None:
     """Those that have gradients in this step, at their usual place in the full buffer."""
     transport = make(transport_name)
     case = Case("even", (Section(torch.float32, ODD + LARGE),))
-    (whole,) = transfers_of(case, world.size)
+    (whole,) = transfers_of(case, world.size, transport=transport)
     gradients = [case.values(rank)[0] for rank in range(world.size)]
     for chosen in ([1, 3, 5, 11], [0], list(range(len(ODD + LARGE))), [10, 14, 15]):
         plan = whole.plan.select(chosen)
         transfer = type(whole)(plan, whole.full, torch.full((plan.shard_numel,), math.nan))
         fill_fulls(case, [whole], world.rank)
-        transport.reduce_scatter([transfer], group(), 1, Reduction()).finish()
+        complete(transport.reduce_scatter([transfer], group(), 1, Reduction()))
         sums = [torch.stack([values[index] for values in gradients]).sum(0) for index in chosen]
         for start, expected in cut(plan, sums, world.rank):
             torch.testing.assert_close(transfer.shard[start : start + expected.numel()], expected)
@@ -295,10 +314,10 @@ def test_inference_mode_may_come_and_go(world: World, transport_name: str, first
 
 
 @ranks(2)
-@each_transport
+@each_reducing_transport
 def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_name: str) -> None:
     transport = make(transport_name)
-    (transfer,) = transfers_of(Case("even", mixed(ODD)), world.size)
+    (transfer,) = transfers_of(Case("even", mixed(ODD)), world.size, transport=transport)
     (other,) = transfers_of(Case("even", mixed(ODD)), world.size + 1)
     kind = type(transfer)
     numel = transfer.plan.shard_numel
@@ -318,9 +337,9 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
 
 
 @ranks(2)
-@each_transport
+@each_reducing_transport
 def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> None:
     transport = make(transport_name)
     transport.all_gather([], group(), 0).finish()
-    transport.reduce_scatter([], group(), 1, Reduction()).finish()
+    complete(transport.reduce_scatter([], group(), 1, Reduction()))
     assert transport.allocate(48, torch.device("cpu")).numel() == 48

@@ -25,14 +25,14 @@ from fullshard.comm.messages import Piece, whole_extent
 from fullshard.comm.neighbours import Gate, Neighbours, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.prepared import PreparedCache, alias, check_transfers
-from fullshard.comm.shared_memory import Address, Counters, Segment
+from fullshard.comm.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.staging import align
 from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, view_piece
 from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, StillRead, Transfer
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
-#: Integers that say which slot a reduction reads: its number, the group's tag, and the slot's address.
+#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
 _ENTRY = 8
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
@@ -62,7 +62,7 @@ class HostTransport:
         self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
         self._number = 0
         self._under_way: deque[_Reading] = deque()
-        self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
+        self._slots = _Slots(self._ready, self._done, self._dropped)
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
         self._routes: PreparedCache[_Route] = PreparedCache()
@@ -84,8 +84,8 @@ class HostTransport:
     def _make(cls, met: Neighbours | str, messages: PointToPointTransport) -> HostTransport | str:
         if isinstance(met, str):
             return met
-        control = met.share(cls.control_bytes(met.size))
-        return "a rank could not map memory of another" if control is None else cls(met, control[0], messages)
+        shared = met.share(cls.control_bytes(met.size))
+        return "a rank could not map memory of another" if shared is None else cls(met, shared.segment, messages)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -103,17 +103,16 @@ class HostTransport:
                 f"set FULLSHARD_TRANSPORT=p2p"
             ) from error
         memory = segment.tensor(0, nbytes, torch.uint8)
-        self._slots[memory.data_ptr()] = segment.address
-        weakref.finalize(segment.memory, _forget, self._slots, memory.data_ptr(), self._dropped)
+        self._slots.add(segment, memory.data_ptr())
         return memory
 
     def share(self, nbytes: int) -> SharedMemory | None:
         """See :class:`~fullshard.comm.transport.Transport`."""
         start = align(Gate.nbytes(self._neighbours.size))
-        segments = self._neighbours.share(start + nbytes)
-        if segments is None:
+        shared = self._neighbours.share(start + nbytes if nbytes else 0)
+        if shared is None:
             return None
-        return SharedMemory(*segments, start, Gate(self._neighbours, segments[0], 0))
+        return SharedMemory(*shared, start, Gate(self._neighbours, shared.segment, 0))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -135,7 +134,7 @@ class HostTransport:
         if not transfers:
             return Done()
         places = {transfer.full.untyped_storage().data_ptr() for transfer in transfers}
-        slot = self._slots.get(places.pop())
+        slot = self._slots.addresses.get(places.pop())
         if slot is None or places:
             return self.private.reduce_scatter(transfers, process_group, tag, reduction)
         subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
@@ -146,12 +145,13 @@ class HostTransport:
             check_summable(transfers)
             route = _Route(transfers, self._neighbours, self._scratch)
             self._routes.put(key, route, subjects)
+        self._slots.close_files()
         self._number += 1
         neighbours, number = self._neighbours, self._number
-        neighbours.wait(self._done.reached, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[neighbours.rank][at] = number
-        for offset, value in enumerate((tag, *slot), 1):
+        for offset, value in enumerate((tag, route.subject, *slot), 1):
             self._entries[neighbours.rank][at + offset] = value
         self._ready.set(number)
         reading = _Reading(self, route, number, tag, [transfer.shard for transfer in transfers], reduction.divisor)
@@ -166,10 +166,11 @@ class HostTransport:
         self._ready.set(self._number)
         self._done.set(self._number)
 
-    def drop(self) -> None:
-        """See :class:`~fullshard.comm.transport.Transport`; the slots of other ranks are mapped anew when needed."""
+    def let_go(self) -> None:
+        """See :class:`~fullshard.comm.transport.Transport`."""
         for rank in range(self._neighbours.size):
             self._forget_slots_of(rank)
+        self._slots.close_files()
 
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
@@ -178,7 +179,7 @@ class HostTransport:
 
     def _read(self, reading: _Reading) -> None:
         number = reading.number
-        self._neighbours.wait(self._ready.reached, number, f"a reduction (tag {reading.tag})")
+        self._neighbours.wait(self._ready, number, f"a reduction (tag {reading.tag})")
         for rank in range(self._neighbours.size):
             dropped = self._dropped.of(rank)
             if dropped != self._purged[rank]:
@@ -186,18 +187,25 @@ class HostTransport:
                 self._purged[rank] = dropped
         slots = [self._slot_of(rank, reading) for rank in range(self._neighbours.size)]
         reading.route.write(slots, self._opened, reading.shards, reading.divisor)
+        reading.is_read = True
         reading.shards = []  # they are gradients now: the mark by which the slot is taken again must not keep them
         self._done.set(number)
 
     def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:
         """Where ``rank`` has what is to be added up: the key of an opened segment."""
         at = reading.number % _AHEAD * _ENTRY
-        number, tag, *address = self._entries[rank][at : at + 6]
+        number, tag, subject, *address = self._entries[rank][at : at + 7]
+        there, here = map(self._neighbours.global_rank, (rank, self._neighbours.rank))
         if (number, tag) != (reading.number, reading.tag):
             raise RuntimeError(
-                f"rank {self._neighbours.global_rank(rank)} reduces another group (tag {tag}) than rank "
-                f"{self._neighbours.global_rank(self._neighbours.rank)} (tag {reading.tag}), or has given up after an "
-                f"error: all ranks must run the same backwards, and call reset_iter_state() together after an error"
+                f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {reading.tag}), or has given up "
+                f"after an error: all ranks must run the same backwards, and call reset_iter_state() together after an "
+                f"error"
+            )
+        if subject != reading.route.subject:
+            raise RuntimeError(
+                f"rank {there} has gradients of other parameters of a group (tag {tag}) than rank {here}: where ranks "
+                f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         key = (rank, address[2])
         if rank != self._neighbours.rank and key not in self._opened:
@@ -212,15 +220,36 @@ class HostTransport:
             route.forget()
 
     def wait_until_read(self, number: int) -> None:
-        self._neighbours.wait(self._done.reached, number, "a reduction, to be read by the other ranks")
+        self._neighbours.wait(self._done, number, "a reduction, to be read by the other ranks")
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
 
 
-def _forget(slots: dict[int, Address], start: int, dropped: Counters) -> None:
-    del slots[start]
-    dropped.set(dropped.value + 1)
+class _Slots:
+    """This rank's slots, where the other ranks find them."""
+
+    def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
+        self._ready, self._done, self._dropped = ready, done, dropped
+        self.addresses: dict[int, Address] = {}  # by where they begin in memory
+        self._files: deque[tuple[int, File | None]] = (
+            deque()
+        )  # of slots that are gone, which a slow rank has yet to look for
+
+    def add(self, segment: Segment, start: int) -> None:
+        self.addresses[start] = segment.address
+        weakref.finalize(segment.memory, self._forget, start, segment.file)
+
+    def _forget(self, start: int, file: File | None) -> None:
+        self.addresses.pop(start, None)
+        self._dropped.set(self._dropped.value + 1)
+        self._files.append((self._ready.value, file))
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Let go of the files of slots from which all ranks have read what they will."""
+        while self._files and self._done.reached(self._files[0][0]):
+            self._files.popleft()
 
 
 class _Reading(StillRead):
@@ -241,9 +270,15 @@ class _Reading(StillRead):
         self.tag = tag
         self.shards = shards
         self.divisor = divisor
+        self.is_read = False
 
     def finish(self) -> None:
         self._transport.read_up_to(self.number)
+        if not self.is_read:
+            raise RuntimeError(
+                f"a reduction (tag {self.tag}) was lost when reset_iter_state() was called after an error, perhaps in "
+                f"another model on the same ranks: call it on this model too"
+            )
 
     def wait(self) -> None:
         self._transport.wait_until_read(self.number)
@@ -258,6 +293,10 @@ class _Route:
         self._plans: list[Plan] = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
+        #: The same on ranks that reduce the same parameters.
+        self.subject = hash(
+            tuple((start, *plan.full_offsets) for start, plan in zip(self._starts, self._plans, strict=True))
+        )
         self._scratch = scratch
         self._sums: dict[tuple[tuple[int, int], ...], list[Sum]] = {}
 

@@ -6,13 +6,14 @@ has ended. :class:`Gate` keeps readers and writers of a segment apart. What is s
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,17 @@ from fullshard.torch_private import all_gather_single, timeout_of
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
 #: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
 _LOOK, _YIELD = 20e-6, 2e-3
-_SLEEP = 100e-6
+#: It sleeps for a fiftieth of the time that it has waited, at least and at most so many seconds.
+_SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 #: Seconds between two looks at whether the other ranks still live.
 _ALIVE = 0.05
+
+
+class Shared(NamedTuple):
+    """A segment that all ranks map, twice: ``view`` to read it, in which what is written is not shared."""
+
+    segment: Segment
+    view: Segment
 
 
 class Neighbours:
@@ -52,22 +61,38 @@ class Neighbours:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, nbytes: int) -> tuple[Segment, Segment] | None:
-        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it.
+    def share(self, nbytes: int) -> Shared | None:
+        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot or it would be empty.
 
-        Returns:
-            the segment to write to, and its view to read from.
+        Every rank must call it.
+
+        Raises:
+            ValueError: the ranks ask for different sizes.
         """
-        mine = view = None
+        mine: Segment | None = None
+        view: Segment | None = None
         with suppress(OSError):
-            mine = Segment.create(nbytes) if self.rank == 0 else None
-        address = Address(*self._from_all(*(mine.address if mine is not None else (0, 0, 0, 0)))[0])
+            mine = Segment.create(nbytes) if self.rank == 0 and nbytes else None
+        said = self._from_all(nbytes, *(mine.address if mine is not None else (0, 0, 0, 0)))
+        for rank, (other, *_) in enumerate(said):
+            if other != said[0][0]:
+                raise ValueError(
+                    f"rank {self.global_rank(rank)} needs {other} bytes for what rank {self.global_rank(0)} keeps in "
+                    f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
+                    f"set FULLSHARD_TRANSPORT=p2p"
+                )
+        if nbytes == 0:
+            return None
+        address = Address(*said[0][1:])
         with suppress(OSError):
-            if mine is None and address.nbytes:
-                mine = Segment.open(address)
-            view = mine.view() if mine is not None else None
-        everyone = all(done for (done,) in self._from_all(view is not None))  # only now may the first rank let go of it
-        return (mine, view) if everyone and mine is not None and view is not None else None
+            if address.nbytes:
+                mine = mine or Segment.open(address)
+                view = Segment.open(address, mmap.MAP_PRIVATE)
+        everyone = all(done for (done,) in self._from_all(view is not None))
+        if mine is None or view is None or not everyone:
+            return None
+        mine.file = None
+        return Shared(mine, view)
 
     def _from_all(self, *values: int) -> list[list[int]]:
         """What each rank says, in the order of ranks."""
@@ -77,44 +102,46 @@ class Neighbours:
         found: list[list[int]] = every.view(self.size, -1).tolist()
         return found
 
-    def wait(self, reached: Callable[[int], bool], value: int, doing: str) -> None:
-        """Return when ``reached(value)``.
+    def wait(self, counters: Counters, value: int, doing: str) -> None:
+        """Return when all the others have come to ``value``.
 
         Args:
             doing: what waits, for errors.
 
         Raises:
-            RuntimeError: a rank has ended, or the timeout of the process group has passed.
+            RuntimeError: a rank has ended before, or the timeout of the process group has passed.
         """
-        if reached(value):
+        if counters.reached(value):
             return
         begin = time.monotonic()
         look_alive = begin + _ALIVE
-        while not reached(value):
+        while not counters.reached(value):
             now = time.monotonic()
             if now - begin < self._looks:
                 continue
             if now - begin < _YIELD:
                 os.sched_yield()
                 continue
-            time.sleep(_SLEEP)
+            time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
             if now > look_alive:
                 look_alive = now + _ALIVE
-                self._look_after(reached, value, doing, now - begin)
+                self._look_after(counters, value, doing, now - begin)
 
-    def _look_after(self, reached: Callable[[int], bool], value: int, doing: str, waited: float) -> None:
-        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]
-        if reached(value):
-            return
+    def _look_after(self, counters: Counters, value: int, doing: str, waited: float) -> None:
+        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
+        missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
         here = f"rank {self.global_rank(self.rank)} waited in {doing}"
-        if ended:
-            lost = ", ".join(f"{self.global_rank(rank)} (process {self._pids[rank]})" for rank in ended)
+        if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             raise RuntimeError(f"{here} for rank {lost}, which has ended: look there for the first error")
-        if waited > self._timeout:
+        if missing and waited > self._timeout:
             raise RuntimeError(
-                f"{here} for {self._timeout:.0f} s, the timeout of its process group: a rank was slow, failed, or runs "
-                f"something else. All ranks must run the same forwards and backwards"
+                f"{here} for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
+                f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
+                f"forwards and backwards"
             )
+
+    def _name(self, rank: int) -> str:
+        return f"{self.global_rank(rank)} (process {self._pids[rank]})"
 
     def global_rank(self, rank: int) -> int:
         return self._global_ranks[rank]
@@ -143,11 +170,11 @@ class Gate:
     def enter(self, doing: str) -> None:
         counters = self._counters
         counters.set(counters.value + 2 - counters.value % 2)
-        self._neighbours.wait(counters.reached, counters.value, doing)
+        self._neighbours.wait(counters, counters.value, doing)
 
     def leave(self, doing: str) -> None:
         if self.give_up():
-            self._neighbours.wait(self._counters.reached, self._counters.value, doing)
+            self._neighbours.wait(self._counters, self._counters.value, doing)
 
     def give_up(self) -> bool:
         """Leave and wait for nobody; returns whether the gate had been entered."""

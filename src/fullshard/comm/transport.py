@@ -34,7 +34,7 @@ class MovesPrivately:
     def reset(self) -> None:
         return
 
-    def drop(self) -> None:
+    def let_go(self) -> None:
         return
 
 
@@ -101,13 +101,13 @@ class SharedMemory:
 
     Args:
         segment: holds it.
-        reading: the same memory to read: writes to it are not shared.
+        view: the same, mapped to be read: who writes to it gets copies of those pages.
         start: where in the segment it begins, in bytes.
         gate: when it may be read and written.
     """
 
     segment: Segment
-    reading: Segment
+    view: Segment
     start: int
     gate: Gate
 
@@ -139,7 +139,7 @@ class Transport(Protocol):
     def share(self, nbytes: int) -> SharedMemory | None:
         """Memory for a full buffer that all ranks see, so that a gather moves nothing; ``None`` if there is none.
 
-        Every rank must call it.
+        Every rank must call it, with the same number.
         """
         ...
 
@@ -147,8 +147,8 @@ class Transport(Protocol):
         """Forget the reductions that an error cut short. Every rank must call it."""
         ...
 
-    def drop(self) -> None:
-        """Let go of memory of other ranks that is kept for the next step."""
+    def let_go(self) -> None:
+        """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
         ...
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:

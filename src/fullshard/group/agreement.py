@@ -7,6 +7,7 @@ Owns the comparison, one small collective for each group at the time of sharding
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 from collections.abc import Sequence
 
@@ -36,6 +37,7 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
         for p in params
     ]
     described.insert(0, f"mp_policy={policy}")
+    described.insert(1, f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}")
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):

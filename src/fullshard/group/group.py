@@ -290,9 +290,12 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         if self.clock.reading:
-            full.be_shared()
-            if self.is_unsharded:
-                return False
+            if self.is_unsharded and self._gathered is not None:
+                if self._gathered[1] == self.memory.version:
+                    if self._leaf_versions == sum(map(version_of, self.presentation.unsharded)):
+                        full.be_shared()  # otherwise what was written shows until it is resharded
+                    return False
+                self.reshard()  # the shard was written since: so is what may have been written to the leaves old
         else:
             self.reshard()
             self.memory.publish(whatever=True)
@@ -301,6 +304,7 @@ class Group:
             full.be_private()
             shared.memory.gate.leave(doing)
         full.take()
+        self._gathered = self._current()
         self._gather = PASSED
         self._to(State.GATHERING)
         return True

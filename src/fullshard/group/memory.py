@@ -84,11 +84,11 @@ class Memory:
     def _share(self) -> SharedChunks | None:
         """Memory that all ranks see, if the transport has any and nothing stands in the way."""
         group = self._group
-        if self.is_meta or not group.params or group.data.shard_group is None or group.options.resting is not None:
+        if not group.params or group.data.shard_group is None or group.options.resting is not None:
             return None
         if any(param.extends for param in group.params):
             return None
-        memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+        memory = group.transport.share(0 if self.is_meta else full_bytes(group.sections, group.compute_dtypes))
         return None if memory is None else SharedChunks(group, memory)
 
     @torch.inference_mode(False)

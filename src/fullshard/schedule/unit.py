@@ -114,6 +114,8 @@ class Unit:
         if self._in_method:
             return self._cast_inputs(args, kwargs)
         recomputes = in_backward()
+        if recomputes:
+            schedule.begin_backward()  # of the tree, if all of it is recomputed
         if self.phase is Phase.BACKWARD:
             for group in self.needed:
                 schedule.unshard(group)
