@@ -6,7 +6,7 @@ feature, here, and the callers ask for the feature and not for a version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
+from torch.utils.hooks import RemovableHandle
 
 StridedShard = _StridedShard
 
@@ -46,6 +47,41 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor hold another local tensor of the same shape: parameters keep their identity."""
     tensor._local_tensor = local
+
+
+def lend_gradients(lent: Iterable[tuple[DTensor, torch.Tensor, torch.Tensor, DTensorSpec]]) -> bool:
+    """Give each twin the local gradient of its DTensor, whose local tensor and spec must be the given ones.
+
+    Returns whether they were; else some were not given. In one loop and without the look for ``__torch_function__``,
+    which is most of the time that it takes to read ``grad`` of a DTensor: a step pays it for every parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            for param, local, twin, spec in lent:
+                if param._local_tensor is not local:
+                    return False
+                grad: Any = param.grad
+                if grad is not None:
+                    if grad._spec is not spec and grad._spec.placements != spec.placements:
+                        return False
+                    twin.grad = grad._local_tensor
+        except AttributeError:  # a gradient that is no DTensor
+            return False
+    return True
+
+
+def run_last(hook: RemovableHandle) -> None:
+    """Let a hook run after all others of its kind; torch has a public way, ``prepend``, for other hooks only."""
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id)
+
+
+def run_first(hook: RemovableHandle) -> None:
+    """Let a hook run before all others of its kind."""
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id, last=False)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
