@@ -70,6 +70,10 @@ def lend_gradients(lent: Iterable[tuple[DTensor, torch.Tensor, torch.Tensor, DTe
     return True
 
 
+#: Where an optimizer has the hooks around its step: what stands in for it must not call them a second time.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def run_last(hook: RemovableHandle) -> None:
     """Let a hook run after all others of its kind; torch has a public way, ``prepend``, for other hooks only."""
     hooks = hook.hooks_dict_ref()

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from fullshard.group.registry import before_each_step, owner_of
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.torch_private import (
+    STEP_HOOKS,
     DTensorSpec,
     lend_gradients,
     local_of,
@@ -115,6 +116,8 @@ class _LocalStep:
         self._stand_ins: list[torch.Tensor] = []
         self._lent: list[_Lent] = []
         self._twins: list[nn.Parameter] = []
+        self._by_param: dict[Any, _Lent] = {}
+        self._by_twin: dict[Any, _Lent] = {}
         self._running: weakref.ref[Optimizer] | None = None
         self._forget()
         self.handle = optimizer.register_step_pre_hook(self._begin)
@@ -133,7 +136,7 @@ class _LocalStep:
         if self._running is not None:
             self._end(optimizer)  # an exception, which is still held, left it open
         given = [*args[1:], *kwargs.values()]
-        if any(each is not None for each in given) or torch.compiler.is_compiling():
+        if args[0] is not optimizer or any(each is not None for each in given) or torch.compiler.is_compiling():
             return None
         if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
             return None
@@ -141,7 +144,7 @@ class _LocalStep:
             self._take_back()
             return None
         stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(optimizer.__dict__)
+        stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
         stand_in.state = self._state
         stand_in.param_groups, start = [], 0
         for group in optimizer.param_groups:
@@ -161,7 +164,7 @@ class _LocalStep:
             return False
         if not lend_gradients(self._lent):
             self._take_back()
-            self._build(self._params)  # for what they hold was replaced, unless it is a gradient that is not as they are
+            self._build(self._params)  # what they hold was replaced, if it is not that a gradient is no such DTensor
             if not lend_gradients(self._lent):
                 return False
         known = optimizer.state is self._theirs and self._seen.is_still(optimizer.state)
@@ -171,10 +174,9 @@ class _LocalStep:
         """Make the twins; none if one of the parameters can have none."""
         self._params, self._stand_ins, self._lent, self._twins = params, [], [], []
         self._forget()
-        lent = []
+        lent: dict[Any, _Lent] = {}
         for param in params:
-            twin = param
-            if isinstance(param, DTensor):
+            if isinstance(param, DTensor) and param not in lent:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
                 if type(local) is not torch.Tensor or any(place.is_partial() for place in spec.placements):
                     return
@@ -184,12 +186,12 @@ class _LocalStep:
                     spec = owner[0].params[owner[1]].spec
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
-                lent.append(_Lent(param, local, twin, spec))
-            self._stand_ins.append(twin)
-        self._lent = lent
-        self._twins = [each.twin for each in lent]
-        self._by_param = {each.param: each for each in lent}
-        self._by_twin = {each.twin: each for each in lent}
+                lent[param] = _Lent(param, local, twin, spec)
+        self._stand_ins = [lent[param].twin if param in lent else param for param in params]
+        self._lent = list(lent.values())
+        self._twins = [each.twin for each in self._lent]
+        self._by_param = lent
+        self._by_twin = {each.twin: each for each in self._lent}
 
     def _take_state(self, optimizer: Optimizer) -> bool:
         """Key the optimizer's state by twins; returns whether all of it can be given."""
@@ -210,11 +212,12 @@ class _LocalStep:
     # -- after a step ------------------------------------------------------------------------------------------------
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._running is None or args[0] is not self._running():
+        stand_in = self._running() if self._running is not None else None
+        if stand_in is None or args[0] is not stand_in:
             return
-        for group, mine in zip(optimizer.param_groups, args[0].param_groups, strict=True):
-            _write_back(mine, group, {"params"})
-        _write_back(args[0].__dict__, optimizer.__dict__, {"state", "param_groups"})
+        for group, mine in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+            _write_back(mine, group, ("params",))
+        _write_back(stand_in.__dict__, optimizer.__dict__, ("state", "param_groups", *STEP_HOOKS))
         self._end(optimizer)
 
     def _abandon(self, optimizer: weakref.ref[Optimizer], stand_in: weakref.ref[Optimizer]) -> None:
@@ -274,7 +277,7 @@ def _offloads_state(policy: Any) -> bool:
     return isinstance(policy, CPUOffloadPolicy) and not policy.parameters
 
 
-def _write_back(source: dict[str, Any], target: dict[str, Any], besides: set[str]) -> None:
+def _write_back(source: dict[str, Any], target: dict[str, Any], besides: tuple[str, ...]) -> None:
     """What the step wrote to an option or an attribute."""
     for name, value in source.items():
         if name not in besides and (name not in target or target[name] is not value):
