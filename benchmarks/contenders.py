@@ -108,7 +108,7 @@ def ours(every_transport: bool = True) -> list[Contender]:
     assert group is not None
     chosen = select.select_transport(group, device).name
     found = [Contender("fullshard", "fullshard", chosen)]
-    for name in select._BY_NAME if every_transport else ():
+    for name in select.NAMES if every_transport else ():
         with _transport(name):
             try:
                 usable = select.select_transport(group, device)

@@ -57,7 +57,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
     size = arguments.pop("world")
-    outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, timeout=mark.kwargs["timeout"])
+    outcomes = pool.run(
+        run_test, size, pyfuncitem.obj, arguments, mark.kwargs["transport"], timeout=mark.kwargs["timeout"]
+    )
     if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
     if skipped := [outcome.summary for outcome in outcomes if outcome.kind == "skipped"]:

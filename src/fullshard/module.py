@@ -246,7 +246,7 @@ class FSDPModule:
         """Gather and reduce in symmetric memory, from which NCCL has faster algorithms."""
         for group in _unit(self).groups:
             _refuse_custom(group, "set_symm_mem_for_comm")
-            if group.options.max_gradient_buffers > 1:
+            if (group.options.max_gradient_buffers or 1) > 1:
                 raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
             native = symmetric_memory(group.data.shard_group, backend)
             group.use_transport(gather=native, reduce=native)

@@ -217,3 +217,10 @@ def profiler_listens() -> bool:
     """Whether a profiler records: ranges cost several times what they measure when none does."""
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
+
+
+def timeout_of(process_group: Any) -> float:
+    """Seconds after which a process group gives up; there is no public way to ask. 30 minutes if it does not say."""
+    options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else 1800.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm import point_to_point
+from fullshard.comm import sums
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.staging import SHARED
 from fullshard.comm.transport import Reduction, Transfer
@@ -180,7 +180,7 @@ def test_an_error_after_arrival_leaves_the_group_usable(world: World, staging: i
     pending = transport.reduce_scatter(transfers, group(), 1, Reduction(3))
     if world.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(point_to_point, "divide_", fail)
+            patch.setattr(sums, "divide_", fail)
             with pytest.raises(MemoryError, match="on rank 1 only"):
                 pending.finish()
     else:

@@ -54,7 +54,7 @@ def sharded_bytes(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_at_rest_there_are_only_the_shards(world: World) -> None:
     model = seeded(blocks)
     each_block()(fullshard, model)
@@ -66,7 +66,7 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
     assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.pools)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_forward_has_one_group_and_those_ahead(world: World, ahead: int) -> None:
     model = seeded(blocks)
@@ -81,7 +81,7 @@ def test_forward_has_one_group_and_those_ahead(world: World, ahead: int) -> None
     assert meter.most_gradients == 0
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(world: World, ahead: int, buffers: int) -> None:
@@ -97,7 +97,7 @@ def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(world: W
     assert meter.parameters.slots_in_use == meter.gradients.slots_in_use == 0
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_without_reshard_after_forward_every_group_is_there(world: World) -> None:
     model = seeded(blocks)
     each_block(reshard_after_forward=False)(fullshard, model)
@@ -108,7 +108,7 @@ def test_without_reshard_after_forward_every_group_is_there(world: World) -> Non
     assert meter.parameters.slots_in_use == 0
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_after_a_step_gradients_have_the_size_of_the_shards(world: World) -> None:
     model = seeded(blocks)
     each_block()(fullshard, model)
@@ -119,7 +119,7 @@ def test_after_a_step_gradients_have_the_size_of_the_shards(world: World) -> Non
     assert sum(storages.values()) == sharded_bytes(model)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_zero_grad_frees_the_gradients(world: World) -> None:
     model = seeded(blocks)
     each_block()(fullshard, model)
@@ -131,7 +131,7 @@ def test_zero_grad_frees_the_gradients(world: World) -> None:
     assert [ref() for ref in grads] == [None] * len(grads)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_unsharded_parameters_have_no_gradients_of_their_own(world: World) -> None:
     model = seeded(blocks)
     each_block()(fullshard, model)
@@ -139,7 +139,7 @@ def test_unsharded_parameters_have_no_gradients_of_their_own(world: World) -> No
     assert all(param.unsharded.grad is None for group in groups_of(model) for param in group.params)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("how", ["unshard", "forward", "step", "prefetch"])
 def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
     gc.collect()
@@ -168,7 +168,7 @@ def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
     assert len(all_pools()) == pools_before
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_a_model_of_bf16_parameters_gathers_half_the_bytes(world: World) -> None:
     sizes = []
     for dtype in (None, torch.bfloat16):
@@ -178,7 +178,7 @@ def test_a_model_of_bf16_parameters_gathers_half_the_bytes(world: World) -> None
     assert sizes[0] / 2 <= sizes[1] < sizes[0] / 2 + 64, "up to the alignment of the buffer"
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_the_original_parameters_are_freed_by_sharding(world: World) -> None:
     model = seeded(blocks)
     originals = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -187,7 +187,7 @@ def test_the_original_parameters_are_freed_by_sharding(world: World) -> None:
     assert [ref() for ref in originals] == [None] * len(originals)
 
 
-@ranks(1)
+@ranks(1, transport="p2p")
 def test_a_step_of_one_rank_has_the_same_bounds(world: World) -> None:
     model = seeded(blocks)
     each_block(reshard_after_forward=True)(fullshard, model)

@@ -25,7 +25,7 @@ def only(events: list[str], *actions: str) -> list[str]:
     return [event for event in events if event.split()[0] in actions]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_a_step_without_prefetch(world: World) -> None:
     model = shard_mlp()
     model.set_prefetch_limit(0)
@@ -42,7 +42,7 @@ def test_a_step_without_prefetch(world: World) -> None:
     assert recorder.take() == [*backward, "reduce root", "reshard root"]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_a_first_group_whose_inputs_have_no_gradient_is_reduced_too(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
@@ -53,7 +53,7 @@ def test_a_first_group_whose_inputs_have_no_gradient_is_reduced_too(world: World
     assert {"reshard 0", "reshard root"} <= set(events)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
     model = shard_mlp()
     recorder = Recorder(model)
@@ -65,7 +65,7 @@ def test_the_first_forward_gathers_nothing_ahead(world: World) -> None:
     assert recorder.take() == expected
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_later_forwards_gather_one_group_ahead(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
@@ -78,7 +78,7 @@ def test_later_forwards_gather_one_group_ahead(world: World) -> None:
     assert recorder.take() == [*expected, "unshard 3", "reshard 3"]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_backward_gathers_one_group_ahead(world: World) -> None:
     model = shard_mlp()
     recorder = Recorder(model, "gather", "reuse", "reduce", "reshard")
@@ -91,7 +91,7 @@ def test_backward_gathers_one_group_ahead(world: World) -> None:
     assert recorder.take() == [*expected, "reduce 0", "reshard 0", "reduce root", "reshard root"]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_as_many_groups_are_gathered_ahead_as_the_limit_says(world: World, limit: int) -> None:
     model = shard_mlp()
@@ -108,7 +108,7 @@ def test_as_many_groups_are_gathered_ahead_as_the_limit_says(world: World, limit
     assert (alive, most) == (0, 1 + limit)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_explicit_lists_replace_the_recorded_order(world: World) -> None:
     model = shard_mlp()
     blocks = model.blocks
@@ -126,7 +126,7 @@ def test_explicit_lists_replace_the_recorded_order(world: World) -> None:
     assert backward.index("3") < backward.index("1") < backward.index("2") < backward.index("0")
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_empty_lists_bring_the_recorded_order_back(world: World) -> None:
     model = shard_mlp()
     model.set_modules_to_forward_prefetch([model.blocks[2]])
@@ -137,7 +137,7 @@ def test_empty_lists_bring_the_recorded_order_back(world: World) -> None:
     assert recorder.take()[:4] == ["gather root", "gather 0", "gather 1", "reshard 0"]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_without_reshard_after_forward_backward_gathers_nothing(world: World) -> None:
     model = shard_mlp(reshard_after_forward=False)
     recorder = Recorder(model)
@@ -149,7 +149,7 @@ def test_without_reshard_after_forward_backward_gathers_nothing(world: World) ->
     assert events == [f"{action} {group}" for group in (3, 2, 1, 0, "root") for action in ("reduce", "reshard")]
 
 
-@ranks(4)
+@ranks(4, transport="p2p")
 def test_an_int_rests_after_forward_and_gathers_again(world: World) -> None:
     model = shard_mlp(reshard_after_forward=2)
     model.set_prefetch_limit(0)
@@ -162,7 +162,7 @@ def test_an_int_rests_after_forward_and_gathers_again(world: World) -> None:
     assert only(events, "reshard") == [f"reshard {group}" for group in (3, 2, 1, 0, "root")]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_recomputation_gathers_once(world: World, kind: Any) -> None:
     model = seeded(lambda: Transformer(layers=3, checkpointing=kind))
@@ -183,7 +183,7 @@ def test_recomputation_gathers_once(world: World, kind: Any) -> None:
             assert only(mine, "reshard", "reduce") == [f"reduce {block}", f"reshard {block}"], events
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
 def test_recomputation_of_nested_groups_gathers_each_once(world: World, kind: Any) -> None:
     model = seeded(lambda: Transformer(layers=2, checkpointing=kind))
@@ -213,7 +213,7 @@ class Nested(nn.Module):
         return self.outer(self.inner(x))
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_nested_groups_open_from_outside_and_close_from_inside(world: World) -> None:
     model = seeded(Nested)
     for module in (*model.inner.blocks, model.inner, model):
@@ -246,7 +246,7 @@ def test_nested_groups_open_from_outside_and_close_from_inside(world: World) -> 
     ]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_a_list_of_modules_is_one_gather_and_one_reduction(world: World) -> None:
     model = seeded(lambda: MLP((6, 7, 5, 3)))
     fullshard.fully_shard(list(model.blocks)[:2])
@@ -261,7 +261,7 @@ def test_a_list_of_modules_is_one_gather_and_one_reduction(world: World) -> None
     assert events.index(f"reshard {group}") < events.index("reduce 2")
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_events_tell_pass_and_step(world: World) -> None:
     model = shard_mlp()
     recorder = Recorder(model)
@@ -275,7 +275,7 @@ def test_events_tell_pass_and_step(world: World) -> None:
     assert ("unshard", "backward") in first
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_checkpointing_inside_a_block_does_not_gather_it_again(world: World) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

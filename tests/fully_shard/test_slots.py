@@ -60,7 +60,7 @@ def _pools_of(group: Any) -> list[SlotPool]:
     return [group.memory.parameter_pool, group.memory.gradient_pool, group.memory.staging_pool]
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_second_step_allocates_no_buffer(world: World, param_dtype: torch.dtype | None, reshard: bool) -> None:
@@ -78,7 +78,7 @@ def test_a_second_step_allocates_no_buffer(world: World, param_dtype: torch.dtyp
     assert allocations.count > 0, "the counter counts"
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_later_steps_fault_in_almost_nothing(world: World) -> None:
     width, count = 512, 4  # a block of 1 MiB, of 257 pages
     model = seeded(lambda: equal_blocks(count, width))
@@ -103,7 +103,7 @@ def test_later_steps_fault_in_almost_nothing(world: World) -> None:
     assert min(step() for _ in range(5)) < pages / 2
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: int) -> None:
     model = seeded(equal_blocks)
@@ -117,7 +117,7 @@ def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: in
     assert pool.nbytes_free == (1 + limit) * size
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_dropped_slots_give_their_memory_back_and_the_next_step_is_right(world: World) -> None:
     pair = twins(world)
     pair.step()
@@ -133,7 +133,7 @@ def test_dropped_slots_give_their_memory_back_and_the_next_step_is_right(world: 
     pair.step()
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_dropping_between_forward_and_backward_is_harmless(world: World) -> None:
     pair = twins(world)
 
@@ -147,7 +147,7 @@ def test_dropping_between_forward_and_backward_is_harmless(world: World) -> None
         pair.step(loss=loss)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_groups_of_different_sizes_take_turns_in_one_slot(world: World) -> None:
     def build() -> Any:
         model = nn.Module()
@@ -163,7 +163,7 @@ def test_groups_of_different_sizes_take_turns_in_one_slot(world: World) -> None:
     assert parameter_pool(pair.sharded.blocks).nbytes_free <= 3 * largest
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_a_slot_that_is_in_use_is_not_taken_again(world: World) -> None:
     model = shard_mlp()
     model.blocks[0].unshard()
@@ -171,7 +171,7 @@ def test_a_slot_that_is_in_use_is_not_taken_again(world: World) -> None:
         groups_of(model.blocks[0])[0].full.take()
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_two_trees_share_no_slot(world: World) -> None:
     one, other = twins(world), twins(world)
     assert not {id(pool) for group in groups_of(one.sharded) for pool in _pools_of(group)} & {
@@ -182,7 +182,7 @@ def test_two_trees_share_no_slot(world: World) -> None:
         other.step()
 
 
-@ranks(2, timeout=20)
+@ranks(2, timeout=20, transport="p2p")
 @pytest.mark.parametrize("steps", [False, True])
 def test_a_model_on_one_rank_alone_changes_nothing_for_the_others(world: World, steps: bool) -> None:
     pair = twins(world)
@@ -206,7 +206,7 @@ def test_a_model_on_one_rank_alone_changes_nothing_for_the_others(world: World, 
         pair.step(loss=loss)
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_debug_mode_fills_what_was_released_with_nan(world: World) -> None:
     with environment(FULLSHARD_DEBUG="1"):
         model = shard_mlp(reshard_after_forward=True)
@@ -224,7 +224,7 @@ def test_debug_mode_fills_what_was_released_with_nan(world: World) -> None:
     assert not weight.isnan().any()
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_training_in_debug_mode_is_right(world: World) -> None:
     with environment(FULLSHARD_DEBUG="1"):
         model = shard_mlp()
@@ -233,7 +233,7 @@ def test_training_in_debug_mode_is_right(world: World) -> None:
         pair.step()
 
 
-@ranks(2)
+@ranks(2, transport="p2p")
 def test_no_pool_outlives_its_model(world: World) -> None:
     gc.collect()
     before = len(all_pools())

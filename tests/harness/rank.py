@@ -33,16 +33,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
-def ranks(*sizes: int, timeout: float = 60.0) -> Callable[[Test], Test]:
+def ranks(*sizes: int, timeout: float = 60.0, transport: str | None = None) -> Callable[[Test], Test]:
     """Run a test on the first `size` ranks of the pool, once for each of `sizes`; it takes an argument `world`.
 
-    `timeout` is in seconds, for one size.
+    `timeout` is in seconds, for one size. `transport` is for tests of what depends on how buffers move; without it the
+    environment decides, as it does for users.
     """
     if not sizes:
         raise ValueError("ranks() got no world size; write for example @ranks(2) or @ranks(1, 2, 4).")
 
     def mark(test: Test) -> Test:
-        marked: Test = pytest.mark.usefixtures("rank_pool")(pytest.mark.ranks(*sizes, timeout=timeout)(test))
+        marked: Test = pytest.mark.usefixtures("rank_pool")(
+            pytest.mark.ranks(*sizes, timeout=timeout, transport=transport)(test)
+        )
         return marked
 
     return mark
@@ -95,8 +98,10 @@ class Job:
     payload: bytes
 
 
-def run_test(world: World, test: Callable[..., None], arguments: dict[str, Any]) -> None:
+def run_test(world: World, test: Callable[..., None], arguments: dict[str, Any], transport: str | None) -> None:
     """Call a test with its arguments, of which `world` need not be the first."""
+    if transport is not None:
+        os.environ["FULLSHARD_TRANSPORT"] = transport
     test(world=world, **arguments)
 
 

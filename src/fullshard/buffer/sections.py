@@ -37,6 +37,11 @@ def full_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> in
     return _ends([section.plan.full_numel for section in sections], dtypes)[-1]
 
 
+def full_starts(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Where in the full buffer each section begins, in bytes, when the sections have these dtypes."""
+    return _ends([section.plan.full_numel for section in sections], dtypes)[:-1]
+
+
 def shard_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
     """Size in bytes of a shard when the sections have these dtypes."""
     return _ends([section.plan.shard_numel for section in sections], dtypes)[-1]

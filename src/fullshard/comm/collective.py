@@ -22,12 +22,12 @@ from fullshard.comm.packing import Batch, Gather, GatherPacking, Memory, ReduceP
 from fullshard.comm.prepared import PreparedCache, check_transfers
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
 from fullshard.comm.staging import SHARED, Lease, align
-from fullshard.comm.transport import Done, Pending, Reduction, Transfer
+from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import all_gather_single, foreach_copy, reduce_scatter_single
 
 
-class CollectiveTransport:
+class CollectiveTransport(MovesPrivately):
     """Moves buffers by all-gather and reduce-scatter of the process group's backend, or by the user's own.
 
     Args:

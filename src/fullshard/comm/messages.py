@@ -48,6 +48,10 @@ class Piece:
     def numel(self) -> int:
         return self.rows * self.length
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.length,) if self.rows == 1 else (self.rows, self.length)
+
     def split(self, numel: int) -> tuple[Piece | None, Piece | None]:
         """The largest part of at most ``numel`` elements from the front, whole rows if it has several; the rest."""
         if numel >= self.numel:

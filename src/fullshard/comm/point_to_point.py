@@ -14,8 +14,8 @@ A reduction with more than two goes on in ``finish``, which ranks must therefore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
 from fullshard.comm.prepared import Copies, PreparedCache, alias, check_transfers
-from fullshard.comm.scaling import divide_
 from fullshard.comm.staging import SHARED, Lease, align
-from fullshard.comm.transport import Done, Pending, Reduction, Transfer
+from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, scratch_bytes, view_piece
+from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
 from fullshard.torch_private import foreach_copy
 
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
@@ -37,23 +37,14 @@ LARGE = 256 * 2**10
 _LEAST_STAGING = 64 * 2**10
 #: Rounds that are under way at once.
 _DEPTH = 2
-#: Elements that are added up at a time: what is added and its sum fit in a cache.
-_BLOCK = 2**17
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
-
-_SUM_DTYPES = {
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-}
 
 #: A message as the process group wants it, and the rank at its other end.
 Message = tuple[list[torch.Tensor], int]
 
 
-class PointToPointTransport:
+class PointToPointTransport(MovesPrivately):
     """Moves buffers by messages between ranks.
 
     Args:
@@ -132,7 +123,7 @@ class _BoundRound:
     before: Copies = field(default_factory=lambda: ([], []))
     sends: list[Message] = field(default_factory=list)
     after: Copies = field(default_factory=lambda: ([], []))
-    sums: list[_Sum] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
 
 
 def _copy_arrived(arrived: _BoundRound) -> None:
@@ -268,16 +259,12 @@ class _Route:
 
     def _full(self, piece: Piece) -> torch.Tensor:
         """Where a piece lies in the full buffer."""
-        full = self._fulls[piece.section]
-        if piece.rows == 1:
-            return full[piece.full_start : piece.full_start + piece.length]
-        strides = (piece.stride, 1)
-        return full.as_strided((piece.rows, piece.length), strides, full.storage_offset() + piece.full_start)
+        return view_piece(self._fulls[piece.section], piece)
 
     def _staged(self, lease: Lease | None, start: int, piece: Piece) -> torch.Tensor:
         """Where a piece lies in staging, when that of its message begins at ``start``."""
         assert lease is not None
-        return lease.view(self._dtypes[piece.section], start + piece.offset, _shape(piece))
+        return lease.view(self._dtypes[piece.section], start + piece.offset, piece.shape)
 
 
 class _GatherRoute(_Route):
@@ -303,7 +290,7 @@ class _GatherRoute(_Route):
     def _shard(self, piece: Piece) -> torch.Tensor:
         """Where a piece of this rank lies in its shard."""
         shard = self._shards[piece.section]
-        return shard[piece.shard_start : piece.shard_start + piece.numel].view(_shape(piece))
+        return shard[piece.shard_start : piece.shard_start + piece.numel].view(piece.shape)
 
     def _round_bytes(self, index: int) -> int:
         received = sum(align(self._round(peer, index).nbytes) for peer in self._peers)
@@ -341,21 +328,10 @@ class _ReduceRoute(_Route):
     def __init__(
         self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
     ) -> None:
-        for transfer in transfers:
-            if transfer.full.dtype not in _SUM_DTYPES:
-                raise TypeError(
-                    f"point-to-point reductions add {', '.join(map(str, _SUM_DTYPES))}, got {transfer.full.dtype}: "
-                    f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
-                )
+        check_summable(transfers)
         super().__init__(transfers, process_group, staging, large, reduce_rounds)
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
-        # One block of a sum and one of a term, where they cannot be added up in the shard itself.
-        self._scratch = max(
-            2 * _BLOCK * _SUM_DTYPES[dtype].itemsize
-            if shard_dtype != _SUM_DTYPES[dtype] or dtype != _SUM_DTYPES[dtype]
-            else 0
-            for dtype, shard_dtype in zip(self._dtypes, self._shard_dtypes, strict=True)
-        )
+        self._scratch = max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
 
     def _round_bytes(self, index: int) -> int:
         received = len(self._peers) * align(self._round(self._rank, index).nbytes)
@@ -381,75 +357,26 @@ class _ReduceRoute(_Route):
                     bound.before[1].append(self._full(piece))
                 start += align(leaving.packed_bytes)
         for piece in (*arriving.whole, *arriving.packed):
-            for block in _blocks(piece, self._dtypes[piece.section].itemsize):
+            for block in blocks(piece, self._dtypes[piece.section].itemsize):
                 bound.sums.append(self._sum(block, lease, starts))
         return bound
 
-    def _sum(self, piece: Piece, lease: Lease | None, starts: dict[int, int]) -> _Sum:
+    def _sum(self, piece: Piece, lease: Lease | None, starts: dict[int, int]) -> Sum:
         """The sum of a piece over all ranks, whose parts lie in staging from ``starts`` on."""
         terms = [
             self._full(piece) if rank == self._rank else self._staged(lease, starts[rank], piece)
             for rank in range(len(self._peers) + 1)
         ]
         dtype = self._dtypes[piece.section]
-        sum_dtype = _SUM_DTYPES[dtype]
+        sum_dtype = SUM_DTYPES[dtype]
         total = term = None
         if self._shard_dtypes[piece.section] != sum_dtype:
             assert lease is not None
-            total = lease.view(sum_dtype, 0, _shape(piece))
+            total = lease.view(sum_dtype, 0, piece.shape)
         if dtype != sum_dtype:
             assert lease is not None
-            term = lease.view(sum_dtype, _BLOCK * sum_dtype.itemsize, _shape(piece))
-        return _Sum(piece.section, piece.shard_start, terms, total, term)
-
-
-@dataclass
-class _Sum:
-    """One block of a shard: the sum of as many terms as there are ranks.
-
-    Args:
-        section: which of the shards.
-        start: where in the shard.
-        terms: in the order of ranks.
-        total: where to add them up, if not in the shard itself.
-        term: where to convert each to the dtype of the sum, if it is another.
-    """
-
-    section: int
-    start: int
-    terms: list[torch.Tensor]
-    total: torch.Tensor | None
-    term: torch.Tensor | None
-
-    def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
-        first, *others = self.terms
-        place = shards[self.section][self.start : self.start + first.numel()].view(first.shape)
-        total = place if self.total is None else self.total
-        if self.term is None and others:
-            torch.add(first, others[0], out=total)
-            others = others[1:]
-        else:
-            total.copy_(first)
-        for other in others:
-            total.add_(other if self.term is None else self.term.copy_(other))
-        divide_(total, divisor)
-        if total is not place:
-            place.copy_(total)
-
-
-def _blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """A piece that has arrived, in parts that fit in a cache."""
-    offset = piece.offset
-    rest: Piece | None = piece
-    while rest is not None:
-        block, rest = rest.split(_BLOCK)
-        assert block is not None
-        yield replace(block, offset=offset)
-        offset += block.numel * itemsize
-
-
-def _shape(piece: Piece) -> tuple[int, ...]:
-    return (piece.length,) if piece.rows == 1 else (piece.rows, piece.length)
+            term = lease.view(sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
+        return Sum(piece.section, piece.shard_start, terms, total, term)
 
 
 def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:

@@ -37,6 +37,9 @@ class PreparedCache(Generic[Value]):
         entry = self._entries.get(key)
         return None if entry is None else entry[0]
 
+    def values(self) -> list[Value]:
+        return [value for value, _ in self._entries.values()]
+
     def put(self, key: Hashable, value: Value, subjects: Sequence[object]) -> None:
         """Keep ``value`` until the first of ``subjects``, whose ids make up ``key``, is gone."""
         forget = _forget(self._entries, key)

@@ -7,14 +7,33 @@ and what becomes of the result.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
+from fullshard.comm.neighbours import Gate
+from fullshard.comm.shared_memory import Segment
+
+
+class MovesPrivately:
+    """What is the same for every transport whose ranks have memory of their own."""
+
+    gradient_buffers = 1
+
+    @property
+    def private(self) -> Self:
+        return self
+
+    def share(self, nbytes: int) -> SharedMemory | None:
+        return None
+
+    def reset(self) -> None:
+        return
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,40 @@ class Done:
         return
 
 
+class StillRead(ABC):
+    """Communication (:class:`Pending`) after whose end other ranks still read what this one handed over."""
+
+    @abstractmethod
+    def finish(self) -> None: ...
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when they have: the buffers that were handed over may be written again. Called after ``finish``."""
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Memory that all ranks of a process group map, for a group's full buffer.
+
+    Args:
+        segment: holds it.
+        start: where in the segment it begins, in bytes.
+        gate: when it may be read and written.
+    """
+
+    segment: Segment
+    start: int
+    gate: Gate
+
+    def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""
+        return self.segment.tensor(self.start + start, numel, dtype)
+
+    def view(self) -> SharedMemory:
+        """The same memory to read: writes are not shared."""
+        return replace(self, segment=self.segment.view())
+
+
 class Transport(Protocol):
     """The transitions of a buffer that need other ranks.
 
@@ -72,9 +125,27 @@ class Transport(Protocol):
     """
 
     name: str
+    #: How many gradient buffers a backward uses at once, unless the user says.
+    gradient_buffers: int
+
+    @property
+    def private(self) -> Transport:
+        """What moves buffers that lie in memory of this rank alone; itself, unless ranks share memory."""
+        ...
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
+        ...
+
+    def share(self, nbytes: int) -> SharedMemory | None:
+        """Memory for a full buffer that all ranks see, so that a gather moves nothing; ``None`` if there is none.
+
+        Every rank must call it.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forget the reductions that an error cut short. Every rank must call it."""
         ...
 
     def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:

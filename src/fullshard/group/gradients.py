@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, Pending, Reduction, Transfer
+from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.torch_private import foreach_add, local_of, post_accumulate_hooks
@@ -79,6 +79,9 @@ class Gradients:
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
         self._choices: dict[frozenset[int], list[_Chosen]] = {}
+        self._collects = (
+            False  # whether the buffer takes gradients; while a reduction reads it, it is in use and does not
+        )
         self._arrived: set[int] = set()
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -125,7 +128,7 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
-        if self._buffer is None or not self._buffer.in_use:
+        if not self._collects:
             self._begin()
         if index not in self._views:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
@@ -144,8 +147,10 @@ class Gradients:
         if trainable != self._trainable:
             self._lay_out(trainable)
         assert self._buffer is not None
-        group.flight.keep_at_most(group.options.max_gradient_buffers - 1)
+        # One that still leaves, of modules that were sharded together and run apart, needs its buffer itself.
+        group.flight.keep_at_most(0 if self._buffer.in_use else group.gradient_buffers - 1)
         self._buffer.take().wait()
+        self._collects = True
         if not self._views:
             self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
             for section, full in zip(self._sections, self._sections_full, strict=True):
@@ -187,7 +192,7 @@ class Gradients:
         group = self._group
         if not self.pending:
             return False
-        if self._buffer is None or not self._buffer.in_use:
+        if not self._collects:
             self._begin()
         wanted = self._arrived | set(self._partial)
         if group.options.reduce_unused:
@@ -195,6 +200,7 @@ class Gradients:
         for index in wanted - self._arrived:
             self._views[index].zero_()
         self._arrived = set()
+        self._collects = False
         flight = _Reducing(self, self._choose(frozenset(wanted)))
         lanes = group.lanes
         assert lanes is not None
@@ -224,6 +230,7 @@ class Gradients:
         """Forget what arrived and what was accumulated."""
         self._arrived.clear()
         self._partial.clear()
+        self._collects = False
         if self._buffer is not None:
             self._buffer.give_back(mark_now(self._group.device))
 
@@ -241,8 +248,11 @@ class _Reducing:
     def __init__(self, gradients: Gradients, chosen: Sequence[_Chosen]) -> None:
         self._gradients = gradients
         self._group = gradients._group
+        assert gradients._buffer is not None
+        self._buffer = gradients._buffer
         self._chosen = chosen
         self._outputs: list[torch.Tensor] = []
+        self._pending: Pending = Done()
 
     @property
     def _finishes_here(self) -> bool:
@@ -268,17 +278,17 @@ class _Reducing:
                     transfer.shard[extent.shard_start : extent.shard_start + extent.length] = source / divisor
             return Done()
         reduction = Reduction(divisor, group.options.sum_only)
-        return group.reduce_transport.reduce_scatter(
-            transfers, group.reduce_process_group, 2 * group.tag + 1, reduction
-        )
+        tag = 2 * group.tag + 1
+        self._pending = group.reduce_transport.reduce_scatter(transfers, group.reduce_process_group, tag, reduction)
+        return self._pending
 
     @torch.no_grad()
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
         group = self._group
-        assert self._gradients._buffer is not None
         assert group.lanes is not None
-        self._gradients._buffer.give_back(mark_now(group.device))
+        read = self._pending if isinstance(self._pending, StillRead) else mark_now(group.device)
+        self._buffer.give_back(read)
         if self._finishes_here:
             self.come_home()
             return

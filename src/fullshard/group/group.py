@@ -25,6 +25,7 @@ import torch.nn as nn
 
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Transfer, Transport
 from fullshard.device import PASSED, Lanes, Mark, mark_now
@@ -68,6 +69,8 @@ class Clock:
     begin_backward: Callable[[], None] = lambda: None
     #: The optimizer's writes, for gathers that start before the current lane would have come to them.
     written: Mark = PASSED
+    #: Whether ranks that share memory read it now: in a forward or backward.
+    reading: bool = False
 
 
 @dataclass
@@ -85,7 +88,7 @@ class GroupOptions:
     divide_factor: float | None = None
     sum_only: bool = False
     unshard_in_backward: bool = True
-    max_gradient_buffers: int = 1
+    max_gradient_buffers: int | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
 
@@ -165,8 +168,14 @@ class Group:
         )
         self.compute_dtypes = [self.compute_dtype(section.dtype) for section in self.sections]
         self.memory = Memory(self)
-        self.full = SlotBuffer(self.memory.parameter_pool, full_bytes(self.sections, self.compute_dtypes))
+        shared, nbytes = self.memory.shared, full_bytes(self.sections, self.compute_dtypes)
+        self.full: SlotBuffer | SharedBuffer
         self._full_views: tuple[torch.Tensor, ...] = ()
+        if shared is None:
+            self.full = SlotBuffer(self.memory.parameter_pool, nbytes)
+        else:
+            self.full = SharedBuffer(shared.memory, nbytes)
+            self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._leaf_versions = 0
@@ -181,6 +190,11 @@ class Group:
         self.presentation = Presentation(self)
         self.presentation.show_sharded()
         register_sharded(self)
+
+    @property
+    def gradient_buffers(self) -> int:
+        """How many gradient buffers may be in use at once."""
+        return self.options.max_gradient_buffers or self.reduce_transport.gradient_buffers
 
     @property
     def sharded_bytes(self) -> int:
@@ -244,6 +258,8 @@ class Group:
             return False
         if self.summoned:
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
+        if isinstance(self.full, SharedBuffer):
+            return self._unshard_shared(self.full)
         if self.state is State.UNSHARDED:
             if self._gathered is None or self._gathered[1] == self.memory.version:
                 return False
@@ -266,6 +282,27 @@ class Group:
         self._to(State.GATHERING)
         return True
 
+    def _unshard_shared(self, full: SharedBuffer) -> bool:
+        """Show what all ranks see; between passes, when any of them may write to it, a copy."""
+        if self.memory.has_meta:
+            raise RuntimeError(self.memory.meta_message())
+        if self.clock.reading:
+            full.be_shared()
+            if self.state is State.UNSHARDED:
+                return False
+        else:
+            assert self.memory.shared is not None
+            self.reshard()
+            self.memory.publish(whatever=True)
+            gate = self.memory.shared.memory.gate
+            gate.enter(f"unshard() of {self.name or 'the root'}")
+            full.be_private()
+            gate.leave(f"unshard() of {self.name or 'the root'}")
+        full.take()
+        self._gather = PASSED
+        self._to(State.GATHERING)
+        return True
+
     def _start_gather(self) -> Pending:
         if self._resting is not None:
             pending = self._resting.gather()
@@ -273,7 +310,7 @@ class Group:
             self.memory.copy_whole(self._full_views)
             pending = Done()
         else:
-            pending = self.transport.all_gather(self._gather_transfers(), self.data.shard_group, 2 * self.tag)
+            pending = self.transport.private.all_gather(self._gather_transfers(), self.data.shard_group, 2 * self.tag)
         if self._extensions is not None:
             pending = self._extensions.start(pending)
         return pending
@@ -340,8 +377,10 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if self._leaf_versions != self._versions():
-            self._gathered = None  # written in place: thrown away, as every reshard does
+        if self._leaf_versions != self._versions():  # written in place: thrown away, as every reshard does
+            self._gathered = None
+            if isinstance(self.full, SharedBuffer):
+                self.full.discard_writes()
         if self._extensions is not None:
             self._extensions.leave()
             self._gathered = None
@@ -400,7 +439,8 @@ class Group:
         options = dataclasses.replace(self.options)
         self._copies += 1  # every rank copies alike, so that the copies' tags agree without communication
         tag = self.tag + self._copies * _TAGS_APART
-        twin.__init__(params, modules, self.data, self.device, options, self.transport, tag)  # type: ignore[misc]
+        private = self.transport.private  # to share memory anew takes all ranks
+        twin.__init__(params, modules, self.data, self.device, options, private, tag)  # type: ignore[misc]
         twin.reduce_transport, twin.reduce_process_group = self.reduce_transport, self.reduce_process_group
         twin.name = self.name
         return twin

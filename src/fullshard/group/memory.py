@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.buffer.sections import shard_bytes, shard_views
+from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.group.parameter import ShardedParameter, chunk_views
-from fullshard.torch_private import foreach_copy, local_of, storage_id
+from fullshard.group.sharing import SharedChunks
+from fullshard.torch_private import foreach_copy, local_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -72,13 +73,26 @@ class Memory:
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
-        self._allocate(dtypes)
+        self.shared = self._share()
+        #: Of each parameter's chunk, by its index in the group.
+        self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
+        self._written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
+    def _share(self) -> SharedChunks | None:
+        """Memory that all ranks see, if the transport has any and nothing stands in the way."""
+        group = self._group
+        if self.is_meta or not group.params or group.data.shard_group is None or group.options.resting is not None:
+            return None
+        if any(param.extends for param in group.params):
+            return None
+        memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+        return None if memory is None else SharedChunks(group, memory)
+
     @torch.inference_mode(False)
-    def _allocate(self, dtypes: Sequence[torch.dtype]) -> None:
+    def _allocate(self, dtypes: Sequence[torch.dtype]) -> dict[int, torch.Tensor]:
         group, nbytes = self._group, self.nbytes
         if self.is_meta:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
@@ -86,14 +100,18 @@ class Memory:
             pin = getattr(group.options.offload, "pin_memory", False) and group.device.type != "cpu"
             memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
         else:
-            memory = group.transport.allocate(nbytes, group.device)
+            memory = group.transport.private.allocate(nbytes, group.device)
         if not self.is_meta:
             memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
         self.views = shard_views(memory, group.sections, dtypes)
+        places: dict[int, torch.Tensor] = {}
+        for section, view in zip(group.sections, self.views, strict=True):
+            places.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
+        return places
 
     @property
     def parameter_pool(self) -> SlotPool:
-        return self._group.pools.pool("parameters", self._group.transport)
+        return self._group.pools.pool("parameters", self._group.transport.private)
 
     @property
     def gradient_pool(self) -> SlotPool:
@@ -101,35 +119,39 @@ class Memory:
 
     @property
     def staging_pool(self) -> SlotPool:
-        return self._group.pools.pool("staging", self._group.transport)
+        return self._group.pools.pool("staging", self._group.transport.private)
 
     @property
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
         written = sum([param.sharded._version for param in self._group.params])
-        return written + sum([view._version for view in self.views]) + self.steps
+        return written + sum([tensor._version for tensor in self._written]) + self.steps
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_in(self) -> None:
         """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
         group, rank = self._group, self._group.data.shard_rank
-        for section, view in zip(group.sections, self.views, strict=True):
-            for index, place in chunk_views(group.params, section.members, section.plan, view, rank):
-                param = group.params[index]
-                if param.placed and local_of(param.sharded) is param.local and _in_view(param.local, view):  # type: ignore[arg-type]
-                    continue
-                held = _held(param)
-                if held.is_meta and not place.is_meta:
-                    param.place(torch.empty_like(place, device="meta"))
-                    continue
-                if not place.is_meta:
-                    place.copy_(held if param.placed else param.chunk_of(held, rank))
-                param.place(place)
+        for index, place in self.places.items():
+            param = group.params[index]
+            held = _held(param)
+            if param.placed and held is place:
+                continue
+            if held.is_meta and not place.is_meta:
+                param.place(torch.empty_like(place, device="meta"))
+                continue
+            if not place.is_meta:
+                place.copy_(held if param.placed else param.chunk_of(held, rank))
+            param.place(place)
         for param in group.params:
             if param.extends and not param.placed:
                 param.place_extension(rank, group.offloads)
         self.has_meta = any(_held(param).is_meta for param in group.params)
+
+    def publish(self, whatever: bool) -> None:
+        """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
+        if self.shared is not None and self.shared.must_publish:
+            self.shared.publish(self.version, whatever)
 
     def stage(self, staging: SlotBuffer | None) -> SlotBuffer:
         """Copy the shard to the compute device and dtype, in memory from the pool."""
@@ -163,7 +185,3 @@ def _held(param: ShardedParameter) -> torch.Tensor:
     if isinstance(param.sharded, DTensor):
         return local_of(param.sharded)
     return param.sharded.detach()
-
-
-def _in_view(local: torch.Tensor, view: torch.Tensor) -> bool:
-    return storage_id(local) == storage_id(view)

@@ -37,7 +37,7 @@ class Resting:
             for section in group.sections
         ]
         nbytes = shard_bytes(sections, group.compute_dtypes)
-        views = shard_views(group.transport.allocate(nbytes, group.device), sections, group.compute_dtypes)
+        views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
         self._transfers = []
         shown = []
         for section, full, shard in zip(sections, full_views, views, strict=True):
@@ -69,4 +69,4 @@ class Resting:
 
     def gather(self) -> Pending:
         assert self._mesh.shard_group is not None
-        return self._group.transport.all_gather(self._transfers, self._mesh.shard_group, 2 * self._group.tag)
+        return self._group.transport.private.all_gather(self._transfers, self._mesh.shard_group, 2 * self._group.tag)

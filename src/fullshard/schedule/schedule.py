@@ -22,6 +22,7 @@ from fullshard.group.memory import Pools
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
+from fullshard.schedule.passes import Passes
 from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Schedule:
         self.flight = Flight()
         self.pools = Pools(device)
         self.clock = Clock(begin_backward=self.begin_backward)
+        self.passes = Passes(self.clock)
         self.order = Order()
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
@@ -120,6 +122,7 @@ class Schedule:
             if group.left_by_forward:  # since an earlier forward: its parameters may have been written without a trace
                 self.reshard(group)
             group.check_in()
+        self.passes.begin("forward", self.groups())
         self.order.begin_forward()
         return True
 
@@ -138,6 +141,7 @@ class Schedule:
         for group in self.groups():
             if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 self.reshard(group)
+        self.passes.end("forward")
         return True
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -145,7 +149,7 @@ class Schedule:
         if unit.forward_prefetch:
             for target in unit.forward_prefetch:
                 for group in target.groups:
-                    self.gather(group)
+                    self._gather_in_advance(group)
             return
         self._gather_ahead(self.order.next_in_forward())
 
@@ -156,6 +160,7 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             self.backwards += 1
+            self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
     def prefetch_backward(self, unit: Unit) -> None:
@@ -163,7 +168,7 @@ class Schedule:
         if unit.backward_prefetch:
             for target in unit.backward_prefetch:
                 for group in reversed(target.groups):
-                    self.gather(group)
+                    self._gather_in_advance(group)
             return
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
@@ -179,11 +184,15 @@ class Schedule:
         if self.is_last_backward:
             self.flight.keep_at_most(0)
             self.order.forget()
+        self.passes.end("backward")
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
         self._forward_root = None
         self._in_backward = False
+        self.passes.give_up()
+        for transport in {group.reduce_transport: None for group in self.groups()}:
+            transport.reset()
         for unit in self.units:
             unit.reset()
         self.flight.drop()
@@ -215,8 +224,12 @@ class Schedule:
             if left == 0:
                 return
             left -= 1
-            if group.state is State.SHARDED or group.state is State.RESTING:
-                self.gather(group)
+            self._gather_in_advance(group)
+
+    def _gather_in_advance(self, group: Group) -> None:
+        """Start a gather that will be needed; where ranks share memory there is nothing to start."""
+        if group.memory.shared is None and group.state in (State.SHARDED, State.RESTING):
+            self.gather(group)
 
     def reshard(self, group: Group) -> None:
         if group.state is not State.SHARDED:

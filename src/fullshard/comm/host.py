@@ -1,0 +1,297 @@
+"""Memory shared by the ranks of a host, for gloo on the CPU.
+
+A group's full buffer is one segment that all ranks map, and a rank's shard is its part of it, so that a gather moves
+nothing. A reduction reads the gradient buffers of the others in place. Owns the reductions and the order that they
+need; a :class:`~fullshard.comm.neighbours.Gate` keeps the order of parameters::
+
+    rank 0    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
+                                        │ waits for ready 7 of all                     │ waits for done 7 of all
+    rank 1    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
+
+Where values must move all the same, to places that are not shared, they do as messages.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import Plan
+from fullshard.comm.messages import Piece, whole_extent
+from fullshard.comm.neighbours import Gate, Neighbours, meet
+from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.prepared import PreparedCache, alias, check_transfers
+from fullshard.comm.shared_memory import Address, Counters, Segment
+from fullshard.comm.staging import align
+from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, view_piece
+from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, StillRead, Transfer
+
+#: Reductions that a rank may be ahead of the slowest one.
+_AHEAD = 64
+#: Integers that say which slot a reduction reads: its number, the group's tag, and the slot's address.
+_ENTRY = 8
+#: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
+_ROUND = 1 << 32
+
+
+class HostTransport:
+    """Reduces in memory that the ranks of ``process_group`` share. Made by :meth:`among`.
+
+    Args:
+        neighbours: the ranks.
+        control: a segment of :meth:`control_bytes` that all of them map.
+        messages: moves what is not shared.
+    """
+
+    name = "host"
+    gradient_buffers = 2
+
+    def __init__(self, neighbours: Neighbours, control: Segment, messages: PointToPointTransport) -> None:
+        self.private = messages
+        self._neighbours = neighbours
+        rank, size = neighbours.rank, neighbours.size
+        line = Counters.nbytes(size)
+        self._ready = Counters(control, 0, rank, size)
+        self._done = Counters(control, line, rank, size)
+        self._dropped = Counters(control, 2 * line, rank, size)
+        count = _ENTRY * _AHEAD
+        self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
+        self._number = 0
+        self._under_way: deque[_Reading] = deque()
+        self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
+        self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
+        self._purged = [0] * size
+        self._routes: PreparedCache[_Route] = PreparedCache()
+        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8)
+
+    @staticmethod
+    def control_bytes(size: int) -> int:
+        return 3 * Counters.nbytes(size) + 8 * _ENTRY * _AHEAD * size
+
+    @classmethod
+    def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
+        """The transport of a process group, or why there can be none. Every rank must make the first call."""
+        known = _known.get(process_group)
+        if known is None:
+            known = _known[process_group] = cls._make(meet(process_group), messages)
+        return known
+
+    @classmethod
+    def _make(cls, met: Neighbours | str, messages: PointToPointTransport) -> HostTransport | str:
+        if isinstance(met, str):
+            return met
+        control = met.share(cls.control_bytes(met.size))
+        return "a rank could not map memory of another" if control is None else cls(met, control, messages)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for gradient buffers, which the other ranks can read.
+
+        Raises:
+            RuntimeError: there is no more memory that can be shared, or too many files are open.
+        """
+        try:
+            segment = Segment.create(nbytes)
+        except OSError as error:
+            raise RuntimeError(
+                f"no {nbytes} bytes of shared memory for gradients ({error}): free memory or allow more open files, or "
+                f"set FULLSHARD_TRANSPORT=p2p"
+            ) from error
+        memory = segment.tensor(0, nbytes, torch.uint8)
+        self._slots[memory.data_ptr()] = segment.address
+        weakref.finalize(segment.memory, _forget, self._slots, memory.data_ptr(), self._dropped)
+        return memory
+
+    def share(self, nbytes: int) -> SharedMemory | None:
+        """See :class:`~fullshard.comm.transport.Transport`."""
+        start = align(Gate.nbytes(self._neighbours.size))
+        segment = self._neighbours.share(start + nbytes)
+        if segment is None:
+            return None
+        return SharedMemory(segment, start, Gate(self._neighbours, segment, 0))
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+        """See :class:`~fullshard.comm.transport.Transport`; for values that lie in memory of this rank alone."""
+        return self.private.all_gather(transfers, process_group, tag)
+
+    def reduce_scatter(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
+    ) -> Pending:
+        """See :class:`~fullshard.comm.transport.Transport`; shared are full buffers in one piece of memory that
+        :meth:`allocate` made.
+
+        Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
+
+        Raises:
+            RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
+        """
+        if not transfers:
+            return Done()
+        places = {transfer.full.untyped_storage().data_ptr() for transfer in transfers}
+        slot = self._slots.get(places.pop())
+        if slot is None or places:
+            return self.private.reduce_scatter(transfers, process_group, tag, reduction)
+        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
+        key = (*map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
+        route = self._routes.get(key)
+        if route is None:
+            check_transfers(transfers, process_group.size(), one_dtype=False)
+            check_summable(transfers)
+            route = _Route(transfers, self._neighbours, self._scratch)
+            self._routes.put(key, route, subjects)
+        self._number += 1
+        neighbours, number = self._neighbours, self._number
+        neighbours.wait(self._done.reached, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        at = number % _AHEAD * _ENTRY
+        self._entries[neighbours.rank][at] = number
+        for offset, value in enumerate((tag, *slot), 1):
+            self._entries[neighbours.rank][at + offset] = value
+        self._ready.set(number)
+        reading = _Reading(self, route, number, tag, [transfer.shard for transfer in transfers], reduction.divisor)
+        self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
+        self._under_way.append(reading)
+        return reading
+
+    def reset(self) -> None:
+        """See :class:`~fullshard.comm.transport.Transport`."""
+        self._under_way.clear()
+        self._number = (self._number // _ROUND + 1) * _ROUND
+        self._ready.set(self._number)
+        self._done.set(self._number)
+
+    def read_up_to(self, number: int) -> None:
+        """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
+        while self._under_way and self._under_way[0].number <= number:
+            self._read(self._under_way.popleft())
+
+    def _read(self, reading: _Reading) -> None:
+        number = reading.number
+        self._neighbours.wait(self._ready.reached, number, f"a reduction (tag {reading.tag})")
+        for rank in range(self._neighbours.size):
+            dropped = self._dropped.of(rank)
+            if dropped != self._purged[rank]:
+                self._forget_slots_of(rank)
+                self._purged[rank] = dropped
+        slots = [self._slot_of(rank, reading) for rank in range(self._neighbours.size)]
+        reading.route.write(slots, self._opened, reading.shards, reading.divisor)
+        self._done.set(number)
+
+    def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:
+        """Where ``rank`` has what is to be added up: the key of an opened segment."""
+        at = reading.number % _AHEAD * _ENTRY
+        number, tag, *address = self._entries[rank][at : at + 6]
+        if (number, tag) != (reading.number, reading.tag):
+            raise RuntimeError(
+                f"rank {self._neighbours.global_rank(rank)} reduces another group (tag {tag}) than rank "
+                f"{self._neighbours.global_rank(self._neighbours.rank)} (tag {reading.tag}), or has given up after an "
+                f"error: all ranks must run the same backwards, and call reset_iter_state() together after an error"
+            )
+        key = (rank, address[2])
+        if rank != self._neighbours.rank and key not in self._opened:
+            self._opened[key] = Segment.open(Address(*address))
+        return key
+
+    def _forget_slots_of(self, rank: int) -> None:
+        """A rank gave slots back to the system: let go of them here too."""
+        for key in [key for key in self._opened if key[0] == rank]:
+            del self._opened[key]
+        for route in self._routes.values():
+            route.forget()
+
+    def wait_until_read(self, number: int) -> None:
+        self._neighbours.wait(self._done.reached, number, "a reduction, to be read by the other ranks")
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
+
+
+def _forget(slots: dict[int, Address], start: int, dropped: Counters) -> None:
+    del slots[start]
+    dropped.set(dropped.value + 1)
+
+
+class _Reading(StillRead):
+    """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
+
+    def __init__(
+        self,
+        transport: HostTransport,
+        route: _Route,
+        number: int,
+        tag: int,
+        shards: list[torch.Tensor],
+        divisor: float,
+    ) -> None:
+        self._transport = transport
+        self.route = route
+        self.number = number
+        self.tag = tag
+        self.shards = shards
+        self.divisor = divisor
+
+    def finish(self) -> None:
+        self._transport.read_up_to(self.number)
+
+    def wait(self) -> None:
+        self._transport.wait_until_read(self.number)
+
+
+class _Route:
+    """What this rank adds up in one call: what does not change from call to call."""
+
+    def __init__(self, transfers: Sequence[Transfer], neighbours: Neighbours, scratch: torch.Tensor) -> None:
+        self._rank, self._size = neighbours.rank, neighbours.size
+        self._fulls = [alias(transfer.full) for transfer in transfers]
+        self._plans: list[Plan] = [transfer.plan for transfer in transfers]
+        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
+        self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
+        self._scratch = scratch
+        self._sums: dict[tuple[tuple[int, int], ...], list[Sum]] = {}
+
+    def write(
+        self,
+        slots: Sequence[tuple[int, int]],
+        opened: dict[tuple[int, int], Segment],
+        shards: Sequence[torch.Tensor],
+        divisor: float,
+    ) -> None:
+        """Add up what lies in the ranks' slots."""
+        key = tuple(slots)
+        sums = self._sums.get(key)
+        if sums is None:
+            with torch.inference_mode(False):
+                sums = self._sums[key] = self._make([opened.get(slot) for slot in slots])
+        for each in sums:
+            each.write(shards, divisor)
+
+    def forget(self) -> None:
+        self._sums.clear()
+
+    def _make(self, segments: Sequence[Segment | None]) -> list[Sum]:
+        sums = []
+        for section, full in enumerate(self._fulls):
+            fulls = [
+                full if segment is None else segment.tensor(self._starts[section], full.numel(), full.dtype)
+                for segment in segments
+            ]
+            for extent in self._plans[section].extents(self._rank):
+                for block in blocks(whole_extent(section, extent), full.itemsize):
+                    sums.append(self._sum(block, fulls))
+        return sums
+
+    def _sum(self, piece: Piece, fulls: Sequence[torch.Tensor]) -> Sum:
+        dtype = fulls[0].dtype
+        sum_dtype = SUM_DTYPES[dtype]
+        total = term = None
+        if self._shard_dtypes[piece.section] != sum_dtype:
+            total = self._scratch.view(sum_dtype)[: piece.numel].view(piece.shape)
+        if dtype != sum_dtype:
+            term = self._scratch.view(sum_dtype)[BLOCK : BLOCK + piece.numel].view(piece.shape)
+        return Sum(piece.section, piece.shard_start, [view_piece(full, piece) for full in fulls], total, term)

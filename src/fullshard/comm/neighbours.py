@@ -1,0 +1,185 @@
+"""The ranks of a process group that share a host: whether they do, memory that all of them map, and waiting.
+
+Owns the first meeting of the ranks, the making of shared segments, and waits that are bounded and notice a rank that
+has ended. :class:`Gate` keeps readers and writers of a segment apart. What is shared is up to others.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.shared_memory import Address, Counters, Segment, can_share
+from fullshard.torch_private import all_gather_single, timeout_of
+
+#: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
+#: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
+_LOOK, _YIELD = 20e-6, 2e-3
+_SLEEP = 100e-6
+#: Seconds between two looks at whether the other ranks still live.
+_ALIVE = 0.05
+
+
+class Neighbours:
+    """The ranks of a process group, all on one host. Made by :func:`meet`.
+
+    Args:
+        process_group: theirs.
+        pids: their processes, in the order of ranks.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
+        self._process_group = weakref.ref(process_group)  # which knows this object as long as it lives
+        self._global_ranks = dist.get_process_group_ranks(process_group)
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._pids = pids
+        self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
+        self._timeout = timeout_of(process_group)
+        self._poll = select.poll()
+        self._rank_of: dict[int, int] = {}
+        for rank, pid in enumerate(pids):
+            if rank != self.rank:
+                watched = os.pidfd_open(pid)
+                weakref.finalize(self, os.close, watched)
+                self._poll.register(watched, select.POLLIN)
+                self._rank_of[watched] = rank
+
+    def share(self, nbytes: int) -> Segment | None:
+        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it."""
+        mine: Segment | None = None
+        with suppress(OSError):
+            mine = Segment.create(nbytes) if self.rank == 0 else None
+        address = Address(*self._from_all(*(mine.address if mine is not None else (0, 0, 0, 0)))[0])
+        with suppress(OSError):
+            if mine is None and address.nbytes:
+                mine = Segment.open(address)
+        everyone = all(done for (done,) in self._from_all(mine is not None))
+        return mine if everyone else None
+
+    def _from_all(self, *values: int) -> list[list[int]]:
+        """What each rank says, in the order of ranks."""
+        mine = torch.tensor(values, dtype=torch.int64)
+        every = torch.empty(self.size * len(values), dtype=torch.int64)
+        all_gather_single(every, mine, group=self._process_group())
+        found: list[list[int]] = every.view(self.size, -1).tolist()
+        return found
+
+    def wait(self, reached: Callable[[int], bool], value: int, doing: str) -> None:
+        """Return when ``reached(value)``.
+
+        Args:
+            doing: what waits, for errors.
+
+        Raises:
+            RuntimeError: a rank has ended, or the timeout of the process group has passed.
+        """
+        if reached(value):
+            return
+        begin = time.monotonic()
+        look_alive = begin + _ALIVE
+        while not reached(value):
+            now = time.monotonic()
+            if now - begin < self._looks:
+                continue
+            if now - begin < _YIELD:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP)
+            if now > look_alive:
+                look_alive = now + _ALIVE
+                self._look_after(reached, value, doing, now - begin)
+
+    def _look_after(self, reached: Callable[[int], bool], value: int, doing: str, waited: float) -> None:
+        ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]
+        if reached(value):
+            return
+        here = f"rank {self.global_rank(self.rank)} waited in {doing}"
+        if ended:
+            lost = ", ".join(f"{self.global_rank(rank)} (process {self._pids[rank]})" for rank in ended)
+            raise RuntimeError(f"{here} for rank {lost}, which has ended: look there for the first error")
+        if waited > self._timeout:
+            raise RuntimeError(
+                f"{here} for {self._timeout:.0f} s, the timeout of its process group: a rank was slow, failed, or runs "
+                f"something else. All ranks must run the same forwards and backwards"
+            )
+
+    def global_rank(self, rank: int) -> int:
+        return self._global_ranks[rank]
+
+
+class Gate:
+    """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
+
+    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
+
+        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
+        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
+
+    Both wait for all ranks. They number their passes, so that after a pass that an error cut short on some ranks the
+    next one is right again.
+    """
+
+    def __init__(self, neighbours: Neighbours, segment: Segment, start: int) -> None:
+        self._neighbours = neighbours
+        self._counters = Counters(segment, start, neighbours.rank, neighbours.size)
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        return Counters.nbytes(size)
+
+    def enter(self, doing: str) -> None:
+        counters = self._counters
+        counters.set(counters.value + 2 - counters.value % 2)
+        self._neighbours.wait(counters.reached, counters.value, doing)
+
+    def leave(self, doing: str) -> None:
+        if self.give_up():
+            self._neighbours.wait(self._counters.reached, self._counters.value, doing)
+
+    def give_up(self) -> bool:
+        """Leave and wait for nobody; returns whether the gate had been entered."""
+        counters = self._counters
+        if counters.value % 2 == 1 or counters.value == 0:
+            return False
+        counters.set(counters.value + 1)
+        return True
+
+
+def meet(process_group: dist.ProcessGroup) -> Neighbours | str:
+    """The ranks of ``process_group``, if all of them share a host; otherwise why they do not count as neighbours.
+
+    Every rank must call it.
+    """
+    mine = (os.getpid(), _host(), can_share())
+    every: list[tuple[int, str, bool]] = [mine] * process_group.size()
+    dist.all_gather_object(every, mine, group=process_group)
+    for rank, (_, host, able) in enumerate(every):
+        if not able:
+            return f"rank {rank} runs on a system without memory that processes share in the way that is needed"
+        if host != every[0][1]:
+            return f"rank {rank} runs on another host than rank 0"
+    try:
+        neighbours: Neighbours | None = Neighbours(process_group, [pid for pid, _, _ in every])
+    except OSError:
+        neighbours = None
+    met: list[bool] = [False] * process_group.size()
+    dist.all_gather_object(met, neighbours is not None, group=process_group)
+    if neighbours is None or not all(met):
+        return f"rank {met.index(False)} cannot see the processes of the others"
+    return neighbours
+
+
+def _host() -> str:
+    """The same for all processes that can name each other: of one boot, in one space of process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"unknown to process {os.getpid()}"

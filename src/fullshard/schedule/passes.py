@@ -1,0 +1,55 @@
+"""When the ranks of a host may read the parameters that they share.
+
+A *pass* is an outermost forward or a backward. In a pass every rank reads what all of them wrote before it, and nobody
+writes; between passes everybody may write its shards (optimizers, checkpoints, averages, plain assignments) and nobody
+reads those of others. Owns the beginnings and ends of passes, at which ranks wait for each other; with ranks that have
+memory of their own there is nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from fullshard.comm.neighbours import Gate
+from fullshard.group.group import Clock, Group
+
+Kind = Literal["forward", "backward"]
+
+
+class Passes:
+    """The passes of one tree of modules; ``clock`` tells its groups whether they are in one."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._kind: Kind | None = None
+        self._gates: list[Gate] = []
+
+    def begin(self, kind: Kind, groups: Iterable[Group]) -> None:
+        """Make this rank's shards known, and wait until all ranks have. Inside another pass nothing happens."""
+        if self._kind is not None:
+            return
+        gates: dict[int, Gate] = {}  # one for all groups that the same ranks share
+        for group in groups:
+            if group.memory.shared is not None:
+                group.memory.publish(whatever=kind == "forward")
+                gates.setdefault(id(group.transport), group.memory.shared.memory.gate)
+        self._kind = kind
+        self._gates = list(gates.values())
+        for gate in self._gates:
+            gate.enter(f"the beginning of a {kind}")
+        self._clock.reading = True
+
+    def end(self, kind: Kind) -> None:
+        """Wait until all ranks have read what they need."""
+        if self._kind is not kind:
+            return
+        self._kind, self._clock.reading = None, False
+        for gate in self._gates:
+            gate.leave(f"the end of a {kind}")
+
+    def give_up(self) -> None:
+        """End the pass that an error cut short, and wait for nobody."""
+        self._kind, self._clock.reading = None, False
+        for gate in self._gates:
+            gate.give_up()
