@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.figures import middle, ratio, sockets
+from benchmarks.optimizer import spread_of_steps
 
 Results = dict[str, Any]
 
@@ -65,6 +66,12 @@ def _forward_units(found: Any) -> float:
     return _units("forward_peak", 1)(found) - (alone["forward_peak"] - alone["state"]) / found["group_bytes"]
 
 
+def _step(found: Any) -> float:
+    """The worst of the optimizers, in the implementations for many parameters."""
+    kinds = {name: values for name, values in found["kinds"].items() if "for-loop" not in name}
+    return max(spread_of_steps(values, "fullshard")[0] for values in kinds.values())
+
+
 GOALS = [
     Goal("communication-bound step, one host: wall / DDP's", "communication W=2", 0.65, "", _over("wall", "DDP")),
     Goal("the same / FSDP2's", "communication W=2", 0.18, "", _over("wall", "torch FSDP2")),
@@ -100,6 +107,7 @@ GOALS = [
     Goal("host time a group, n=32 / FSDP2's", "host", 0.15, "", _host(32)),
     Goal("host time a group, n=4: most ranks / fewest", "host", 1.1, "", _growth),
     Goal("calls a group, n=8", "host", 350, "", lambda found: float(found[0]["counts"][8]["fullshard"]["calls"])),
+    Goal("optimizer step, 200 small parameters / plain tensors", "optimizer", 1.3, "", _step),
     Goal("forward peak above the sharded state", "memory", 2.0, "U", _forward_units),
     Goal("backward peak above parameters and gradients", "memory", 3.5, "U", _units("backward_peak", 2)),
     Goal("kept between steps above the sharded state", "memory", 3.0, "U", _units("rest", 1)),

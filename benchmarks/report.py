@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from benchmarks.figures import Spread, middle, ratio, spread
 from benchmarks.goals import judge
+from benchmarks.optimizer import PLAIN, spread_of_steps
 
 Results = dict[str, Any]
 
@@ -71,6 +72,8 @@ def _sections(results: Results) -> Iterator[str]:
         yield from _host(results["host"])
     if "memory" in results:
         yield from _memory(results["memory"])
+    if "optimizer" in results:
+        yield from _optimizer(results["optimizer"])
     if "padding" in results:
         yield from _padding(results["padding"])
     if "startup" in results:
@@ -150,6 +153,20 @@ def _memory(found: Any) -> Iterator[str]:
         )
         rows.append([name, *(f"{value / unit:.2f}" for value in (state, *above)), f"{values['faults']:,.0f}"])
     yield _table(rows, ["", "state", "forward", "backward", "rest", "wrap", "resident", "page faults a step"])
+
+
+def _optimizer(found: Any) -> Iterator[str]:
+    yield f"## A step of an optimizer, {found['count']} parameters of {found['width']} x {found['width']}, W=2: CPU\n"
+    yield "Milliseconds on plain tensors, and multiples of these. Nothing: torch cannot do it on DTensors.\n"
+    rows = [
+        [
+            kind,
+            _milliseconds(values[PLAIN], 2),
+            *(_ratio(spread_of_steps(values, name)) if values[name] else "" for name in ("fullshard", "torch FSDP2")),
+        ]
+        for kind, values in found["kinds"].items()
+    ]
+    yield _table(rows, ["", PLAIN, "fullshard", "torch FSDP2"])
 
 
 def _padding(found: Any) -> Iterator[str]:

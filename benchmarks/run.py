@@ -26,11 +26,12 @@ from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.memory import measure_memory, measure_padding
 from benchmarks.models import COMMUNICATION, COMPUTE, TINY
+from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import save
 from benchmarks.startup import measure_startup
 from benchmarks.steps import measure_steps
 
-NAMES = ("communication", "compute", "group", "host", "memory", "padding", "startup")
+NAMES = ("communication", "compute", "group", "host", "memory", "optimizer", "padding", "startup")
 
 
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -47,6 +48,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
         "memory": {"memory": lambda: measure_memory(communication, 2)},
+        "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
         "startup": {"startup": lambda: measure_startup(communication, 2, max(1, rounds // 4))},
     }

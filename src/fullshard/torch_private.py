@@ -49,22 +49,25 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def lend_gradients(lent: Iterable[tuple[DTensor, torch.Tensor, torch.Tensor, DTensorSpec]]) -> bool:
-    """Give each twin the local gradient of its DTensor, whose local tensor and spec must be the given ones.
+def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
+    """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
 
-    Returns whether they were; else some were not given. In one loop and without the look for ``__torch_function__``,
-    which is most of the time that it takes to read ``grad`` of a DTensor: a step pays it for every parameter.
+    Returns whether all could be given: whether each DTensor still has that local tensor, and a gradient placed as the
+    spec says. One loop, without the look for ``__torch_function__`` that is most of what reading ``grad`` of a DTensor
+    takes: a step pays this for every parameter.
     """
     with torch._C.DisableTorchFunctionSubclass():
         try:
             for param, local, twin, spec in lent:
                 if param._local_tensor is not local:
                     return False
-                grad: Any = param.grad
-                if grad is not None:
-                    if grad._spec is not spec and grad._spec.placements != spec.placements:
-                        return False
+                grad = param.grad
+                if grad is None:
+                    twin.grad = None
+                elif grad._spec is spec or grad._spec.placements == spec.placements:
                     twin.grad = grad._local_tensor
+                else:
+                    return False
         except AttributeError:  # a gradient that is no DTensor
             return False
     return True
