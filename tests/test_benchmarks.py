@@ -16,6 +16,7 @@ from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY
+from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import save
 from benchmarks.startup import measure_startup
 from benchmarks.steps import measure_steps
@@ -83,6 +84,18 @@ def test_memory_is_told_apart_by_phase() -> None:
     assert found["FSDP2"]["forward_peak"] > state
     assert found["DDP"]["backward_peak"] >= 2 * replicated
     assert found["DDP"]["rest"] >= replicated
+
+
+def test_steps_of_optimizers_are_timed(tmp_path: Path) -> None:
+    found = measure_optimizer(count=4, width=8, rounds=2)
+    assert {name.rpartition(", ")[2] for name in found["kinds"]} == {"for-loop", "foreach", "fused"}
+    for name, values in found["kinds"].items():
+        assert len(values["plain tensors"]) == len(values["fullshard"]) == 2
+        assert len(values["torch FSDP2"]) == (0 if name.startswith("SGD") and "fused" in name else 2)
+    ((goal, value),) = judge({"optimizer": found})
+    assert goal.limit == 1.3
+    assert value > 0
+    assert goal.what in save({"optimizer": found}, tmp_path)
 
 
 def test_padding_is_that_of_the_layout() -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fullshard.optim import local_step
 from fullshard.torch_private import local_of
-from tests.fully_shard.cases import inputs
+from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
 from tests.optim.cases import Pair, Sign, backward, on_dtensors, runs_on_local, sharded
 
@@ -131,6 +131,18 @@ def test_an_error_does_not_keep_gradients(world: World) -> None:
     gradients = [weakref.ref(local_of(param.grad)) for param in model.parameters() if param.grad is not None]
     optimizer.zero_grad()
     assert [reference() for reference in gradients] == [None] * len(gradients)
+
+
+@ranks(2)
+def test_what_a_step_wrote_before_an_error_is_noticed(world: World) -> None:
+    model = sharded()
+    *others, last = model.parameters()
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": [last]}], fused=True)
+    backward(model, 0)
+    before = [group.memory.version for group in groups_of(model)]
+    with failing("_fused_adamw_", 2), pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert all(group.memory.version != old for group, old in zip(groups_of(model), before, strict=True))
 
 
 @ranks(2)

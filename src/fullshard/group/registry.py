@@ -86,6 +86,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if known is None or known[0] != count:
         known = _stepped[optimizer] = count, _groups_of(optimizer)
     if known[1]:
+        _count_step(optimizer, args, kwargs)  # after a step that raises no hook is called
         for call in _then:
             call(optimizer)
 
