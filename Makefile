@@ -45,7 +45,7 @@ types: $(VENV)/.installed-test ## mypy, strict
 docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
-bench: $(VENV)/.installed-test ## compare with DDP and with torch's own FSDP, side by side
+bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove the environment, the caches and what training wrote

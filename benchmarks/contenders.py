@@ -44,18 +44,25 @@ class Contender:
     def is_sharded(self) -> bool:
         return self.library in ("fullshard", "FSDP2", "FSDP1")
 
-    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None = None) -> nn.Module:
+    def wrap(
+        self,
+        model: nn.Module,
+        blocks: Sequence[nn.Module],
+        reshard: bool | None = None,
+        materialize: Callable[[nn.Module], None] | None = None,
+    ) -> nn.Module:
         """Shard (or replicate) ``model``, with a group for each of ``blocks`` and one for the rest.
 
         Args:
             reshard: free parameters after forward; ``None`` leaves the choice for the root to the library.
+            materialize: gives a module on the meta device its values, for the library that does so while it shards.
         """
         if self.library == "alone":
             return model
         if self.library == "DDP":
             return DistributedDataParallel(model)
         if self.library == "FSDP1":
-            return _wrap_fsdp1(model, blocks, reshard)
+            return _wrap_fsdp1(model, blocks, reshard, materialize)
         if self.library == "FSDP2":
             return _wrap_composable(torch_fsdp.fully_shard, model, blocks, reshard)
         with _transport(self.transport):
@@ -71,7 +78,12 @@ def _wrap_composable(
     return model
 
 
-def _wrap_fsdp1(model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | None) -> nn.Module:
+def _wrap_fsdp1(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    reshard: bool | None,
+    materialize: Callable[[nn.Module], None] | None,
+) -> nn.Module:
     strategies = torch_fsdp.ShardingStrategy
     return torch_fsdp.FullyShardedDataParallel(
         model,
@@ -79,6 +91,7 @@ def _wrap_fsdp1(model: nn.Module, blocks: Sequence[nn.Module], reshard: bool | N
         auto_wrap_policy=torch_fsdp.wrap.CustomPolicy(lambda module: any(module is block for block in blocks)),
         device_id=torch.device("cpu"),
         use_orig_params=True,
+        param_init_fn=materialize,
     )
 
 

@@ -29,3 +29,13 @@ def ratio(contenders: dict[str, Any], what: str, name: str, base: str) -> Spread
 def sockets(contenders: dict[str, Any]) -> str:
     """The name of fullshard over sockets, whether or not that is its default."""
     return next(name for name, values in contenders.items() if values["transport"] == "p2p")
+
+
+def least(values: Sequence[float]) -> float:
+    """Of counts that repeat, and to which others only add, the one with the least of others in it."""
+    return float(min(values)) if values else float("nan")
+
+
+def exact(value: float) -> Spread:
+    """A count, which has no spread."""
+    return value, value, value

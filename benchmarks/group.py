@@ -20,14 +20,19 @@ from torch import nn
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import Block
 from benchmarks.ranks import run_ranks
+from benchmarks.traffic import Traffic
 
 _WARM_UP = 3
 
 
 def measure_group(world_size: int, width: int, rounds: int) -> dict[str, Any]:
-    """CPU seconds of a gather and of a reduction, for each contender a number for each round: the mean of the ranks."""
+    """CPU seconds of a gather and of a reduction, for each contender a number for each round: the mean of the ranks.
+
+    And ``copied``, the bytes that a gather copies within a rank, as a part of the group's.
+    """
     by_rank = run_ranks(_measure, world_size, width, rounds)
     merged: dict[str, Any] = {"ranks": world_size, "group_bytes": 4 * (12 * width**2 + 4 * width)}
+    merged["copied"] = by_rank[0].pop("copied")
     for what, first in by_rank[0].items():
         merged[what] = {
             name: [sum(values) / world_size for values in zip(*(rank[what][name] for rank in by_rank), strict=True)]
@@ -36,19 +41,19 @@ def measure_group(world_size: int, width: int, rounds: int) -> dict[str, Any]:
     return merged
 
 
-def _measure(width: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+def _measure(width: int, rounds: int) -> dict[str, dict[str, Any]]:
     x = torch.ones(1, 1, width)
     sharded = [*ours(), FSDP2, FSDP1, ALONE]
     copying = torch.randn(12 * width**2 + 4 * width)
     target = torch.empty_like(copying)
 
-    gathering: dict[str, Callable[[], float]] = {
-        contender.name: _gathering(_build(contender, width, reshard=True), x) for contender in sharded
-    }
+    models = {contender.name: _build(contender, width, reshard=True) for contender in sharded}
+    gathering: dict[str, Callable[[], float]] = {name: _gathering(model, x) for name, model in models.items()}
     reducing: dict[str, Callable[[], float]] = {
         contender.name: _reducing(_build(contender, width, reshard=False), x) for contender in [*sharded, DDP]
     }
-    found = {"gather": _take_turns(gathering, rounds), "reduce": _take_turns(reducing, rounds)}
+    found: dict[str, Any] = {"gather": _take_turns(gathering, rounds), "reduce": _take_turns(reducing, rounds)}
+    found["copied"] = {name: _copied(models[name], x) / copying.nbytes for name in gathering if name != ALONE.name}
     found["copy"] = _take_turns({"memcpy": lambda: _cpu(lambda: target.copy_(copying))}, rounds)
     return found
 
@@ -66,6 +71,15 @@ def _gathering(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:
             return _cpu(lambda: model(x))
 
     return run
+
+
+def _copied(model: nn.Module, x: torch.Tensor) -> float:
+    """Bytes that a gather copies within this rank, once it is warm."""
+    with torch.no_grad():
+        next(model.parameters()).add_(0)
+        with Traffic(dist.get_world_size()) as traffic:
+            model(x)
+    return traffic.copied
 
 
 def _reducing(model: nn.Module, x: torch.Tensor) -> Callable[[], float]:

@@ -1,152 +1,130 @@
-"""Memory: what a step takes above the sharded state, what rests between steps, page faults, and padding.
+"""Memory: what a step takes above what a rank has to keep, what rests between steps, and padding.
 
-Each contender has fresh processes of its own. Bytes are those that torch's CPU allocator handed out, as torch's
-profiler records them one by one, which is exact and the same in every run; memory that ranks share is no such memory,
-so that mappings are added, once a host. Temporaries inside of gloo are not tensors and are in the resident peak only.
+Each contender has fresh processes of its own, in which freed memory goes back to the kernel at once, so that the
+kernel's count is what is alive: of every thread, gloo's own temporaries included. The model is blocks of one size and
+next to nothing else, so that bytes can be told in blocks.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import resource
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks import resident
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
-from benchmarks.models import Awkward, Work
+from benchmarks.models import TINY, Awkward, Block, Work
 from benchmarks.ranks import run_pretending, run_ranks
 from benchmarks.traffic import Traffic
+from fullshard.buffer.plan import ALIGNMENT, ParamShape, make_plan
 
 _STEPS = 2
-_UNWATCHED_STEPS = 6
+#: Sizes of groups in fp32, in MiB, within which padding is looked for: from one to the next.
+_GROUP_SIZES = (1, 2, 4, 16, 64)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Bytes of one rank above what it had before the model was built.
+
+    Args:
+        state: its parameters, and as much again for its gradients.
+        forward: the peak of a forward that begins without buffers of earlier steps.
+        backward: the peak of the backward that follows.
+        rest: between steps, after ``zero_grad()``.
+        allocated: the same, by the count of ``malloc``.
+        freed: the same, after buffers were given back where a library can.
+    """
+
+    transport: str
+    state: float
+    forward: float
+    backward: float
+    rest: float
+    allocated: float
+    freed: float
 
 
 def measure_memory(work: Work, world_size: int) -> dict[str, Any]:
-    """For each contender the bytes of one rank in the phases of its life, and its page faults."""
-    contenders = run_ranks(_contenders, world_size)[0]
-    found = {contender.name: measure_contender(contender, work, world_size) for contender in contenders}
+    """For each contender the bytes of the rank that has most; fullshard with prefetch, as by default, and without."""
+    found: dict[str, Any] = {}
+    for contender in run_ranks(_contenders, world_size)[0]:
+        found[contender.name] = measure_contender(contender, work, world_size)
+        if contender.library == "fullshard" and contender.transport != "collective":
+            found[f"{contender.name}, no prefetch"] = measure_contender(contender, work, world_size, prefetch=0)
     return {"ranks": world_size, "model_bytes": work.model_bytes, "group_bytes": work.block_bytes, "contenders": found}
 
 
-def measure_contender(contender: Contender, work: Work, world_size: int) -> dict[str, Any]:
-    """Bytes and page faults of one contender, of the rank that has most."""
-    by_rank = run_ranks(_measure, world_size, contender, work)
-    most = {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
-    return {"transport": contender.transport, **most}
+def measure_contender(contender: Contender, work: Work, world_size: int, prefetch: int | None = None) -> dict[str, Any]:
+    """The bytes of one contender: of each figure the largest of the ranks."""
+    by_rank = [vars(phases) for phases in run_ranks(_measure, world_size, contender, work, prefetch)]
+    return {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
 
 
 def measure_padding(world_sizes: list[int]) -> dict[str, Any]:
-    """Bytes that gathering a parameter of 3 x 4096 delivers, as a multiple of its own."""
-    return {"world_sizes": {size: run_pretending(_measure_padding, size) for size in world_sizes}}
+    """What sharding adds to the bytes of parameters.
+
+    Returns:
+        ``world_sizes``: bytes that gathering a parameter of 3 x 4096 delivers, as a multiple of its own, for each
+        contender. ``flat``: the most padding that transformer blocks have in the *flat* layout at the largest of
+        ``world_sizes``, as a fraction of their parameters, by their size, for alignments that fp32 can have.
+    """
+    return {
+        "world_sizes": {size: run_pretending(_measure_padding, size) for size in world_sizes},
+        "flat": [_flat_padding(least, most, max(world_sizes)) for least, most in pairwise(_GROUP_SIZES)],
+        "flat_world_size": max(world_sizes),
+    }
 
 
 def _contenders() -> list[Contender]:
     return [*ours(), FSDP2, FSDP1, DDP, ALONE]
 
 
-def _measure(contender: Contender, work: Work) -> dict[str, float]:
-    own_pages = _shared_bytes()
-    resident = _resident_bytes()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with _phase("build"):
-            model = work.build()
-        with _phase("wrap"):
-            sharded = contender.wrap(model, list(model.blocks))
-            optimizer = torch.optim.SGD(sharded.parameters(), lr=0.01)
-        batches = [work.batch(dist.get_rank(), step) for step in range(_STEPS)]
-        del model
-        gc.collect()
-        for batch in batches:
-            _step(sharded, optimizer, batch)
-        with _phase("rest"):
-            torch.empty(1)
-    phases = _phases(profiler)
-    shared = max(0, _shared_bytes() - own_pages) // dist.get_world_size()
-    before, after = phases["build"], phases["wrap"]
-    return {
-        "state": work.model_bytes // (dist.get_world_size() if contender.is_sharded else 1),
-        "wrap_peak": after["peak"] - before["end"],
-        "forward_peak": phases["forward"]["peak"] + shared,
-        "backward_peak": phases["backward"]["peak"] + shared,
-        "rest": phases["rest"]["end"] + shared,
-        "resident_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - resident,
-        "faults": _faults(sharded, optimizer, batches[0]),
-    }
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
-    with _phase("forward"):
+def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
+    resident.return_what_is_freed()
+    _train(contender, TINY, prefetch)  # what a first step imports and keeps is not the model's
+    resident.settle()
+    before, allocated_before = resident.bytes_now(), resident.bytes_allocated()
+    model, optimizer, steps = _train(contender, work, prefetch)
+    resident.settle()
+    rest, allocated = resident.bytes_now() - before, resident.bytes_allocated() - allocated_before
+    if contender.library == "fullshard":
+        model.free_buffers()  # type: ignore[operator]
+    resident.settle()
+    freed = resident.bytes_now() - before
+    batch = work.batch(dist.get_rank(), steps)
+    with resident.Peak() as forward:
         loss = model(batch)
-    with _phase("backward"):
+    with resident.Peak() as backward:
         loss.backward()
-    del loss
-    with _phase("update"):
+    optimizer.zero_grad()
+    return Phases(
+        transport=contender.transport,
+        state=work.model_bytes / (dist.get_world_size() if contender.is_sharded else 1),
+        forward=forward.bytes - before,
+        backward=backward.bytes - before,
+        rest=rest,
+        allocated=allocated,
+        freed=freed,
+    )
+
+
+def _train(contender: Contender, work: Work, prefetch: int | None) -> tuple[nn.Module, torch.optim.Optimizer, int]:
+    """The model and its optimizer after some steps, and how many."""
+    model = work.build()
+    sharded = contender.wrap(model, list(model.blocks))
+    if prefetch is not None:
+        sharded.set_prefetch_limit(prefetch)  # type: ignore[operator]
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.01)
+    for step in range(_STEPS):
+        sharded(work.batch(dist.get_rank(), step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _faults(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-    """Page faults in a step that comes after many like it; a median, because the allocator has moods."""
-    counts = []
-    for _ in range(_UNWATCHED_STEPS):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        _step(model, optimizer, batch)
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return median(counts[2:])
-
-
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    with record_function(f"phase {name}"):
-        yield
-
-
-def _phases(profiler: profile) -> dict[str, dict[str, int]]:
-    """Bytes at the end and at the peak of each phase; of phases that repeat, the last time."""
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text())["traceEvents"]
-    totals = sorted(
-        (event["ts"], event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]"
-    )
-    phases: dict[str, dict[str, int]] = {}
-    spans = [event for event in events if event.get("name", "").startswith("phase ") and "dur" in event]
-    for span in sorted(spans, key=lambda event: event["ts"]):
-        begin, end = span["ts"], span["ts"] + span["dur"]
-        before = [total for time, total in totals if time < begin]
-        inside = [total for time, total in totals if begin <= time <= end]
-        level = before[-1] if before else 0
-        phases[span["name"].removeprefix("phase ")] = {
-            "end": inside[-1] if inside else level,
-            "peak": max([level, *inside]),
-        }
-    return phases
-
-
-def _shared_bytes() -> int:
-    """Resident bytes of this process that belong to shared mappings."""
-    return _status("RssShmem")
-
-
-def _resident_bytes() -> int:
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+    return sharded, optimizer, _STEPS
 
 
 def _measure_padding() -> dict[str, float]:
@@ -164,3 +142,17 @@ def _padding(contender: Contender) -> float:
         with Traffic(dist.get_world_size()) as traffic:
             sharded(torch.ones(1))
     return traffic.gathered / nbytes
+
+
+def _flat_padding(least: int, most: int, world_size: int) -> dict[str, Any]:
+    """Of blocks with a multiple of 8 as width, and groups of ``least`` to ``most`` MiB in fp32."""
+    found: dict[int, float] = dict.fromkeys((ALIGNMENT, 4), 0.0)
+    for width in range(8, 2048, 8):
+        with torch.device("meta"):
+            params = [ParamShape(name, tuple(param.shape)) for name, param in Block(width).named_parameters()]
+        if not least <= 4 * sum(param.numel for param in params) / 2**20 < most:
+            continue
+        for alignment in found:
+            plan = make_plan(params, world_size, "flat", alignment)
+            found[alignment] = max(found[alignment], plan.padding / plan.numel)
+    return {"groups": f"{least} to {most} MiB", "alignments": found}

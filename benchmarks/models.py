@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 2048
-
 
 @dataclass(frozen=True)
 class Work:
@@ -23,16 +21,17 @@ class Work:
     blocks: int
     width: int
     sequence: int
+    vocabulary: int = 2048
 
     def build(self) -> Transformer:
         """The model, on the CPU (or on the device of a surrounding ``torch.device``)."""
         torch.manual_seed(0)
-        return Transformer(self.blocks, self.width)
+        return Transformer(self.blocks, self.width, self.vocabulary)
 
     def batch(self, rank: int, step: int) -> Tensor:
         """Tokens of one rank in one step, shape (1, sequence)."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.randint(VOCABULARY, (1, self.sequence), generator=generator)
+        return torch.randint(self.vocabulary, (1, self.sequence), generator=generator)
 
     @property
     def block_bytes(self) -> int:
@@ -41,13 +40,17 @@ class Work:
 
     @property
     def model_bytes(self) -> int:
-        return self.blocks * self.block_bytes + 4 * (2 * VOCABULARY * self.width + 2 * self.width)
+        return self.blocks * self.block_bytes + 4 * (2 * self.vocabulary * self.width + 2 * self.width)
 
 
 #: 80 M parameters and 16 tokens a rank: the time goes into moving parameters and gradients.
 COMMUNICATION = Work("communication", blocks=6, width=1024, sequence=16)
 #: 40 M parameters and 128 tokens a rank: the time goes into matrix products.
 COMPUTE = Work("compute", blocks=12, width=512, sequence=128)
+#: Blocks as large as those of the first, and next to nothing outside of them, so that memory can be counted in blocks.
+BLOCKS = Work("blocks", blocks=4, width=1024, sequence=16, vocabulary=64)
+#: 20 M parameters, which with the state of AdamW are 240 MiB to save.
+SAVED = Work("saved", blocks=6, width=512, sequence=16)
 #: The same at a size that takes a moment.
 TINY = Work("tiny", blocks=2, width=64, sequence=4)
 
@@ -77,12 +80,12 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embedding, blocks, norm and head; returns the loss of predicting each token from those up to it."""
 
-    def __init__(self, blocks: int, width: int) -> None:
+    def __init__(self, blocks: int, width: int, vocabulary: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -1,188 +1,353 @@
-"""Results for readers: tables, a plot, and the raw numbers.
+"""Results for readers: tables, and the raw numbers.
 
-Every table says in one line what its columns are. A ratio is a median over rounds, of pairs within a round, followed by
-its quartiles.
+Every part says what its columns are before it shows them. A ratio is a median over rounds, of pairs within a round,
+followed by its quartiles.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from tabulate import tabulate
 
-from benchmarks.figures import Spread, middle, ratio, spread
-from benchmarks.goals import judge
-from benchmarks.optimizer import PLAIN, spread_of_steps
+from benchmarks import machine
+from benchmarks.figures import Spread, least, middle, ratio, spread
+from benchmarks.goals import excess, judge
+from benchmarks.optimizer import PLAIN
+from benchmarks.plot import draw
 
 Results = dict[str, Any]
+
+#: What transports are, for those who do not know the library.
+_TRANSPORTS = {
+    "host": "memory that the ranks of a host share",
+    "p2p": "messages between pairs of ranks, over sockets",
+    "collective": "the process group's own collectives, over sockets",
+}
+#: How far two counts of the same bytes may lie apart before the report says so.
+_AGREE = 0.1
+
+_TITLES = {
+    "machine": "The run",
+    "goals": "Goals",
+    "steps": "Time of a step",
+    "moves": "What a step moves",
+    "group": "One group's gather and reduction",
+    "host": "What the host does for a group",
+    "optimizer": "A step of an optimizer",
+    "memory": "Memory of a rank",
+    "padding": "Padding",
+    "initialisation": "Sharding a model",
+    "checkpoint": "Checkpoints",
+}
 
 
 def save(results: Results, folder: Path) -> str:
     """Write ``results.json``, ``results.md`` and ``results.png`` to ``folder``; returns the text of the second."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = {"machine": machine(), **results}
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = "\n".join(_sections(results))
+    sections = "\n".join(f"## {_TITLES.get(name, name)}\n\n{text}" for name, text in parts(results).items())
+    text = f"# fullshard beside torch's FSDP and DDP\n\n{sections}"
     (folder / "results.md").write_text(text)
-    _plot(results, folder / "results.png")
+    draw(results, folder / "results.png")
     return text
 
 
-def machine() -> dict[str, Any]:
-    """What has to be known of the machine to read absolute numbers."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "load": os.getloadavg()[0],
-    }
+def read(file: Path) -> Results:
+    """The results that :func:`save` wrote as ``results.json``."""
+
+    def restore(pairs: list[tuple[str, Any]]) -> dict[Any, Any]:
+        return {int(key) if key.isdigit() else key: value for key, value in pairs}
+
+    found: Results = json.loads(file.read_text(), object_pairs_hook=restore)
+    return found
 
 
-def _sections(results: Results) -> Iterator[str]:
-    facts = results["machine"]
-    yield "# fullshard beside DDP and torch's FSDP\n"
+def parts(results: Results) -> dict[str, str]:
+    """The report's parts by name: each what was measured, what the columns are, and the tables."""
+    steps = {name: found for name, found in results.items() if name.startswith(("communication", "compute", "tiny"))}
+    made: dict[str, Callable[[], Iterator[str]]] = {"machine": lambda: _machine(results, steps)}
+    if not results.get("quick"):
+        made["goals"] = lambda: _goals(results)
+    if steps:
+        made |= {"steps": lambda: _steps(steps, results["machine"]["cores"]), "moves": lambda: _moves(steps)}
+    tables = (("group", _group), ("host", _host), ("optimizer", _optimizer), ("memory", _memory), ("padding", _padding))
+    for name, make in (*tables, ("initialisation", _initialisation), ("checkpoint", _checkpoint)):
+        if name in results:
+            made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
+    return {name: "\n".join(make()) for name, make in made.items()}
+
+
+def _machine(results: Results, steps: Results) -> Iterator[str]:
+    facts, watch = results["machine"], results.get("watch")
     yield (
-        f"Python {facts['python']}, torch {facts['torch']}, {facts['system']}, {facts['cores']} cores, load "
-        f"{facts['load']:.1f} at the end of the run. fp32, SGD, gloo, one thread a rank. P: bytes of all parameters; "
-        f"U: bytes of one group; W: ranks; n: parameters in a group.\n"
+        f"{facts['processor']}, {facts['cores']} cores, {facts['system']}, Python {facts['python']}, torch "
+        f"{facts['torch']}. fp32, gloo, one thread a rank, all ranks on this machine.\n"
     )
     if results.get("quick"):
         yield "**A quick run, at sizes at which no number means anything.**\n"
-    verdicts = [] if results.get("quick") else list(judge(results))
-    if verdicts:
-        yield "## Goals\n"
-        rows = [
-            [goal.what, _number(value, goal.unit), f"≤ {_number(goal.limit, goal.unit)}", _verdict(value, goal.limit)]
-            for goal, value in verdicts
-        ]
-        yield _table(rows, ["what", "fullshard", "goal", ""])
-    for name, found in results.items():
-        if name.startswith(("communication", "compute", "tiny")):
-            yield from _steps(name, found)
-    if "group" in results:
-        yield from _group(results["group"])
-    if "host" in results:
-        yield from _host(results["host"])
-    if "memory" in results:
-        yield from _memory(results["memory"])
-    if "optimizer" in results:
-        yield from _optimizer(results["optimizer"])
-    if "padding" in results:
-        yield from _padding(results["padding"])
-    if "startup" in results:
-        yield from _startup(results["startup"])
-
-
-def _steps(name: str, found: Any) -> Iterator[str]:
-    contenders = found["contenders"]
-    chosen = contenders["fullshard"]["transport"]
-    yield f"## A step: {name}, {found['model_bytes'] / 2**20:.0f} MiB of parameters\n"
+    if watch:
+        yield (
+            f"The run took {watch['seconds']:.0f} s. The load average before it was {watch['load_before']:.1f}, and "
+            f"other programs used {watch['others']:.0%} of the machine meanwhile.\n"
+        )
+        if watch["others"] > machine.QUIET:
+            yield (
+                "**The machine was busy with something else. Ratios suffer less than times do, since contenders take "
+                "turns, but do not believe a difference that is smaller than the quartiles. Run again when it is "
+                "quiet.**\n"
+            )
+    transports = {
+        name: values["transport"]
+        for found in steps.values()
+        for name, values in found["contenders"].items()
+        if values["transport"]
+    }
+    yield "Who is compared:\n"
+    for name, transport in transports.items():
+        chosen = "the library with the transport it chooses here" if name == "fullshard" else "the same with"
+        yield f"- `{name}`: {chosen}{',' if name == 'fullshard' else ''} {_called(transport)}"
     yield (
-        f"`fullshard` chose the transport `{chosen}`. Wall time is of the slowest rank, CPU time the mean of the "
-        f"ranks. A ratio is the median of the rounds, with its quartiles. "
-        f"*wire* is what the loopback device carried a rank, *asked* what the calls of the library have to send, "
-        f"*copied* what it copies within a rank, all in P. Every contender sees the same batches.\n"
+        "- `torch FSDP2`, `torch FSDP1`, `DDP`: `fully_shard`, `FullyShardedDataParallel` and "
+        "`DistributedDataParallel` of torch, used as their documentation says"
     )
-    rows = []
-    for contender, values in contenders.items():
-        row = [contender, f"{1e3 * middle(values['wall']):.0f}"]
-        row += [_ratio(ratio(contenders, "wall", contender, base)) for base in ("DDP", "torch FSDP2")]
-        row += [f"{1e3 * middle(values['cpu']):.0f}"]
-        row += [_ratio(ratio(contenders, "cpu", contender, base)) for base in ("DDP", "torch FSDP2")]
-        row += [f"{middle(values['wire']):.2f}", f"{values['asked']:.2f}", f"{values['copied']:.2f}"]
-        rows.append(row)
-    headers = ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2", "wire", "asked", "copied"]
-    yield _table(rows, headers)
-    unknown = sorted({name for values in contenders.values() for name in values["unknown"]})
-    if unknown:
-        yield f"*asked* is too low by these operators, which are not understood: {', '.join(unknown)}.\n"
+    yield "- `no communication`: each process trains by itself; what nobody beats who computes as much\n"
+    yield (
+        "P: bytes of all parameters. U: bytes of one group (a block of the model). W: ranks. n: parameters in a group. "
+        "Numbers in parentheses are quartiles: half of the rounds lie between them.\n"
+    )
+
+
+def _called(transport: str) -> str:
+    return f"`{transport}`, {_TRANSPORTS.get(transport, 'a transport of its own')}"
+
+
+def _goals(results: Results) -> Iterator[str]:
+    yield "What fullshard has to reach, and what this run measured of `fullshard` unless sockets are named.\n"
+    rows = [
+        [
+            goal.what,
+            _number(value[0], goal.unit) + _quartiles(value),
+            f"≤ {_number(goal.limit, goal.unit)}",
+            "met" if goal.is_met(value) else "**missed**",
+        ]
+        for goal, value in judge(results)
+    ]
+    yield _table(rows, ["what", "measured", "goal", ""])
+
+
+def _steps(steps: Results, cores: int) -> Iterator[str]:
+    yield (
+        "Forward, backward, SGD and `zero_grad()`. *Wall* is the time of the slowest rank, *CPU* that of all threads "
+        "of a rank, mean of the ranks; both are medians in milliseconds. Contenders take turns in the same processes, "
+        "in a shuffled order, and see the same batches; a ratio (*/ DDP*, */ FSDP2*) is the median of the ratios of a "
+        "round.\n"
+    )
+    for name, found in steps.items():
+        contenders = found["contenders"]
+        rounds = len(contenders["DDP"]["wall"])
+        yield f"**{_described(name, found)}, {rounds} rounds**\n"
+        rows = []
+        for each, values in contenders.items():
+            row = [each]
+            for what in ("wall", "cpu"):
+                row.append(f"{1e3 * middle(values[what]):.0f}")
+                row += [_ratio(ratio(contenders, what, each, base)) for base in ("DDP", "torch FSDP2")]
+            rows.append(row)
+        yield _table(rows, ["", "wall, ms", "/ DDP", "/ FSDP2", "CPU, ms", "/ DDP", "/ FSDP2"])
+        if found["ranks"] > cores:
+            yield "More ranks than cores: wall time is mostly CPU time, and waiting for ranks that do not run.\n"
+
+
+def _described(name: str, found: Any) -> str:
+    kind = {"communication": "Communication-bound", "compute": "Compute-bound"}.get(name.split()[0], "Tiny")
+    return f"{kind}, W={found['ranks']}: {found['model_bytes'] / 2**20:.0f} MiB of parameters"
+
+
+def _moves(steps: Results) -> Iterator[str]:
+    yield (
+        "For each rank in a step. *Sent* is what the library asked of the process group, counted call by call, each "
+        "with the fewest bytes that it can do with; *loopback* is what the network device of the machine carried, "
+        "headers included, in the round with the fewest, since other programs only add; "
+        "*copied* is what operators that only copy wrote, less those of the model itself. All "
+        "three in P. *Page faults* are pages that the kernel had to hand out in a step, and in parentheses the same "
+        "where gradients keep their memory, `zero_grad(set_to_none=False)`.\n"
+    )
+    for name, found in steps.items():
+        yield f"**{_described(name, found)}**\n"
+        rows, apart = [], []
+        for each, values in found["contenders"].items():
+            wire = least(values["wire"])
+            if abs(wire - values["asked"]) > _AGREE * max(values["asked"], 0.1):
+                apart.append(f"`{each}` ({values['asked']:.2f} and {wire:.2f})")
+            faults = f"{middle(values['faults']):,.0f}"
+            if values["kept_faults"]:
+                faults += f" ({middle(values['kept_faults']):,.0f})"
+            rows.append([each, f"{values['asked']:.2f}", _known(wire), f"{values['copied']:.2f}", faults])
+        yield _table(rows, ["", "sent, P", "loopback, P", "copied, P", "page faults"])
+        if apart:
+            yield (
+                f"Sent and loopback disagree by more than {_AGREE:.0%}: {', '.join(apart)}. Either the backend moves "
+                f"more than the calls need (gloo's reduce-scatter is an all-reduce inside), or another program used "
+                f"the device.\n"
+            )
+        unknown = sorted({each for values in found["contenders"].values() for each in values["unknown"]})
+        if unknown:
+            yield f"*Sent* is too low by these operators, which are not understood: {', '.join(unknown)}.\n"
 
 
 def _group(found: Any) -> Iterator[str]:
-    yield f"## One group of {found['group_bytes'] / 2**20:.0f} MiB, W={found['ranks']}: CPU\n"
-    yield "Milliseconds of CPU of a rank, median (quartiles), less those of a module that is not sharded.\n"
+    yield (
+        f"A group of {found['group_bytes'] / 2**20:.0f} MiB, W={found['ranks']}, by itself. *Gather*: a forward "
+        f"without gradients after parameters were written, less that of a plain module. *Reduction*: a backward of "
+        f"parameters that stayed whole, less that of a plain module. Milliseconds of CPU of a rank, all threads. "
+        f"*Copied*: bytes that the gather copies within a rank, in U.\n"
+    )
     names = list(dict.fromkeys([*found["gather"], *found["reduce"]]))
-    rows = [
-        [name, *(_milliseconds(found[what][name]) if name in found[what] else "" for what in ("gather", "reduce"))]
-        for name in names
-    ]
-    rows.append(["one copy of it (memcpy)", _milliseconds(found["copy"]["memcpy"]), ""])
-    yield _table(rows, ["", "gather", "reduction"])
+    rows = []
+    for name in names:
+        times = (_milliseconds(found[what][name]) if name in found[what] else "-" for what in ("gather", "reduce"))
+        rows.append([name, *times, f"{found['copied'][name]:.2f}" if name in found["copied"] else "-"])
+    rows.append(["one copy of it (memcpy)", _milliseconds(found["copy"]["memcpy"]), "-", "1.00"])
+    yield _table(rows, ["", "gather, ms", "reduction, ms", "copied, U"])
 
 
 def _host(found: Any) -> Iterator[str]:
-    yield "## What the host does for a group in a step, where communication is free\n"
-    yield "Microseconds of CPU (and calls of Python and C functions), less those of modules that are not sharded.\n"
     counts = list(found[0]["counts"])
+    transport = found[0]["counts"][counts[0]]["fullshard"]["transport"]
+    yield (
+        "One process that believes to be a rank of W, whose collectives do nothing: what is left is what the library "
+        "does to organize a step. Microseconds of CPU for each group in a forward and a backward (quartiles), less "
+        f"those of modules that are not sharded. `fullshard` uses {_called(transport)}: the others need real ranks.\n"
+    )
     rows = []
     for each in found:
         for name in each["counts"][counts[0]]:
-            cells = [each["counts"][count][name] for count in counts]
-            rows.append([each["ranks"], name, *(f"{1e6 * c['seconds'][0]:.0f} ({c['calls']:.0f})" for c in cells)])
+            cells = (each["counts"][count][name]["seconds"] for count in counts)
+            rows.append([f"{each['ranks']:,}", name, *("{:.0f} ({:.0f}-{:.0f})".format(*_micro(c)) for c in cells)])
+    yield _table(rows, ["W", "", *(f"n={count}" for count in counts)])
+    yield "Calls of Python and C functions for each group in a step, which are the same in every run:\n"
+    rows = []
+    for each in (found[0], found[-1]) if len(found) > 1 else found:
+        for name in each["counts"][counts[0]]:
+            calls = (f"{each['counts'][count][name]['calls']:,.0f}" for count in counts)
+            rows.append([f"{each['ranks']:,}", name, *calls])
     yield _table(rows, ["W", "", *(f"n={count}" for count in counts)])
 
 
-def _memory(found: Any) -> Iterator[str]:
-    yield f"## Memory and page faults of a rank, W={found['ranks']}\n"
-    yield (
-        f"In U = {found['group_bytes'] / 2**20:.0f} MiB; P is {found['model_bytes'] / found['group_bytes']:.2f} U. "
-        f"*state*: the parameters a rank has to keep. Above it: *forward* at its peak, less the activations; "
-        f"*backward* at its peak, less as many bytes of gradients; *rest*, kept between steps after `zero_grad()`; "
-        f"*wrap*, above the whole model while it is sharded or replicated. *resident* is the peak of the process since "
-        f"its start, gloo's own buffers and the whole model included. Each contender has a process of its own.\n"
-    )
-    unit, contenders = found["group_bytes"], found["contenders"]
-    alone = contenders["no communication"]
-    activations = alone["forward_peak"] - alone["state"]
-    rows = []
-    for name, values in contenders.items():
-        state = values["state"]
-        above = (
-            values["forward_peak"] - state - activations,
-            values["backward_peak"] - 2 * state,
-            values["rest"] - state,
-            values["wrap_peak"],
-            values["resident_peak"],
-        )
-        rows.append([name, *(f"{value / unit:.2f}" for value in (state, *above)), f"{values['faults']:,.0f}"])
-    yield _table(rows, ["", "state", "forward", "backward", "rest", "wrap", "resident", "page faults a step"])
+def _micro(seconds: Spread) -> Spread:
+    return 1e6 * seconds[0], 1e6 * seconds[1], 1e6 * seconds[2]
 
 
 def _optimizer(found: Any) -> Iterator[str]:
-    yield f"## A step of an optimizer, {found['count']} parameters of {found['width']} x {found['width']}, W=2: CPU\n"
-    yield "Milliseconds on plain tensors, and multiples of these. Nothing: torch cannot do it on DTensors.\n"
+    yield (
+        f"{found['count']} parameters of {found['width']} x {found['width']}, W=2. CPU: milliseconds of a step on "
+        f"plain tensors as large as the shards, and multiples of it. Nothing where torch cannot do it on DTensors.\n"
+    )
     rows = [
         [
             kind,
-            _milliseconds(values[PLAIN], 2),
-            *(_ratio(spread_of_steps(values, name)) if values[name] else "" for name in ("fullshard", "torch FSDP2")),
+            _milliseconds(values[PLAIN]["cpu"], 2),
+            *(
+                _ratio(ratio(values, "cpu", name, PLAIN)) if name in values else "-"
+                for name in ("fullshard", "torch FSDP2")
+            ),
         ]
         for kind, values in found["kinds"].items()
     ]
-    yield _table(rows, ["", PLAIN, "fullshard", "torch FSDP2"])
+    yield _table(rows, ["", f"{PLAIN}, ms", "fullshard", "torch FSDP2"])
+
+
+def _memory(found: Any) -> Iterator[str]:
+    yield (
+        f"In U = {found['group_bytes'] / 2**20:.0f} MiB, W={found['ranks']}, {found['model_bytes'] / 2**20:.0f} MiB of "
+        f"parameters, nearly all of them in blocks. *State*: the parameters that a rank has to keep. Above it: "
+        f"*forward* at its peak; *backward* at its peak, above parameters and as many bytes of gradients; *rest*, kept "
+        f"between steps after `zero_grad()`, and in parentheses by the count of `malloc`, which also has what was "
+        f"never touched; *freed*, the same after `free_buffers()`, from which forward and backward are measured. "
+        f"`no prefetch` is `set_prefetch_limit(0)`.\n"
+    )
+    yield (
+        "These are the kernel's counts of a process that returns freed memory at once, so that temporaries inside of "
+        "gloo are in them, which torch's profiler does not see. A mapping that ranks share counts for each "
+        "rank with its bytes divided by the ranks. What the same phase takes without sharding is subtracted in every "
+        "row but the last.\n"
+    )
+    unit = found["group_bytes"]
+    rows = []
+    for name, values in found["contenders"].items():
+        forward, backward, rest, allocated, freed = (
+            f"{round(excess(found, name, phase), 2) + 0.0:.2f}"
+            for phase in ("forward", "backward", "rest", "allocated", "freed")
+        )
+        ours = name.startswith("fullshard")
+        row = [
+            name,
+            f"{values['state'] / unit:.2f}",
+            forward,
+            backward,
+            f"{rest} ({allocated})",
+            freed if ours else "-",
+        ]
+        rows.append(row)
+    yield _table(rows, ["", "state", "forward", "backward", "rest", "freed"])
 
 
 def _padding(found: Any) -> Iterator[str]:
     sizes = found["world_sizes"]
-    yield "## Padding: what a gather of a 3 x 4096 parameter delivers, in multiples of its bytes\n"
+    yield "What a gather of one parameter of 3 x 4096 delivers, in multiples of its bytes:\n"
     names = next(iter(sizes.values()))
     rows = [[name, *(f"{values[name]:.1f}" for values in sizes.values())] for name in names]
-    yield _table(rows, ["", *(f"W={size}" for size in sizes)])
+    yield _table(rows, ["", *(f"W={size:,}" for size in sizes)])
+    yield (
+        f"Padding of the *flat* layout, which cuts a group anywhere, at W={found['flat_world_size']:,}, in percent of "
+        f"the group; the most that transformer blocks of any width (a multiple of 8) have. An alignment is in elements "
+        f"of fp32: 16 is the plan's, 4 are the 16 bytes that transports need.\n"
+    )
+    alignments = list(found["flat"][0]["alignments"])
+    rows = [
+        [each["groups"], *(f"{100 * each['alignments'][alignment]:.2f} %" for alignment in alignments)]
+        for each in found["flat"]
+    ]
+    yield _table(rows, ["group", *(f"alignment {alignment}" for alignment in alignments)])
 
 
-def _startup(found: Any) -> Iterator[str]:
-    yield f"## Beginning and ending, {found['model_bytes'] / 2**20:.0f} MiB of parameters, W={found['ranks']}\n"
-    yield "Milliseconds of the slowest rank, median (quartiles). Save and load are DCP's, of the parameters.\n"
-    parts = list(next(iter(found["contenders"].values())))
-    rows = [[name, *(_milliseconds(values[p], 0) for p in parts)] for name, values in found["contenders"].items()]
-    yield _table(rows, ["", *parts])
+def _initialisation(found: Any) -> Iterator[str]:
+    unit, shards = found["group_bytes"], found["model_bytes"] / found["ranks"]
+    yield (
+        f"{found['model_bytes'] / 2**20:.0f} MiB of parameters, W={found['ranks']}, U = {unit / 2**20:.0f} MiB. *From "
+        f"the CPU*: a model with its values is sharded; the memory is the peak above the model, in U. *From meta*: a "
+        f"model without memory is sharded, and each rank draws the values of what it keeps; the memory is the peak "
+        f"above the rank's {shards / unit:.2f} U of shards. Milliseconds of the slowest rank (quartiles).\n"
+    )
+    rows = []
+    for name, values in found["contenders"].items():
+        row = [name]
+        for way, base in (("cpu", 0.0), ("meta", shards)):
+            row.append(_milliseconds(values[f"{way} seconds"], 0))
+            row.append(_known((middle(values[f"{way} bytes"]) - base) / unit))
+        rows.append(row)
+    yield _table(rows, ["", "from the CPU, ms", "peak, U", "from meta, ms", "peak, U"])
+    yield "DDP cannot begin on meta: every rank makes the whole model.\n"
+
+
+def _checkpoint(found: Any) -> Iterator[str]:
+    yield (
+        f"{found['model_bytes'] / 2**20:.0f} MiB of parameters and twice as much of AdamW's state, W={found['ranks']}, "
+        f"with `torch.distributed.checkpoint` where no other way is named. Time is of the slowest rank, state dicts "
+        f"included, files not forced to the disk; *peak* is what the rank that needs most takes above what it had.\n"
+    )
+    rows = []
+    for name, values in found["contenders"].items():
+        cells = [f"{middle(values['file bytes']) / 2**20:.0f}"]
+        for way in ("save", "load"):
+            cells += [_milliseconds(values[f"{way} seconds"], 0), _known(middle(values[f"{way} bytes"]) / 2**20, 0)]
+        rows.append([name, *cells])
+    yield _table(rows, ["", "files, MiB", "save, ms", "peak, MiB", "load, ms", "peak, MiB"])
 
 
 def _table(rows: list[list[Any]], headers: list[str]) -> str:
@@ -193,59 +358,21 @@ def _ratio(value: Spread) -> str:
     return "{:.2f} ({:.2f}-{:.2f})".format(*value)
 
 
+def _quartiles(value: Spread) -> str:
+    digits = 0 if abs(value[0]) >= 100 else 2
+    return f" ({value[1]:,.{digits}f}-{value[2]:,.{digits}f})" if value[1] != value[2] else ""
+
+
 def _milliseconds(values: list[float], digits: int = 1) -> str:
+    if any(math.isnan(value) for value in values):
+        return "-"
     return "{:.{d}f} ({:.{d}f}-{:.{d}f})".format(*(1e3 * value for value in spread(values)), d=digits)
 
 
+def _known(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
 def _number(value: float, unit: str) -> str:
-    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+    text = f"{value:,.0f}" if abs(value) >= 100 else f"{value + 0.0:.2f}"
     return f"{text} {unit}".strip()
-
-
-def _verdict(value: float, limit: float) -> str:
-    return "met" if value <= limit else "missed"
-
-
-def _plot(results: Results, file: Path) -> None:
-    """One picture: steps against DDP, memory above the state, and host time by parameters in a group."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    steps = {name: found for name, found in results.items() if name.startswith(("communication", "compute", "tiny"))}
-    panels = len(steps) + ("memory" in results) + ("host" in results)
-    if panels == 0:
-        return
-    figure, axes = pyplot.subplots(1, panels, figsize=(4.8 * panels, 3.6), layout="constrained", squeeze=False)
-    free = iter(axes[0])
-    for name, found in steps.items():
-        ratios = {each: ratio(found["contenders"], "wall", each, "DDP") for each in found["contenders"]}
-        _bars(next(free), f"step, {name}: wall time / DDP's", ratios)
-    if "memory" in results:
-        memory = results["memory"]
-        above = {
-            name: (values["backward_peak"] - 2 * values["state"]) / memory["group_bytes"]
-            for name, values in memory["contenders"].items()
-        }
-        _bars(next(free), "backward peak above state and gradients, U", {name: (v, v, v) for name, v in above.items()})
-    if "host" in results:
-        axis, counts = next(free), results["host"][0]["counts"]
-        for name in next(iter(counts.values())):
-            axis.plot(list(counts), [1e6 * each[name]["seconds"][0] for each in counts.values()], "o-", label=name)
-        axis.set(title="host time a group a step, µs", xlabel="parameters in the group", ylim=(0, None))
-        axis.legend(frameon=False)
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-
-
-def _bars(axis: Any, title: str, values: dict[str, Spread]) -> None:
-    names = list(values)
-    middles = [values[name][0] for name in names]
-    errors = [[m - values[n][1] for m, n in zip(middles, names, strict=True)]]
-    errors += [[values[n][2] - m for m, n in zip(middles, names, strict=True)]]
-    colors = ["tab:orange" if name.startswith("fullshard") else "tab:gray" for name in names]
-    axis.barh(names, middles, xerr=errors, color=colors)
-    axis.invert_yaxis()
-    axis.set_title(title, fontsize="medium")
-    axis.spines[["top", "right"]].set_visible(False)

@@ -2,10 +2,11 @@
 
 ::
 
-    python benchmarks/run.py                       everything, in some minutes on two cores
-    python benchmarks/run.py communication host    two of the benchmarks
-    FULL=1 python benchmarks/run.py                with four ranks too, and more rounds
-    python benchmarks/run.py --quick               sizes at which numbers mean nothing, to see that all of it runs
+    python benchmarks/run.py                               everything, in some minutes on two cores
+    python benchmarks/run.py communication host            two of the benchmarks
+    FULL=1 python benchmarks/run.py                        more rounds, and four ranks on all of the work
+    python benchmarks/run.py --docs docs/performance.md    and put the tables into that page
+    python benchmarks/run.py --quick                       sizes at which numbers mean nothing, to see that it runs
 """
 
 from __future__ import annotations
@@ -13,57 +14,63 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 # Started as a script, Python looks for modules in this folder, and not where the folder itself is found.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import machine, page
+from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
+from benchmarks.initialisation import measure_initialisation
 from benchmarks.memory import measure_memory, measure_padding
-from benchmarks.models import COMMUNICATION, COMPUTE, TINY
+from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
-from benchmarks.report import save
-from benchmarks.startup import measure_startup
+from benchmarks.report import parts, read, save
 from benchmarks.steps import measure_steps
 
-NAMES = ("communication", "compute", "group", "host", "memory", "optimizer", "padding", "startup")
+NAMES = ("communication", "compute", "group", "host", "optimizer", "memory", "padding", "initialisation", "checkpoint")
 
 
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     """What each name on the command line runs: results by name."""
-    communication, compute = (TINY, TINY) if quick else (COMMUNICATION, COMPUTE)
-    rounds = 2 if quick else 24 if full else 10
-    ranks = (2, 4) if full else (2,)
-    sizes = [2, 8] if quick else [2, 8, 64, 1024]
+    communication, compute, blocks, saved = [TINY] * 4 if quick else (COMMUNICATION, COMPUTE, BLOCKS, SAVED)
+    rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 3, 2)
+    sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
     return {
         "communication": {
-            f"communication W={size}": partial(measure_steps, communication, size, rounds) for size in ranks
+            "communication W=2": lambda: measure_steps(communication, 2, rounds, keep=True),
+            "communication W=4": lambda: measure_steps(communication, 4, few),
         },
-        "compute": {"compute W=2": lambda: measure_steps(compute, 2, max(2, rounds * 2 // 3))},
+        "compute": {
+            "compute W=2": lambda: measure_steps(compute, 2, rounds),
+            "compute W=4": lambda: measure_steps(compute, 4, fewest),
+        },
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
-        "memory": {"memory": lambda: measure_memory(communication, 2)},
         "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
+        "memory": {"memory": lambda: measure_memory(blocks, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
-        "startup": {"startup": lambda: measure_startup(communication, 2, max(1, rounds // 4))},
+        "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},
+        "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
     }
 
 
 def run(names: list[str], quick: bool, full: bool) -> Iterator[tuple[str, Any]]:
     """The results of each benchmark as it ends; what runs is told on standard error."""
     todo = {
-        label: measure for name, parts in plan(quick, full).items() if name in names for label, measure in parts.items()
+        label: measure for name, each in plan(quick, full).items() if name in names for label, measure in each.items()
     }
     for number, (label, measure) in enumerate(todo.items(), 1):
         print(f"[{number}/{len(todo)}] {label} ...", end=" ", file=sys.stderr, flush=True)
-        begin = time.perf_counter()
+        watch = machine.Watch()
         result = measure()
-        print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        seen = watch.read()
+        busy = f", other programs used {seen['others']:.0%} of the machine" if seen["others"] > machine.QUIET else ""
+        print(f"{seen['seconds']:.0f} s{busy}", file=sys.stderr)
         yield label, result
 
 
@@ -75,13 +82,32 @@ def main(arguments: list[str] | None = None) -> int:
         "--full", action="store_true", default=os.environ.get("FULL", "") not in ("", "0"), help="the same as FULL=1"
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
+    parser.add_argument("--docs", type=Path, metavar="PAGE", help="replace the marked parts of that page by the tables")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="run nothing: take the results of this results.json")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"no benchmark is named {', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    results = {"quick": options.quick, **dict(run(options.names or list(NAMES), options.quick, options.full))}
+    results = (
+        read(options.read) if options.read else _measure(options.names or list(NAMES), options.quick, options.full)
+    )
     print(save(results, options.output))
     print(f"Saved as results.json, results.md and results.png in {options.output}")
+    if options.docs:
+        left = page.update(options.docs, parts(results))
+        print(f"{options.docs} has the tables" + (f"; no marks for {', '.join(left)}" if left else ""))
     return 0
+
+
+def _measure(names: list[str], quick: bool, full: bool) -> dict[str, Any]:
+    watch = machine.Watch()
+    cores = os.cpu_count() or 1
+    if watch.load_before > cores / 2:
+        print(
+            f"Load average {watch.load_before:.1f} on {cores} cores: the machine is busy, figures will be noisy",
+            file=sys.stderr,
+        )
+    results = {"machine": machine.facts(), "quick": quick, **dict(run(names, quick, full))}
+    return {**results, "watch": watch.read()}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from benchmarks.traffic import Traffic, loopback_bytes
 
-_WARM_UP = 3
+_WARM_UP = 1  # and one in which bytes are counted
+_KEPT_STEPS = 2
 
 
 @dataclass
@@ -32,6 +33,7 @@ class Steps:
         wall: seconds from the moment all ranks begin to the end of this rank's step.
         cpu: seconds of all threads of this rank.
         faults: page faults that needed no disk.
+        kept_faults: the same in steps that keep the memory of gradients, ``zero_grad(set_to_none=False)``.
         wire: bytes that passed the loopback device for all ranks, or nothing where they cannot be read.
         asked: bytes that this rank has to send in a step.
         copied: bytes that the step copies within this rank.
@@ -42,6 +44,7 @@ class Steps:
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     faults: list[int] = field(default_factory=list)
+    kept_faults: list[int] = field(default_factory=list)
     wire: list[int] = field(default_factory=list)
     asked: float = 0
     copied: int = 0
@@ -49,9 +52,13 @@ class Steps:
     unknown: list[str] = field(default_factory=list)
 
 
-def measure_steps(work: Work, world_size: int, rounds: int) -> dict[str, Any]:
-    """Steps of every contender; in the result times are of the slowest rank, counts of the average one."""
-    by_rank = run_ranks(_measure, world_size, work, rounds)
+def measure_steps(work: Work, world_size: int, rounds: int, keep: bool = False) -> dict[str, Any]:
+    """Steps of every contender; in the result times are of the slowest rank, counts of the average one.
+
+    Args:
+        keep: count page faults of steps that keep the memory of gradients too.
+    """
+    by_rank = run_ranks(_measure, world_size, work, rounds, keep)
     contenders: dict[str, Any] = {}
     for name, first in by_rank[0].items():
         ranks = [each[name] for each in by_rank]
@@ -60,6 +67,7 @@ def measure_steps(work: Work, world_size: int, rounds: int) -> dict[str, Any]:
             "wall": [max(values) for values in zip(*(rank.wall for rank in ranks), strict=True)],
             "cpu": [sum(values) / world_size for values in zip(*(rank.cpu for rank in ranks), strict=True)],
             "faults": [sum(values) / world_size for values in zip(*(rank.faults for rank in ranks), strict=True)],
+            "kept_faults": [sum(each) / world_size for each in zip(*(rank.kept_faults for rank in ranks), strict=True)],
             "wire": [value / world_size / work.model_bytes for value in first.wire],
             "asked": sum(rank.asked for rank in ranks) / world_size / work.model_bytes,
             "copied": sum(rank.copied for rank in ranks) / world_size / work.model_bytes,
@@ -87,15 +95,15 @@ class Trainer:
         self._steps += 1
         return self._work.batch(dist.get_rank(), self._steps)
 
-    def step(self, batch: torch.Tensor) -> torch.Tensor:
+    def step(self, batch: torch.Tensor, keep_gradients: bool = False) -> torch.Tensor:
         loss: torch.Tensor = self._model(batch)
         loss.backward()
         self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none=not keep_gradients)
         return loss.detach()
 
 
-def _measure(work: Work, rounds: int) -> dict[str, Steps]:
+def _measure(work: Work, rounds: int, keep: bool) -> dict[str, Steps]:
     contenders = [*ours(), FSDP2, FSDP1, DDP, ALONE]
     trainers = [Trainer(contender, work) for contender in contenders]
     found = {contender.name: Steps(contender.transport) for contender in contenders}
@@ -108,6 +116,8 @@ def _measure(work: Work, rounds: int) -> dict[str, Steps]:
         random.Random(number).shuffle(trainers)
         for trainer in trainers:
             _take_turn(trainer, found[trainer.contender.name])
+    for trainer in trainers if keep else ():
+        _keep_gradients(trainer, found[trainer.contender.name])
     return found
 
 
@@ -118,17 +128,30 @@ def _count(trainer: Trainer, steps: Steps) -> None:
     steps.asked, steps.copied, steps.unknown = traffic.asked, traffic.copied, sorted(traffic.unknown)
 
 
+def _keep_gradients(trainer: Trainer, steps: Steps) -> None:
+    for number in range(1 + _KEPT_STEPS):
+        batch = trainer.next_batch()
+        before = _faults()
+        trainer.step(batch, keep_gradients=True)
+        if number > 0:  # the first makes those that are kept
+            steps.kept_faults.append(_faults() - before)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def _take_turn(trainer: Trainer, steps: Steps) -> None:
     batch = trainer.next_batch()
     dist.barrier()
     sent = loopback_bytes()
     dist.barrier()
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    faults = _faults()
     cpu, wall = time.process_time(), time.perf_counter()
     loss = trainer.step(batch)
     steps.wall.append(time.perf_counter() - wall)
     steps.cpu.append(time.process_time() - cpu)
-    steps.faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+    steps.faults.append(_faults() - faults)
     steps.loss = loss.item()
     dist.barrier()
     if sent is not None:

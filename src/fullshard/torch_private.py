@@ -7,11 +7,15 @@ feature, here, and the callers ask for the feature and not for a version.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
@@ -34,14 +38,13 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
     return tensor._spec
 
 
-def make_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor that holds ``local`` itself and not a view of it. ``DTensor.from_local`` is the slower public way."""
-    return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)  # its __init__ only costs time
+#: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
+#: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
+make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself; ``to_local()`` gives a view that autograd follows."""
-    return tensor._local_tensor
+#: The local tensor itself; ``to_local()`` gives a view that autograd follows.
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
@@ -111,19 +114,16 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def post_accumulate_hooks(param: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
-    """Hooks that a user registered with ``register_post_accumulate_grad_hook``; we set gradients, so we call them."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    return tuple(hooks.values()) if hooks else ()
+#: Hooks that a user registered with ``register_post_accumulate_grad_hook``, if any; we set gradients, so we call them.
+post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+#: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
-#: Whether storages can exchange their memory: a slot then serves any group, at the price of 0.1 µs.
-CAN_SWAP_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    """Exchange the memory of two storages; every tensor follows its storage."""
-    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+#: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+CAN_SWAP_MEMORY = swap_memory is not None
 
 
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -168,12 +168,51 @@ def foreach_add(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# What these call. They look at their arguments for as long as a group of small parameters is copied.
+_gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
+
+
+def start_all_gather(
+    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``all_gather_single`` of plain, real tensors, outside of coalescing."""
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    work: dist.Work | None = _gather(group, output, source, options)
+    if work is not None and not async_op:
+        work.wait()
+    return work if async_op else None
+
+
+def start_reduce_scatter(
+    output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    work: dist.Work | None = _reduce_scatter(group, output, source, options)
+    if work is not None and not async_op:
+        work.wait()
+    return work if async_op else None
+
 
 def premultiplied_sum(factor: float) -> Any:
     """NCCL's sum of values times ``factor``; where torch lacks ``ReduceOp.PREMUL_SUM``, a private maker."""
     if callable(dist.ReduceOp.PREMUL_SUM):
         return dist.ReduceOp.PREMUL_SUM(factor)
     return dist._make_nccl_premul_sum(factor)
+
+
+_plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)``, which looks into each argument for leftovers of functorch before it calls this."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return _plain_apply.__get__(None, function)(*args)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -216,14 +255,18 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
     symm_mem.rendezvous(tensor, group=group.group_name)
 
 
-def profiler_listens() -> bool:
-    """Whether a profiler records: ranges cost several times what they measure when none does."""
-    autograd: Any = torch.autograd
-    return bool(autograd._profiler_enabled())
-
-
 def timeout_of(process_group: Any) -> float:
     """Seconds after which a process group gives up; there is no public way to ask. 30 minutes if it does not say."""
     options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
+
+
+#: Whether a profiler records: ranges cost several times what they measure when none does.
+profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def compiler_listens() -> bool:
+    """Whether ``torch.compile`` looks at every frame that this thread enters. Without it each hook would have to pay
+    for being kept out of graphs in programs that compile nothing."""
+    return get_eval_frame_callback() is not None

@@ -57,7 +57,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
         ``tree`` itself if ``fn`` returned every tensor unchanged.
     """
     if isinstance(tree, Tensor):
-        return cast(T, fn(tree))
+        return fn(tree)  # type: ignore[return-value]
     if _is_empty(tree):
         return tree
     flat = _flat_tensors(tree)

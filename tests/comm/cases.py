@@ -50,6 +50,16 @@ EMPTY: Shapes = (((0, 3), 0), ((0,), 0))
 TINY: Shapes = (((1, 3), 0), ((1,), 0))
 """Everything belongs to the first rank."""
 
+EQUAL: Shapes = (
+    *[((7, 3), 0)] * 3,
+    ((5,), 0),
+    *[((7, 3), 0)] * 2,
+    *[((3, 8), 1)] * 2,
+    *[((), None)] * 2,
+    ((7, 3), 0),
+)
+"""Runs of equal parameters, of which some go on after others that lie in between."""
+
 SCALARS: Shapes = (((), None), ((), None))
 
 

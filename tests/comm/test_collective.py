@@ -164,8 +164,8 @@ class Recorder:
             self.copies += len(targets)
             copy(targets, sources)
 
-        patch.setattr(collective, "all_gather_single", record)
-        patch.setattr(collective, "reduce_scatter_single", record)
+        patch.setattr(collective, "start_all_gather", record)
+        patch.setattr(collective, "start_reduce_scatter", record)
         patch.setattr(collective, "foreach_copy", count)
 
 
@@ -230,6 +230,16 @@ def test_the_number_of_copies_does_not_depend_on_the_number_of_ranks(monkeypatch
         counts.append(recorder.copies)
         monkeypatch.undo()
     assert counts[0] == counts[1] <= 6
+
+
+@pytest.mark.parametrize("size", [2, 4, 1024])
+def test_equal_parameters_are_copied_together(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("even", (Section(torch.float32, (*[((1024,), 0)] * 32, ((2048,), 0), *[((1024,), 0)] * 3)),))
+    recorder = Recorder(monkeypatch)
+    with fake_world(size):
+        assert dist.group.WORLD is not None
+        CollectiveTransport().all_gather(transfers_of(case, size), dist.group.WORLD, 0).finish()
+    assert recorder.copies == 3
 
 
 def test_buffers_come_from_the_users_all_gather() -> None:

@@ -14,6 +14,7 @@ from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, Transport
 from tests.comm.cases import (
     EMPTY,
+    EQUAL,
     LARGE,
     ODD,
     SCALARS,
@@ -36,7 +37,7 @@ TRANSPORTS = {
     "p2p-rounds": lambda: PointToPointTransport(staging=1),
     "collective": CollectiveTransport,
 }
-SHAPES = {"odd": ODD, "large": LARGE, "empty": EMPTY, "tiny": TINY, "scalars": SCALARS, "none": ()}
+SHAPES = {"odd": ODD, "equal": EQUAL, "large": LARGE, "empty": EMPTY, "tiny": TINY, "scalars": SCALARS, "none": ()}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 each_layout = pytest.mark.parametrize("layout", ["even", "flat"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fullshard.group import gradients
 from tests.harness import World, ranks
 from tests.harness.compare import (
     LIBRARIES,
@@ -46,6 +47,19 @@ def test_accumulated_without_communication(world: World, optimizer: Any) -> None
         model.set_requires_gradient_sync(micro == LAST)
 
     compare(world, micro_batches(each_block(), optimizer=optimizer, set_up_micro=set_up))
+
+
+@ranks(2)
+@pytest.mark.parametrize("most_waiting", [0, 40, 1 << 20])
+def test_gradients_that_wait_for_one_another(world: World, most_waiting: int) -> None:
+    """However many bytes of gradients wait before they are taken into the buffer together."""
+
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro == LAST)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "_MOST_WAITING", most_waiting)
+        compare(world, micro_batches(each_block(), set_up_micro=set_up))
 
 
 @ranks(2)

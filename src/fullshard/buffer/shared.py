@@ -36,8 +36,8 @@ class SharedBuffer:
 
     def __init__(self, shared: SharedMemory, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._shared = shared.view()
-        self.memory = self._shared.tensor(0, nbytes, torch.uint8)
+        self._shared = shared.reading
+        self.memory = self._shared.tensor(shared.start, nbytes, torch.uint8)
         self._elsewhere: torch.Tensor | None = None
         self._uses = 0
         self._is_written = False
@@ -63,10 +63,10 @@ class SharedBuffer:
 
     def discard_writes(self) -> None:
         """Let the views see again what the ranks share."""
-        self._shared.segment.discard_writes()
+        self._shared.discard_writes()
 
     def _look_for_writes(self) -> None:
-        if not self._shared.segment.was_written():
+        if not self._shared.was_written():
             return
         self.discard_writes()
         if not self._is_written and self._uses > _FIRST_USES:

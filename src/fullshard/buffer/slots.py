@@ -57,16 +57,13 @@ class SlotPool:
         self.ordinary = 0
 
     def take(self, buffer: SlotBuffer, nbytes: int) -> Slot:
-        """A slot of at least ``nbytes`` for ``buffer``, free of its last holder."""
+        """A slot of at least ``nbytes`` for ``buffer``, which takes it from its last holder."""
         slot = self._pick(nbytes, max(2 * nbytes, self.ordinary) if buffer.takes_turns else nbytes)
         if slot is None:
             size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
             with torch.inference_mode(False):
                 slot = Slot(self._allocate(size, self.device))
             slot.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
-        elif slot.holder is not None:
-            slot.holder.lose()
-        slot.holder = buffer
         self._in_use += 1
         return slot
 
@@ -85,7 +82,11 @@ class SlotPool:
         fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= largest]
         if not fitting:
             return None
-        slot = next((slot for slot in fitting if slot.holder is None), fitting[0])
+        for slot in fitting:
+            if slot.holder is None:
+                break
+        else:
+            slot = fitting[0]
         self._free.remove(slot)
         return slot
 
@@ -122,10 +123,13 @@ class SlotBuffer:
         #: Whether slots of the ordinary size fit; a buffer that stays in use across others has one of its own size.
         self.takes_turns = True
         self._slot: Slot | None = None
-        self._in_use = False
+        self._stale: SlotPool | None = None  # where its address lies while it has no slot
+        self.in_use = False
         with torch.inference_mode(False):
             self._own = torch.empty(0, dtype=torch.uint8, device=pool.device)
         self._storage = self._own.untyped_storage()
+        #: Which storage every view of the buffer has.
+        self.storage_id = storage_id(self._own)
         self._memory: torch.Tensor | None = None
         pool.buffers.add(self)
 
@@ -138,18 +142,9 @@ class SlotBuffer:
         return self._memory
 
     @property
-    def storage_id(self) -> int:
-        """Which storage every view of the buffer has."""
-        return storage_id(self._own)
-
-    @property
-    def in_use(self) -> bool:
-        return self._in_use
-
-    @property
     def keeps_values(self) -> bool:
         """Whether what was written while it was last in use is still there."""
-        return self._slot is not None and not self._in_use
+        return self._slot is not None and not self.in_use
 
     def take(self) -> Mark:
         """Get memory; whoever writes to it first waits for the mark that is returned.
@@ -157,26 +152,35 @@ class SlotBuffer:
         Raises:
             RuntimeError: the buffer is in use.
         """
-        if self._in_use:
+        if self.in_use:
             raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
-        self._in_use = True
+        self.in_use = True
         if not CAN_SWAP_MEMORY:
             self._storage.resize_(self.nbytes)
             return mark_now(self._pool.device)
         if self._slot is not None:
             self._pool.take_back(self._slot)
+            return self._slot.released
+        slot = self._slot = self._pool.take(self, self.nbytes)
+        holder, nbytes = slot.holder, self._storage.nbytes()
+        if holder is not None and self._stale is self._pool is holder._pool and nbytes == slot.nbytes:
+            swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
+            holder._slot = None
         else:
-            self._slot = self._pool.take(self, self.nbytes)
-            if self._storage.nbytes() not in (0, self._slot.nbytes):  # an address in a slot of another size
+            if holder is not None:
+                holder.lose()
+            if nbytes not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
-            swap_memory(self._storage, self._slot.storage)
-        return self._slot.released
+            swap_memory(self._storage, slot.storage)
+        self._stale = self._pool
+        slot.holder = self
+        return slot.released
 
     def give_back(self, released: Mark) -> None:
         """Others may have the memory once ``released`` has passed. Nothing happens if it is not in use."""
-        if not self._in_use:
+        if not self.in_use:
             return
-        self._in_use = False
+        self.in_use = False
         if self._slot is None:
             self._storage.resize_(0)
         else:
@@ -193,7 +197,7 @@ class SlotBuffer:
 
     def move(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
-        if not self._in_use and pool is not self._pool:
+        if not self.in_use and pool is not self._pool:
             if self._slot is not None:
                 self.lose()
             self._pool = pool

@@ -14,17 +14,18 @@ The copies between the last two are strided, at most two for each parameter, wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.packing import Batch, Gather, GatherPacking, Memory, ReducePacking
+from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking
 from fullshard.comm.prepared import PreparedCache, check_transfers
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
-from fullshard.comm.staging import SHARED, Lease, align
+from fullshard.comm.staging import SHARED, Lease
 from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
-from fullshard.policies import AllGather, Comm, ReduceScatter
-from fullshard.torch_private import all_gather_single, foreach_copy, reduce_scatter_single
+from fullshard.policies import AllGather, ReduceScatter
+from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter
 
 
 class CollectiveTransport(MovesPrivately):
@@ -52,20 +53,18 @@ class CollectiveTransport(MovesPrivately):
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
         if not transfers:
             return Done()
-        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full, transfer.shard)]
-        key = (id(process_group), *map(id, subjects))
+        key = (id(process_group), *map(id, chain.from_iterable(transfers)))
         packing = self._gathers.get(key)
         if packing is None:
             check_transfers(transfers, process_group.size(), one_dtype=True)
-            packing = GatherPacking(transfers, process_group.rank(), in_place=self._all_gather is None)
-            self._gathers.put(key, packing, [process_group, *subjects])
+            packing = GatherPacking(transfers, process_group.rank(), self._all_gather)
+            self._gathers.put(key, packing, [process_group, *chain.from_iterable(transfers)])
         if packing.is_empty:
             return Done()
-        lease, memory = _take(packing.sizes, packing.device, self._all_gather)
-        gather = packing.bind(lease, memory)
+        lease, gather = packing.bind()
         foreach_copy(*gather.before)
-        work = (self._all_gather or all_gather_single)(
-            gather.output, gather.input, group=process_group, async_op=packing.device.type == "cpu"
+        work = (self._all_gather or start_all_gather)(
+            gather.output, gather.input, group=process_group, async_op=packing.is_host
         )
         return _Gathering(work, gather, lease)
 
@@ -75,45 +74,27 @@ class CollectiveTransport(MovesPrivately):
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
         if not transfers:
             return Done()
-        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
-        key = (id(process_group), *map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
+        subjects = [subject for plan, full, _ in transfers for subject in (plan, full)]
+        key = (id(process_group), *map(id, subjects), *[shard.dtype for _, _, shard in transfers])
         packing = self._reductions.get(key)
         if packing is None:
             check_transfers(transfers, process_group.size(), one_dtype=False)
-            packing = ReducePacking(transfers, process_group, in_place=self._reduce_scatter is None)
+            packing = ReducePacking(transfers, process_group, self._reduce_scatter)
             self._reductions.put(key, packing, [process_group, *subjects])
-        lease, memory = _take(packing.sizes, packing.device, self._reduce_scatter)
+        lease, batches = packing.bind()
         reducing = _Reducing(transfers, lease)
-        is_host = packing.device.type == "cpu"
-        for batch in packing.bind(lease, memory):
+        for batch in batches:
             scaling = choose_scaling(
                 batch.dtype, packing.world_size, reduction.divisor, reduction.sum_only, packing.backend
             )
             foreach_copy(*batch.before)
             divide_(batch.input, scaling.before)
             output = transfers[batch.members[0]].shard if batch.output is None else batch.output
-            work = (self._reduce_scatter or reduce_scatter_single)(
-                output, batch.input, op=scaling.op, group=process_group, async_op=is_host
+            work = (self._reduce_scatter or start_reduce_scatter)(
+                output, batch.input, op=scaling.op, group=process_group, async_op=packing.is_host
             )
             reducing.add(work, batch, scaling)
         return reducing
-
-
-def _take(
-    sizes: Sequence[tuple[int, torch.dtype]], device: torch.device, comm: Comm | None
-) -> tuple[Lease | None, list[Memory]]:
-    """Memory for tensors of these numbers of bytes: the user's, a tensor for each, or a part of one kept buffer."""
-    if not sizes:
-        return None, []
-    if comm is not None:
-        tensors = [comm.allocate((nbytes // dtype.itemsize,), dtype=dtype, device=device) for nbytes, dtype in sizes]
-        return None, [(Lease(tensor), 0) for tensor in tensors]
-    starts, end = [], 0
-    for nbytes, _ in sizes:
-        starts.append(end)
-        end += align(nbytes)
-    lease = SHARED.lease(end, device)
-    return lease, [(lease, start) for start in starts]
 
 
 class _Gathering:

@@ -66,7 +66,7 @@ class HostTransport:
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
         self._routes: PreparedCache[_Route] = PreparedCache()
-        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8)
+        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def control_bytes(size: int) -> int:
@@ -85,7 +85,7 @@ class HostTransport:
         if isinstance(met, str):
             return met
         control = met.share(cls.control_bytes(met.size))
-        return "a rank could not map memory of another" if control is None else cls(met, control, messages)
+        return "a rank could not map memory of another" if control is None else cls(met, control[0], messages)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -110,10 +110,10 @@ class HostTransport:
     def share(self, nbytes: int) -> SharedMemory | None:
         """See :class:`~fullshard.comm.transport.Transport`."""
         start = align(Gate.nbytes(self._neighbours.size))
-        segment = self._neighbours.share(start + nbytes)
-        if segment is None:
+        segments = self._neighbours.share(start + nbytes)
+        if segments is None:
             return None
-        return SharedMemory(segment, start, Gate(self._neighbours, segment, 0))
+        return SharedMemory(*segments, start, Gate(self._neighbours, segments[0], 0))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

@@ -52,22 +52,27 @@ class Neighbours:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, nbytes: int) -> Segment | None:
-        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it."""
-        mine: Segment | None = None
+    def share(self, nbytes: int) -> tuple[Segment, Segment] | None:
+        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot. Every rank must call it.
+
+        Returns:
+            the segment to write to, and its view to read from.
+        """
+        mine = view = None
         with suppress(OSError):
             mine = Segment.create(nbytes) if self.rank == 0 else None
         address = Address(*self._from_all(*(mine.address if mine is not None else (0, 0, 0, 0)))[0])
         with suppress(OSError):
             if mine is None and address.nbytes:
                 mine = Segment.open(address)
-        everyone = all(done for (done,) in self._from_all(mine is not None))
-        return mine if everyone else None
+            view = mine.view() if mine is not None else None
+        everyone = all(done for (done,) in self._from_all(view is not None))  # only now may the first rank let go of it
+        return (mine, view) if everyone and mine is not None and view is not None else None
 
     def _from_all(self, *values: int) -> list[list[int]]:
         """What each rank says, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.int64)
-        every = torch.empty(self.size * len(values), dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        every = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
         all_gather_single(every, mine, group=self._process_group())
         found: list[list[int]] = every.view(self.size, -1).tolist()
         return found

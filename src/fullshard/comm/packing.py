@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise, takewhile
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +19,12 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.comm.backend import backend_name
 from fullshard.comm.prepared import Copies, alias
-from fullshard.comm.staging import Lease, align
+from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.transport import Transfer
+from fullshard.policies import Comm
 from fullshard.torch_private import storage_id
+
+Bound = TypeVar("Bound")
 
 #: A piece of staging memory: where it is, and how many bytes from there.
 Memory = tuple[Lease, int]
@@ -84,7 +90,28 @@ class Chunks:
 
 
 def chunks_of(plan: Plan, row: int) -> Iterator[Chunks]:
-    """All that ranks own of the full buffer, when their messages begin ``row`` elements apart."""
+    """All that ranks own of the full buffer, when their messages begin ``row`` elements apart.
+
+    Parameters of one shape at equal distances, as norms and projections often are, are one piece.
+    """
+    forms: dict[tuple[object, ...], list[Chunks]] = {}
+    for chunks in _chunks_of_each(plan, row):
+        forms.setdefault((chunks.shape, chunks.full_stride, chunks.message_stride), []).append(chunks)
+    for alike in forms.values():
+        while alike:
+            first, *others = alike
+            steps = [(b.full_start - a.full_start, b.message_start - a.message_start) for a, b in pairwise(alike)]
+            count = 0 if first.kept_whole else sum(1 for _ in takewhile(steps[:1].__contains__, steps))
+            alike = others[count:]
+            if count == 0:
+                yield first
+                continue
+            shape, (full, message) = (count + 1, *first.shape), steps[0]
+            full_stride, message_stride = (full, *first.full_stride), (message, *first.message_stride)
+            yield Chunks(shape, first.full_start, full_stride, first.message_start, message_stride)
+
+
+def _chunks_of_each(plan: Plan, row: int) -> Iterator[Chunks]:
     world_size = plan.world_size
     if plan.layout == "flat":
         yield Chunks((world_size, plan.shard_numel), 0, (plan.shard_numel, 1), 0, (row, 1))
@@ -116,43 +143,64 @@ class Gather:
     after: Copies
 
 
-class GatherPacking:
-    """How some transfers become one all-gather.
+class _Packing(Generic[Bound]):
+    """What the collectives of some transfers work on.
 
     Args:
         transfers: checked ones.
-        rank: this rank.
-        in_place: whether the collective may read from the shards and write to the full buffers themselves.
+        comm: the user's collective, which allocates what it works on; any other may work on the buffers themselves.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], rank: int, in_place: bool) -> None:
+    def __init__(self, transfers: Sequence[Transfer], comm: Comm | None) -> None:
         self._plans = [transfer.plan for transfer in transfers]
         self._fulls = [alias(transfer.full) for transfer in transfers]
-        self._shards = [alias(transfer.shard) for transfer in transfers]
-        self._rank = rank
-        self._in_place = in_place
-        self._message = lay_out_message(self._plans, [full.dtype for full in self._fulls], as_bytes=in_place)
-        self._bound: dict[int, Gather] = {}
+        self._comm = comm
+        self._bound: dict[int, Bound] = {}
         self.device = transfers[0].full.device
-        self.is_empty = self._message.nbytes == 0
+        self.is_host = self.device.type == "cpu"
         #: Memory that is needed besides: bytes and dtype of each piece.
         self.sizes: list[tuple[int, torch.dtype]] = []
-        self._is_direct = in_place and len(transfers) == 1 and _is_rank_major(self._plans[0])
+
+    def bind(self) -> tuple[Lease | None, Bound]:
+        """The tensors to work on, in memory that the user's collective brings or in that of a lease.
+
+        They are kept for the next time the same memory is leased, or if none is needed.
+        """
+        if self._comm is not None and self.sizes:
+            pieces = [
+                self._comm.allocate((nbytes // dtype.itemsize,), dtype=dtype, device=self.device)
+                for nbytes, dtype in self.sizes
+            ]
+            return None, self._make([(Lease(piece), 0) for piece in pieces])
+        lease = SHARED.lease(self._nbytes, self.device) if self.sizes else None
+        index = -1 if lease is None else lease.index
+        bound = self._bound.get(index)
+        if bound is None:
+            ends = accumulate((align(nbytes) for nbytes, _ in self.sizes), initial=0)
+            memory = [(lease, start) for start, _ in zip(ends, self.sizes, strict=False)] if lease is not None else []
+            bound = self._bound[index] = self._make(memory)
+        return lease, bound
+
+    @cached_property
+    def _nbytes(self) -> int:
+        return sum(align(nbytes) for nbytes, _ in self.sizes)
+
+    def _make(self, memory: Sequence[Memory]) -> Bound:
+        raise NotImplementedError
+
+
+class GatherPacking(_Packing[Gather]):
+    """How some transfers become one all-gather; ``rank`` is this rank."""
+
+    def __init__(self, transfers: Sequence[Transfer], rank: int, comm: Comm | None) -> None:
+        super().__init__(transfers, comm)
+        self._shards = [alias(transfer.shard) for transfer in transfers]
+        self._rank = rank
+        self._message = lay_out_message(self._plans, [full.dtype for full in self._fulls], as_bytes=comm is None)
+        self.is_empty = self._message.nbytes == 0
+        self._is_direct = comm is None and len(transfers) == 1 and _is_rank_major(self._plans[0])
         if not self._is_direct:
             self.sizes.append((self._message.nbytes * self._plans[0].world_size, self._message.dtype))
-
-    def bind(self, lease: Lease | None, memory: Sequence[Memory]) -> Gather:
-        """The tensors to work on, when ``memory`` is where what does not lie in the buffers is to be.
-
-        They are kept for the next time if the memory is that of ``lease``, or if none is needed.
-        """
-        if lease is None and memory:
-            return self._make(memory)
-        index = -1 if lease is None else lease.index
-        gather = self._bound.get(index)
-        if gather is None:
-            gather = self._bound[index] = self._make(memory)
-        return gather
 
     @torch.inference_mode(False)
     def _make(self, memory: Sequence[Memory]) -> Gather:
@@ -161,7 +209,7 @@ class GatherPacking:
         (lease, start), message, world_size = memory[0], self._message, self._plans[0].world_size
         length = message.nbytes // message.dtype.itemsize
         output = lease.view(message.dtype, start, (world_size * length,))
-        source = self._contiguous_shards() if self._in_place else None
+        source = self._contiguous_shards() if self._comm is None else None
         before: Copies = ([], [])
         if source is None:
             source = output[self._rank * length : (self._rank + 1) * length]
@@ -225,31 +273,23 @@ class _BatchLayout:
     direct_output: bool
 
 
-class ReducePacking:
-    """How some transfers become one reduce-scatter for each dtype.
+class ReducePacking(_Packing[list[Batch]]):
+    """How some transfers become one reduce-scatter of ``process_group`` for each dtype.
 
-    Args:
-        transfers: checked ones. Of their shards only the dtype matters: each call may bring others.
-        process_group: who reduces.
-        in_place: whether the collective may read from the full buffers and write to the shards themselves.
+    Of their shards only the dtype matters: each call may bring others.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, in_place: bool) -> None:
-        self._plans = [transfer.plan for transfer in transfers]
-        self._fulls = [alias(transfer.full) for transfer in transfers]
-        self._bound: dict[int, list[Batch]] = {}
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: Comm | None) -> None:
+        super().__init__(transfers, comm)
         self.world_size = process_group.size()
-        self.device = transfers[0].full.device
         self.backend = backend_name(process_group, self.device)
-        #: Memory that is needed besides: bytes and dtype of each piece.
-        self.sizes: list[tuple[int, torch.dtype]] = []
         self._layouts: list[_BatchLayout] = []
         for dtype in dict.fromkeys(full.dtype for full in self._fulls):
             members = tuple(i for i, full in enumerate(self._fulls) if full.dtype == dtype)
             message = lay_out_message([self._plans[i] for i in members], [dtype] * len(members), as_bytes=False)
             if message.nbytes == 0:
                 continue
-            alone = in_place and len(members) == 1
+            alone = comm is None and len(members) == 1
             direct_input = alone and _is_rank_major(self._plans[members[0]])
             direct_output = alone and transfers[members[0]].shard.dtype == dtype
             self._layouts.append(_BatchLayout(dtype, members, message, direct_input, direct_output))
@@ -257,16 +297,6 @@ class ReducePacking:
                 self.sizes.append((message.nbytes * self.world_size, dtype))
             if not direct_output:
                 self.sizes.append((message.nbytes, dtype))
-
-    def bind(self, lease: Lease | None, memory: Sequence[Memory]) -> list[Batch]:
-        """The tensors to work on; see :meth:`GatherPacking.bind`."""
-        if lease is None and memory:
-            return self._make(memory)
-        index = -1 if lease is None else lease.index
-        batches = self._bound.get(index)
-        if batches is None:
-            batches = self._bound[index] = self._make(memory)
-        return batches
 
     @torch.inference_mode(False)
     def _make(self, memory: Sequence[Memory]) -> list[Batch]:

@@ -28,27 +28,26 @@ class PreparedCache(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[Value, list[weakref.ref[Any]]]] = {}
+        self._values: dict[Hashable, Value] = {}
+        self._subjects: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self.get = self._values.get
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def get(self, key: Hashable) -> Value | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry[0]
+        return len(self._values)
 
     def values(self) -> list[Value]:
-        return [value for value, _ in self._entries.values()]
+        return list(self._values.values())
 
     def put(self, key: Hashable, value: Value, subjects: Sequence[object]) -> None:
         """Keep ``value`` until the first of ``subjects``, whose ids make up ``key``, is gone."""
-        forget = _forget(self._entries, key)
-        self._entries[key] = value, [weakref.ref(subject, forget) for subject in subjects]
+        forget = _forget(self._values, self._subjects, key)
+        self._values[key] = value
+        self._subjects[key] = [weakref.ref(subject, forget) for subject in subjects]
 
 
-def _forget(entries: dict[Hashable, Any], key: Hashable) -> Callable[[Any], None]:
-    """A callback that holds the entries and not the cache."""
-    return lambda _: entries.pop(key, None)
+def _forget(values: dict[Hashable, Any], subjects: dict[Hashable, Any], key: Hashable) -> Callable[[Any], object]:
+    """A callback that does not hold the cache."""
+    return lambda _: (values.pop(key, None), subjects.pop(key, None))
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +63,7 @@ class Staging:
     """Buffers that exchanges take in turn."""
 
     def __init__(self) -> None:
-        self._free: dict[object, list[Lease]] = {}
+        self._free: defaultdict[object, list[Lease]] = defaultdict(list)
         self._made = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
@@ -71,7 +72,7 @@ class Staging:
         On a device with streams it may be used, and must be given back, on the current stream only.
         """
         place = device if device.type == "cpu" else (device, torch.accelerator.current_stream(device).stream_id)
-        free = self._free.setdefault(place, [])
+        free = self._free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
             lease = heapq.heappop(free)

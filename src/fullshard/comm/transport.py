@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ class MovesPrivately:
         return
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies.
 
     Args:
@@ -100,21 +99,19 @@ class SharedMemory:
 
     Args:
         segment: holds it.
+        reading: the same memory to read: writes to it are not shared.
         start: where in the segment it begins, in bytes.
         gate: when it may be read and written.
     """
 
     segment: Segment
+    reading: Segment
     start: int
     gate: Gate
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""
         return self.segment.tensor(self.start + start, numel, dtype)
-
-    def view(self) -> SharedMemory:
-        """The same memory to read: writes are not shared."""
-        return replace(self, segment=self.segment.view())
 
 
 class Transport(Protocol):

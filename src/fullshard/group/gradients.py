@@ -1,10 +1,10 @@
 """How the gradients of a group come home.
 
-Owns the buffer into which each gradient is taken as soon as autograd has it, the reduction of what arrived, and the
+Owns the buffer into which each gradient is taken as autograd has it, the reduction of what arrived, and the
 hand-over of the reduced chunks to the sharded parameters. It leaves to the schedule when a group's backward has ended.
 
-A gradient exists once: in the buffer, in the dtype in which it will travel. Between micro-batches without reduction
-the buffer stays with the group and gradients are added up in it.
+A gradient exists once: in the buffer, in the dtype in which it will travel, for which small ones wait for one another.
+Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,10 +28,12 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
-from fullshard.torch_private import foreach_add, local_of, post_accumulate_hooks
+from fullshard.torch_private import foreach_add, foreach_copy, local_of, make_dtensor, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
+
+_MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy
 
 
 class Flight:
@@ -72,16 +75,17 @@ class Gradients:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._trainable: tuple[int, ...] | None = None
+        self._trainable: tuple[bool, ...] = ()
         self._sections: tuple[Section, ...] = ()
         self._dtypes: list[torch.dtype] = []
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
         self._choices: dict[frozenset[int], list[_Chosen]] = {}
-        self._collects = (
-            False  # whether the buffer takes gradients; while a reduction reads it, it is in use and does not
-        )
+        #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
+        self._collects = False
+        self._waiting: dict[int, torch.Tensor] = {}
+        self._waiting_bytes = 0
         self._arrived: set[int] = set()
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -100,27 +104,28 @@ class Gradients:
             return
         trainable = leaf.requires_grad
         leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
-        leaf.register_post_accumulate_grad_hook(partial(_receive, weakref.ref(self), index))
+        # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self), index))
         leaf.requires_grad_(trainable)
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return bool(self._arrived) or bool(self._partial and self._group.options.all_reduce_gradients)
+        if self._arrived or self._waiting:
+            return True
+        return bool(self._partial and self._group.options.all_reduce_gradients)
 
-    def receive(self, index: int, leaf: torch.Tensor) -> None:
-        """Runs once for each parameter and backward; autograd has grad mode off, unless it is to be differentiated."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self.receive(index, leaf)
-            return
-        grad = leaf.grad
-        if grad is None:
+    @staticmethod
+    def receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
+        """Runs once for each parameter and backward."""
+        self, grad = gradients(), leaf.grad
+        if self is None or grad is None:
             return
         leaf.grad = None
         group = self._group
         param = group.params[index]
-        group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
+        if not self._waiting:
+            group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not group.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
                 f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
@@ -132,18 +137,33 @@ class Gradients:
             self._begin()
         if index not in self._views:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
-        local = param.local_gradient(grad)
-        if index in self._arrived:
-            self._views[index].add_(local)
-        else:
-            self._views[index].copy_(local)
-            self._arrived.add(index)
+        if param.unsharded_spec is not None:
+            grad = param.local_gradient(grad)
+        if index in self._waiting:
+            self.settle()
+        self._waiting[index] = grad
+        self._waiting_bytes += grad.nbytes
+        if self._waiting_bytes >= _MOST_WAITING:
+            self.settle()
 
-    @torch.inference_mode(False)
+    def settle(self) -> None:
+        """Take what waits into the buffer; in one call, for small gradients cost more by their number than by size."""
+        if not self._waiting:
+            return
+        if torch.is_grad_enabled():  # the backward is to be differentiated
+            with torch.no_grad():
+                return self.settle()
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        again = waiting.keys() & self._arrived
+        if again:
+            foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
+        foreach_copy([self._views[index] for index in waiting], list(waiting.values()))
+        self._arrived.update(waiting)
+
     def _begin(self) -> None:
         """Get a buffer, once few enough reductions are under way."""
         group = self._group
-        trainable = tuple(i for i, param in enumerate(group.params) if param.sharded.requires_grad)
+        trainable = group.presentation.trainable
         if trainable != self._trainable:
             self._lay_out(trainable)
         assert self._buffer is not None
@@ -152,17 +172,19 @@ class Gradients:
         self._buffer.take().wait()
         self._collects = True
         if not self._views:
-            self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
-            for section, full in zip(self._sections, self._sections_full, strict=True):
-                self._views.update(whole_views(group.params, section, full))
+            with torch.inference_mode(False), torch.no_grad():
+                self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
+                for section, full in zip(self._sections, self._sections_full, strict=True):
+                    self._views.update(whole_views(group.params, section, full))
 
-    def _lay_out(self, trainable: tuple[int, ...]) -> None:
+    @torch.inference_mode(False)
+    def _lay_out(self, trainable: tuple[bool, ...]) -> None:
         """A section for each pair of reduce dtype and parameter dtype."""
         group = self._group
         self._trainable = trainable
         wanted = group.options.mp_policy.reduce_dtype
         members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for index in trainable:
+        for index in compress(range(len(trainable)), trainable):
             dtype = group.params[index].dtype
             reduce_dtype = wanted if wanted is not None else group.compute_dtype(dtype)
             members.setdefault((reduce_dtype, dtype), []).append(index)
@@ -183,20 +205,19 @@ class Gradients:
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def reduce(self) -> bool:
-        """Start to reduce what arrived; returns whether there was anything.
-
-        The reduced chunks are in ``sharded.grad`` once the flight was waited for.
-        """
+    def reduce(self) -> None:
+        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the flight was waited for."""
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self.reduce()
+            return
         group = self._group
-        if not self.pending:
-            return False
+        self.settle()
         if not self._collects:
             self._begin()
         wanted = self._arrived | set(self._partial)
         if group.options.reduce_unused:
-            wanted |= set(self._trainable or ())
+            wanted |= self._views.keys()
         for index in wanted - self._arrived:
             self._views[index].zero_()
         self._arrived = set()
@@ -205,7 +226,6 @@ class Gradients:
         lanes = group.lanes
         assert lanes is not None
         group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
-        return True
 
     def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
         """The parameters that take part, by section; as a rule the same in every step."""
@@ -228,18 +248,12 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
+        self._waiting, self._waiting_bytes = {}, 0
         self._arrived.clear()
         self._partial.clear()
         self._collects = False
         if self._buffer is not None:
             self._buffer.give_back(mark_now(self._group.device))
-
-
-def _receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
-    """The hook on a leaf. It must not keep alive what the leaf belongs to: autograd hides such a cycle from Python."""
-    alive = gradients()
-    if alive is not None:
-        alive.receive(index, leaf)
 
 
 class _Reducing:
@@ -253,24 +267,20 @@ class _Reducing:
         self._chosen = chosen
         self._outputs: list[torch.Tensor] = []
         self._pending: Pending = Done()
-
-    @property
-    def _finishes_here(self) -> bool:
-        """Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype."""
         group = self._group
-        return group.data.replicate_group is None and group.options.all_reduce_hook is None
+        #: Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype.
+        self._finishes_here = group.data.replicate_group is None and group.options.all_reduce_hook is None
 
     def start(self) -> Pending:
         group, gradients = self._group, self._gradients
         factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         transfers = []
-        with torch.inference_mode(False):
-            for choice in self._chosen:
-                dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
-                output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
-                self._outputs.append(output)
-                transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
+        for choice in self._chosen:
+            dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
+            output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
+            self._outputs.append(output)
+            transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
         if group.reduce_process_group is None:  # every rank keeps everything: the shard is the whole
             for transfer in transfers:
                 for extent in transfer.plan.extents(0):
@@ -282,7 +292,6 @@ class _Reducing:
         self._pending = group.reduce_transport.reduce_scatter(transfers, group.reduce_process_group, tag, reduction)
         return self._pending
 
-    @torch.no_grad()
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
         group = self._group
@@ -315,7 +324,7 @@ class _Reducing:
         if hook is not None:
             if stream is not None:
                 stream.wait_stream(torch.accelerator.current_stream(group.device))
-            with stream or nullcontext():
+            with torch.no_grad(), stream or nullcontext():
                 for output in self._outputs:
                     hook(output)
             if stream is not None:
@@ -330,29 +339,31 @@ class _Reducing:
             for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
         ]
 
-    @torch.no_grad()
     def come_home(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
         group = self._group
-        for at, choice in enumerate(self._chosen):
-            self._outputs[at] = self._outputs[at].to(choice.dtype)
-            if group.offloads:
-                self._outputs[at] = self._outputs[at].to("cpu")
+        if not self._finishes_here or group.offloads:
+            where = torch.device("cpu") if group.offloads else group.device
+            moved = zip(self._outputs, self._chosen, strict=True)
+            self._outputs = [output.to(where, choice.dtype) for output, choice in moved]
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         homes = self._locals()
         for index, local in homes:
             param = group.params[index]
-            grad = param.sharded.grad
+            sharded = param.sharded
+            grad = sharded.grad
             if grad is None:
-                param.sharded.grad = param.sharded_dtensor(local)
+                sharded.grad = make_dtensor(local, param.spec)
             else:
                 assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
                 sums.append(local_of(grad))
                 addends.append(local)
         if sums:
             foreach_add(sums, addends)
-        for index, _ in homes:
-            sharded = group.params[index].sharded
-            for hook in post_accumulate_hooks(sharded):
-                hook(sharded)
+        if any(map(post_accumulate_hooks, group.presentation.sharded)):
+            with torch.no_grad():
+                for index, _ in homes:
+                    sharded = group.params[index].sharded
+                    for hook in tuple((post_accumulate_hooks(sharded) or {}).values()):
+                        hook(sharded)

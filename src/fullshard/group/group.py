@@ -38,7 +38,7 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.torch_private import in_backward, local_of, spec_of
+from fullshard.torch_private import in_backward, local_of, spec_of, version_of
 
 _TAGS_APART = 1 << 16
 
@@ -50,6 +50,8 @@ class State(Enum):
     GATHERING = auto()
     UNSHARDED = auto()
     RESTING = auto()
+
+    __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
 
 
 _LEGAL = {
@@ -129,6 +131,7 @@ class Group:
         self._copies = 0
         self.has_custom_communication = False
         self.state = State.SHARDED
+        self.is_unsharded = False
         self.clock = Clock()
         self.lanes: Lanes | None = None
         self.flight = Flight()
@@ -175,7 +178,7 @@ class Group:
             self.full = SlotBuffer(self.memory.parameter_pool, nbytes)
         else:
             self.full = SharedBuffer(shared.memory, nbytes)
-            self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
+            self._view_full()
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._leaf_versions = 0
@@ -195,6 +198,10 @@ class Group:
     def gradient_buffers(self) -> int:
         """How many gradient buffers may be in use at once."""
         return self.options.max_gradient_buffers or self.reduce_transport.gradient_buffers
+
+    @torch.inference_mode(False)
+    def _view_full(self) -> None:
+        self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
 
     @property
     def sharded_bytes(self) -> int:
@@ -244,10 +251,7 @@ class Group:
         if state not in _LEGAL[self.state]:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
-
-    @property
-    def is_unsharded(self) -> bool:
-        return self.state is State.UNSHARDED
+        self.is_unsharded = state is State.UNSHARDED
 
     def _current(self) -> tuple[int, int]:
         return self.clock.epoch, self.memory.version
@@ -267,18 +271,18 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        if self.full.keeps_values and self._gathered == self._current() and in_backward():
+        if self.full.keeps_values and in_backward() and self._gathered == self._current():
             self.full.take()
             self._arrive()
             return False
         ready = self.full.take()
         if not self._full_views:
-            with torch.inference_mode(False):
-                self._full_views = full_views(self.full.memory, self.sections, self.compute_dtypes)
+            self._view_full()
         self._gathered = self._current()
         self.lanes = self.lanes or Lanes(self.device)  # its own until it joins a tree
         filled = self._resting.filled if self._resting is not None else PASSED
-        self._gather = self.lanes.gather.run(self._start_gather, self._end_gather, (ready, filled, self.clock.written))
+        then = self._end_gather if self.memory.needs_staging else None
+        self._gather = self.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
         self._to(State.GATHERING)
         return True
 
@@ -348,7 +352,6 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self._leaf_versions = self._versions()
         self.presentation.show_unsharded()
 
     @torch.inference_mode(False)
@@ -377,8 +380,10 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if self._leaf_versions != self._versions():  # written in place: thrown away, as every reshard does
-            self._gathered = None
+        versions = sum(map(version_of, self.presentation.unsharded))
+        if self._leaf_versions != versions:
+            self._leaf_versions = versions
+            self._gathered = None  # written in place: thrown away, as every reshard does
             if isinstance(self.full, SharedBuffer):
                 self.full.discard_writes()
         if self._extensions is not None:
@@ -388,10 +393,6 @@ class Group:
             self.full.poison()
             self._gathered = None
         self.full.give_back(mark_now(self.device))
-
-    def _versions(self) -> int:
-        """Counts the writes to the unsharded parameters."""
-        return sum([param.unsharded._version for param in self.params if param.unsharded is not None])
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""

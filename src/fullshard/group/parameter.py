@@ -220,7 +220,7 @@ class ShardedParameter:
         self.sharded = nn.Parameter(self.sharded_dtensor(local), requires_grad=before.requires_grad)
         set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
         self.sharded.__dict__.update(before.__dict__)
-        for hook in post_accumulate_hooks(before):
+        for hook in tuple((post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((before._backward_hooks or {}).values())
 

@@ -7,6 +7,7 @@ look, before each step, at whether the parameters that stand there are still the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -17,6 +18,8 @@ from fullshard.torch_private import local_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
+
+_requires_grad = attrgetter("requires_grad")
 
 Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
@@ -32,6 +35,11 @@ class Presentation:
     def prepare(self) -> None:
         """Prepare the updates anew: parameters, leaves or places have changed."""
         params = self._group.params
+        self.sharded = [param.sharded for param in params]
+        self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
+        self._locals = [param.local for param in params]
+        #: Which of the parameters require gradients, as far as it was looked at.
+        self.trainable = tuple(map(_requires_grad, self.sharded))
         self._places = [(param, at.module, at.name) for param in params for at in param.locations]
         free = [place for place in self._places if (id(place[1]), place[2]) not in self._stand_ins]
         self._sharded = updates([(module, name, param.sharded) for param, module, name in free])
@@ -45,18 +53,14 @@ class Presentation:
 
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
-        unsharded = self._group.is_unsharded
-        as_left = not self._stand_ins
-        for param, module, name in self._places:
-            shown = module._parameters.get(name)
-            if shown is param.sharded:
-                as_left = as_left and not unsharded and local_of(shown) is param.local  # type: ignore[arg-type]
-                leaf = param.unsharded
-                if leaf is not None and leaf.requires_grad is not shown.requires_grad:
-                    leaf.requires_grad_(shown.requires_grad)
-            elif shown is not param.unsharded or shown is None:
-                as_left = False
-        return as_left
+        self.trainable = tuple(map(_requires_grad, self.sharded))
+        if self._group.is_unsharded:
+            return not self._stand_ins and _stand(self._unsharded)
+        if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
+            for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
+                leaf.requires_grad_(sharded.requires_grad)
+        held = map(local_of, self.sharded)  # type: ignore[arg-type]
+        return not self._stand_ins and _stand(self._sharded) and all(map(is_, held, self._locals))
 
     def take_in(self) -> bool:
         """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.
@@ -116,6 +120,15 @@ def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     for module, name, tensor in places:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
+
+
+def _stand(prepared: Updates) -> bool:
+    """Whether parameters are in their places."""
+    for module, tensors in prepared:
+        shown = map(module._parameters.get, tensors)
+        if not all(map(is_, shown, tensors.values())):
+            return False
+    return True
 
 
 def show(prepared: Updates) -> None:

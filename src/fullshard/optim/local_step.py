@@ -113,7 +113,8 @@ class _LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._params: list[torch.Tensor] = []
-        self._stand_ins: list[torch.Tensor] = []
+        self._sizes: list[int] = []
+        self._stand_ins: list[list[torch.Tensor]] = []
         self._lent: list[tuple[Any, ...]] = []
         self._twins: list[nn.Parameter] = []
         self._by_param: dict[Any, _Lent] = {}
@@ -146,11 +147,9 @@ class _LocalStep:
         stand_in = object.__new__(type(optimizer))
         stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
         stand_in.state = self._state
-        stand_in.param_groups, start = [], 0
-        for group in optimizer.param_groups:
-            stop = start + len(group["params"])
-            stand_in.param_groups.append({**group, "params": self._stand_ins[start:stop]})
-            start = stop
+        stand_in.param_groups = [
+            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._stand_ins, strict=True)
+        ]
         # It lives no longer than the step, so its end tells of a step that raised.
         self._running = weakref.ref(stand_in, partial(self._abandon, weakref.ref(optimizer)))
         return (stand_in, *args[1:]), kwargs
@@ -158,24 +157,25 @@ class _LocalStep:
     def _lend(self, optimizer: Optimizer) -> bool:
         """Give the twins what the parameters have; returns whether all of it can be given."""
         groups = [group["params"] for group in optimizer.param_groups]
-        if not _same(chain.from_iterable(groups), self._params):
-            self._build(list(chain.from_iterable(groups)))
+        if list(map(len, groups)) != self._sizes or not _same(chain.from_iterable(groups), self._params):
+            self._build(groups)
         if not self._lent:
             return False
         if not lend_gradients(self._lent):
             self._take_back()
-            self._build(self._params)  # what they hold was replaced, if it is not that a gradient is no such DTensor
+            self._build(groups)  # what they hold was replaced, if it is not that a gradient is no such DTensor
             if not lend_gradients(self._lent):
                 return False
         known = optimizer.state is self._theirs and self._seen.is_still(optimizer.state)
         return known or self._take_state(optimizer)
 
-    def _build(self, params: list[torch.Tensor]) -> None:
+    def _build(self, groups: list[list[torch.Tensor]]) -> None:
         """Make the twins; none if one of the parameters can have none."""
-        self._params, self._stand_ins, self._lent, self._twins = params, [], [], []
+        self._sizes, self._params = list(map(len, groups)), list(chain.from_iterable(groups))
+        self._stand_ins, self._lent, self._twins = [], [], []
         self._forget()
         lent: dict[Any, _Lent] = {}
-        for param in params:
+        for param in self._params:
             if isinstance(param, DTensor) and param not in lent:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
                 if type(local) is not torch.Tensor or any(place.is_partial() for place in spec.placements):
@@ -187,7 +187,7 @@ class _LocalStep:
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
                 lent[param] = _Lent(param, local, twin, spec)
-        self._stand_ins = [lent[param].twin if param in lent else param for param in params]
+        self._stand_ins = [[lent[param].twin if param in lent else param for param in group] for group in groups]
         self._lent = [tuple(each) for each in lent.values()]  # these are unpacked faster than named tuples
         self._twins = [each.twin for each in lent.values()]
         self._by_param = lent

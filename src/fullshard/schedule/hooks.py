@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.compiler import is_dynamo_compiling
 
 from fullshard.schedule.unit import Unit
+from fullshard.torch_private import compiler_listens
 
 
 class _Hook:
@@ -22,12 +24,16 @@ class _Hook:
 
 class PreForward(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _outside_graphs()[0](self.unit, module, args, kwargs)
+        if is_dynamo_compiling() or compiler_listens():
+            return _outside_graphs()[0](self.unit, module, args, kwargs)
+        return self.unit.pre_forward(module, args, kwargs)
 
 
 class PostForward(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return _outside_graphs()[1](self.unit, module, args, output)
+        if is_dynamo_compiling() or compiler_listens():
+            return _outside_graphs()[1](self.unit, module, args, output)
+        return self.unit.post_forward(module, args, output)
 
 
 class Reshard(_Hook):

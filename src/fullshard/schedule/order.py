@@ -5,7 +5,9 @@ Implicit prefetch that follows how far the host runs ahead is lost when a model 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from fullshard.group.group import Group
 
@@ -19,7 +21,7 @@ class Order:
         self._last_forward: list[Group] = []
         self._forward: list[Group] = []
         self._finished: list[Group] = []
-        self._uses: dict[int, list[int]] = {}
+        self._uses: defaultdict[int, list[int]] = defaultdict(list)
 
     def begin_forward(self) -> None:
         if self._forward:
@@ -34,20 +36,20 @@ class Order:
         """``group`` ended its forward."""
         if len(self._finished) >= _LONGEST:
             self.forget()
-        self._uses.setdefault(id(group), []).append(len(self._finished))
+        self._uses[id(group)].append(len(self._finished))
         self._finished.append(group)
 
     def next_in_forward(self) -> Iterator[Group]:
         """The groups that followed, last time, the one that has just been entered."""
-        at = len(self._forward) - 1
-        if 0 <= at < len(self._last_forward) and self._last_forward[at] is self._forward[at]:
-            yield from self._last_forward[at + 1 :]
+        at = len(self._forward)
+        if 0 < at < len(self._last_forward) and self._last_forward[at - 1] is self._forward[-1]:
+            return islice(self._last_forward, at, None)
+        return iter(())
 
     def next_in_backward(self, group: Group) -> Iterator[Group]:
         """The groups whose backward follows that of the last use of ``group``."""
         uses = self._uses.get(id(group))
-        if uses:
-            yield from reversed(self._finished[: uses.pop()])
+        return map(self._finished.__getitem__, range(uses.pop() - 1, -1, -1)) if uses else iter(())
 
     def forget(self) -> None:
         """The uses so far have had their backward."""

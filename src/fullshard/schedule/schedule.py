@@ -7,14 +7,14 @@ the units which module is running.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard.buffer.heap import keep_freed
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
@@ -28,8 +28,7 @@ from fullshard.torch_private import call_after_backward, in_backward, profiler_l
 if TYPE_CHECKING:
     from fullshard.schedule.unit import Unit
 
-
-_NO_RANGE = nullcontext()
+T = TypeVar("T")
 
 
 class Schedule:
@@ -63,7 +62,7 @@ class Schedule:
         self.units = list(units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for unit in self.units:
-            unit.schedule = self
+            unit.join(self)
             for group in unit.groups:
                 group.name = ", ".join(names.get(id(member), "?") for member in unit.modules)
                 group.clock = self.clock
@@ -75,6 +74,10 @@ class Schedule:
         used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.size_slots()
+        if self.device.type == "cpu":
+            # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
+            largest = max([group.full.nbytes for group in self.groups()], default=0)
+            keep_freed(2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
@@ -205,18 +208,17 @@ class Schedule:
         before = group.state
         self.gather(group)
         group.wait_for_unshard()
-        if before is not State.UNSHARDED:
+        if self.observers and before is not State.UNSHARDED:
             self.tell("unshard", group)
 
     def gather(self, group: Group) -> None:
         """Start to gather ``group``, unless its values are there."""
         before = group.state
-        with self._range("all_gather", group):
-            started = group.unshard()
-        if started:
-            self.tell("gather", group)
-        elif before is not group.state:
-            self.tell("reuse", group)
+        if before is State.GATHERING:
+            return
+        started = self._in_range("all_gather", group, group.unshard)
+        if self.observers and before is not group.state:
+            self.tell("gather" if started else "reuse", group)
 
     def _gather_ahead(self, targets: Iterable[Group]) -> None:
         left = self.prefetch_limit
@@ -234,29 +236,30 @@ class Schedule:
     def reshard(self, group: Group) -> None:
         if group.state is not State.SHARDED:
             group.reshard()
-            self.tell("reshard", group)
+            if self.observers:
+                self.tell("reshard", group)
 
     def reshard_after_forward(self, group: Group) -> None:
         before = group.state
         group.reshard_after_forward()
-        if group.state is not before:
+        if self.observers and group.state is not before:
             self.tell("rest" if group.state is State.RESTING else "reshard", group)
 
     def reduce(self, group: Group) -> None:
-        with self._range("post_backward_reduce", group):
-            started = group.gradients.reduce()
-        if started:
-            self.tell("reduce", group)
+        if group.gradients.pending:
+            self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            if self.observers:
+                self.tell("reduce", group)
 
-    def _range(self, action: str, group: Group) -> AbstractContextManager[object]:
-        """A profiler's range, with the label that traces of torch's own FSDP have; nothing while none listens."""
+    def _in_range(self, action: str, group: Group, do: Callable[[], T]) -> T:
+        """``do()``, while a profiler listens in a range with the label that traces of torch's own FSDP have."""
         if not profiler_listens():
-            return _NO_RANGE
-        return torch.profiler.record_function(f"FSDP::{action} ({group.name})")
+            return do()
+        with torch.profiler.record_function(f"FSDP::{action} ({group.name})"):
+            return do()
 
     def tell(self, action: Action, group: Group) -> None:
-        if self.observers:
-            during = "backward" if in_backward() or self._in_backward else "forward"
-            event = Event(action, group.name, during, self._step)  # type: ignore[arg-type]
-            for observer in self.observers:
-                observer(event)
+        during = "backward" if in_backward() or self._in_backward else "forward"
+        event = Event(action, group.name, during, self._step)  # type: ignore[arg-type]
+        for observer in self.observers:
+            observer(event)

@@ -21,6 +21,7 @@ import copy
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import base_of, in_backward, storage_id
+from fullshard.torch_private import apply_function, base_of, in_backward, storage_id
 
 
 class Phase(Enum):
@@ -72,6 +73,7 @@ class Unit:
     Attributes:
         groups: their groups; more than one if parameters were put on several meshes.
         borrowed: groups of other units that hold parameters tied to ones of these modules.
+        needed: both, once the unit is part of a tree.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Unit:
         self.chose_to_keep = False
         self.groups: list[Group] = []
         self.borrowed: list[Group] = []
+        self.needed: list[Group] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.emptied: list[EmptiedBuffers] = []
@@ -112,7 +115,7 @@ class Unit:
             return self._cast_inputs(args, kwargs)
         recomputes = in_backward()
         if self.phase is Phase.BACKWARD:
-            for group in self._needed():
+            for group in self.needed:
                 schedule.unshard(group)
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
@@ -124,13 +127,12 @@ class Unit:
         if not self._to_run and len(self.modules) > 1:
             self._to_run.update(self.modules)
         args, kwargs = self._cast_inputs(args, kwargs)
-        needed = self._needed()
-        for group in needed:
+        for group in self.needed:
             if first and not recomputes:
                 schedule.order.enter(group)
             schedule.unshard(group)
         if first:
-            self._hold(needed)
+            self._hold()
             self._use = Use()
             if not recomputes:
                 schedule.prefetch_forward(self)
@@ -152,7 +154,7 @@ class Unit:
             self._mark_begin(output)
         if recomputes:
             if ended:
-                self._release(self._needed())
+                self._release()
                 self.phase = Phase.IDLE
             return output
         if ended:
@@ -176,30 +178,26 @@ class Unit:
         return self.post_forward(module, args, output)
 
     def _leave_forward(self, schedule: Schedule) -> None:
-        needed = self._needed()
         self._to_run.clear()
-        self._release(needed)
-        for group in needed:
+        self._release()
+        for group in self.needed:
             schedule.order.leave(group)
             if not group.users:
                 schedule.reshard_after_forward(group)
                 group.left_by_forward = self.chose_to_keep and group.is_unsharded
         self.phase = Phase.IDLE
 
-    def _needed(self) -> list[Group]:
-        return self.groups if not self.borrowed else [*self.groups, *self.borrowed]
-
-    def _hold(self, groups: Sequence[Group]) -> None:
+    def _hold(self) -> None:
         """Be counted among the users of groups: one that is tied to another stays while anybody needs it."""
         if not self._holds:
             self._holds = True
-            for group in groups:
+            for group in self.needed:
                 group.users += 1
 
-    def _release(self, groups: Sequence[Group]) -> None:
+    def _release(self) -> None:
         if self._holds:
             self._holds = False
-            for group in groups:
+            for group in self.needed:
                 group.users -= 1
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -215,7 +213,7 @@ class Unit:
 
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: what it reads is about to be somebody else's."""
-        storages = {group.full.storage_id for group in self._needed()}
+        storages = {group.full.storage_id for group in self.needed}
 
         def owned(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.layout is torch.strided and storage_id(tensor) in storages:
@@ -231,7 +229,9 @@ class Unit:
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
         if not inputs:
             return args, kwargs
-        marked = EndOfBackward.apply(self, self._use, *inputs)  # type: ignore[no-untyped-call]
+        marked = apply_function(EndOfBackward, self, self._use, *inputs)
+        if not kwargs and len(inputs) == len(args) and all(map(is_, inputs, args)):
+            return marked, kwargs
         replacement = dict(zip(map(id, inputs), marked, strict=True))
         replace = partial(_replace, replacement)
         return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
@@ -264,11 +264,10 @@ class Unit:
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
-        needed = self._needed()
-        for group in needed:
+        for group in self.needed:
             if group.options.unshard_in_backward:
                 schedule.unshard(group)
-        self._hold(needed)
+        self._hold()
         schedule.prefetch_backward(self)
 
     def post_backward(self, use: Use) -> None:
@@ -290,13 +289,14 @@ class Unit:
         self._finish_backward(schedule)
 
     def _finish_backward(self, schedule: Schedule) -> None:
-        needed = self._needed()
-        self._release(needed)
+        self._release()
         self.phase = Phase.IDLE
         for group in self.groups:
             if group.options.reduce_gradients:
                 schedule.reduce(group)
-        for group in needed:
+            else:
+                group.gradients.settle()
+        for group in self.needed:
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)
 
@@ -352,6 +352,11 @@ class Unit:
                 group.options.resting = None
         schedule.take_over(units, module)
         return schedule
+
+    def join(self, schedule: Schedule) -> None:
+        """Become part of a tree."""
+        self.schedule = schedule
+        self.needed = [*self.groups, *self.borrowed]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -1,0 +1,125 @@
+"""One picture of a run: times of steps, memory, host time and what begins and ends a run, for each contender."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Spread, exact, middle, ratio
+from benchmarks.goals import excess
+
+Results = dict[str, Any]
+
+_COLUMNS = 3
+_COLORS = {"fullshard": "tab:orange", "torch FSDP2": "tab:blue", "torch FSDP1": "tab:cyan", "DDP": "tab:gray"}
+
+
+def draw(results: Results, file: Path) -> None:
+    """Write the picture to ``file``; nothing if the results have nothing to show."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = _panels(results)
+    if not panels:
+        return
+    rows = -(-len(panels) // _COLUMNS)
+    figure, axes = pyplot.subplots(
+        rows, min(len(panels), _COLUMNS), figsize=(5.2 * min(len(panels), _COLUMNS), 3.4 * rows), squeeze=False
+    )
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        panel(axis)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    figure.suptitle("fullshard beside torch's FSDP and DDP on the same work; smaller is better everywhere")
+    figure.tight_layout(w_pad=2, h_pad=2, rect=(0, 0, 1, 0.985))
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _panels(results: Results) -> list[Callable[[Any], None]]:
+    panels: list[Callable[[Any], None]] = []
+    for name, found in results.items():
+        if name.startswith(("communication", "compute")):
+            ratios = {each: ratio(found["contenders"], "wall", each, "DDP") for each in found["contenders"]}
+            panels.append(_bars(f"a step, {name.replace(' W', '-bound, W')}", "wall time / DDP's", ratios, 1.0))
+    if "memory" in results:
+        memory = results["memory"]
+        for phase in ("forward", "backward"):
+            above = {name: exact(excess(memory, name, phase)) for name in memory["contenders"]}
+            what = "shards and gradients" if phase == "backward" else "shards"
+            panels.append(
+                _bars(f"memory in {phase}, W={memory['ranks']}", f"peak above a rank's {what}, in groups", above)
+            )
+    if "host" in results:
+        panels.append(_lines(results["host"][0]))
+    for name, keys in (("initialisation", ("cpu", "meta")), ("checkpoint", ("save", "load"))):
+        for key in keys:
+            if name in results:
+                seconds = {
+                    each: exact(1e3 * middle(values[f"{key} seconds"]))
+                    for each, values in results[name]["contenders"].items()
+                }
+                seconds = {each: value for each, value in seconds.items() if not math.isnan(value[0])}
+                title = f"sharding a model, from {key}" if name == "initialisation" else f"checkpoint, {key}"
+                panels.append(_bars(f"{title}, W={results[name]['ranks']}", "milliseconds", seconds))
+    return panels
+
+
+def _bars(title: str, unit: str, values: dict[str, Spread], line: float | None = None) -> Callable[[Any], None]:
+    def draw_bars(axis: Any) -> None:
+        names = list(values)
+        middles = [values[name][0] for name in names]
+        errors = [[m - values[n][1] for m, n in zip(middles, names, strict=True)]]
+        errors += [[values[n][2] - m for m, n in zip(middles, names, strict=True)]]
+        axis.barh(
+            names,
+            middles,
+            xerr=errors if any(map(any, errors)) else None,
+            color=[_color(name) for name in names],
+            capsize=2,
+        )
+        for row, name in enumerate(names):
+            axis.annotate(
+                f"{values[name][0]:.{0 if values[name][0] >= 100 else 2}f}",
+                (max(values[name][2], 0.0), row),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+            )
+        axis.invert_yaxis()
+        axis.margins(x=0.16)
+        axis.set_title(title, fontsize="medium")
+        axis.set_xlabel(unit, fontsize="small")
+        axis.tick_params(labelsize="small")
+        if line is not None:
+            axis.axvline(line, color="black", linewidth=0.6, linestyle=":")
+
+    return draw_bars
+
+
+def _lines(found: Any) -> Callable[[Any], None]:
+    def draw_lines(axis: Any) -> None:
+        counts = found["counts"]
+        for name in next(iter(counts.values())):
+            times = [1e6 * each[name]["seconds"][0] for each in counts.values()]
+            axis.plot(list(counts), times, "o-", label=name, color=_color(name))
+        axis.set_ylim(0, None)
+        axis.set_xticks(list(counts))
+        axis.set_title(f"host time, communication free, W={found['ranks']}", fontsize="medium")
+        axis.set_xlabel("parameters in a group", fontsize="small")
+        axis.set_ylabel("µs a group a step", fontsize="small")
+        axis.tick_params(labelsize="small")
+        axis.legend(frameon=False, fontsize="small")
+
+    return draw_lines
+
+
+def _color(name: str) -> str:
+    return next((color for start, color in _COLORS.items() if name.startswith(start)), "lightgray")
