@@ -11,6 +11,7 @@ from math import nan
 from typing import Any
 
 from benchmarks.figures import Spread, exact, least, ratio, sockets, spread
+from benchmarks.optimizer import PLAIN
 
 Results = dict[str, Any]
 
@@ -111,6 +112,12 @@ def _flat(alignment: int) -> Callable[[Any], Spread]:
     return lambda found: exact(100 * max(each["alignments"][alignment] for each in found["flat"]))
 
 
+def _optimizer_step(found: Any) -> Spread:
+    """The worst of the optimizers, in the implementations for many parameters."""
+    kinds = [values for name, values in found["kinds"].items() if "for-loop" not in name]
+    return max(ratio(values, "cpu", "fullshard", PLAIN) for values in kinds)
+
+
 GOALS = [
     Goal("communication-bound step, one host: wall / DDP's", "communication W=2", 0.65, "", _over("wall", "DDP")),
     Goal("the same / FSDP2's", "communication W=2", 0.18, "", _over("wall", "torch FSDP2")),
@@ -137,6 +144,7 @@ GOALS = [
     Goal("host time a group, n=32 / FSDP2's", "host", 0.15, "", _host(32)),
     Goal("host time a group, n=4: most ranks / fewest", "host", 1.1, "", _growth),
     Goal("calls a group, n=8", "host", 350, "", lambda found: exact(found[0]["counts"][8]["fullshard"]["calls"])),
+    Goal("optimizer step, 200 small parameters / plain tensors", "optimizer", 1.3, "", _optimizer_step),
     _memory("forward peak above the shards, with prefetch", 2.0, "forward"),
     _memory("the same without prefetch", 1.0, "forward", "fullshard, no prefetch"),
     _memory("backward peak above shards and gradients, with prefetch", 3.5, "backward"),

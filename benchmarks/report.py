@@ -17,6 +17,7 @@ from tabulate import tabulate
 from benchmarks import machine
 from benchmarks.figures import Spread, least, middle, ratio, spread
 from benchmarks.goals import excess, judge
+from benchmarks.optimizer import PLAIN
 from benchmarks.plot import draw
 
 Results = dict[str, Any]
@@ -37,6 +38,7 @@ _TITLES = {
     "moves": "What a step moves",
     "group": "One group's gather and reduction",
     "host": "What the host does for a group",
+    "optimizer": "A step of an optimizer",
     "memory": "Memory of a rank",
     "padding": "Padding",
     "initialisation": "Sharding a model",
@@ -73,7 +75,7 @@ def parts(results: Results) -> dict[str, str]:
         made["goals"] = lambda: _goals(results)
     if steps:
         made |= {"steps": lambda: _steps(steps, results["machine"]["cores"]), "moves": lambda: _moves(steps)}
-    tables = (("group", _group), ("host", _host), ("memory", _memory), ("padding", _padding))
+    tables = (("group", _group), ("host", _host), ("optimizer", _optimizer), ("memory", _memory), ("padding", _padding))
     for name, make in (*tables, ("initialisation", _initialisation), ("checkpoint", _checkpoint)):
         if name in results:
             made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
@@ -239,6 +241,25 @@ def _host(found: Any) -> Iterator[str]:
 
 def _micro(seconds: Spread) -> Spread:
     return 1e6 * seconds[0], 1e6 * seconds[1], 1e6 * seconds[2]
+
+
+def _optimizer(found: Any) -> Iterator[str]:
+    yield (
+        f"{found['count']} parameters of {found['width']} x {found['width']}, W=2. CPU: milliseconds of a step on "
+        f"plain tensors as large as the shards, and multiples of it. Nothing where torch cannot do it on DTensors.\n"
+    )
+    rows = [
+        [
+            kind,
+            _milliseconds(values[PLAIN]["cpu"], 2),
+            *(
+                _ratio(ratio(values, "cpu", name, PLAIN)) if name in values else "-"
+                for name in ("fullshard", "torch FSDP2")
+            ),
+        ]
+        for kind, values in found["kinds"].items()
+    ]
+    yield _table(rows, ["", f"{PLAIN}, ms", "fullshard", "torch FSDP2"])
 
 
 def _memory(found: Any) -> Iterator[str]:

@@ -28,10 +28,11 @@ from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
 from benchmarks.memory import measure_memory, measure_padding
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
+from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
 from benchmarks.steps import measure_steps
 
-NAMES = ("communication", "compute", "group", "host", "memory", "padding", "initialisation", "checkpoint")
+NAMES = ("communication", "compute", "group", "host", "optimizer", "memory", "padding", "initialisation", "checkpoint")
 
 
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -50,6 +51,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         },
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
+        "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
         "memory": {"memory": lambda: measure_memory(blocks, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
         "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},

@@ -18,6 +18,7 @@ from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
 from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY, Work
+from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
 from benchmarks.steps import measure_steps
 
@@ -149,6 +150,19 @@ def test_a_checkpoint_has_the_model_and_the_optimizer_once(checkpoint: dict[str,
 
 
 @pytest.fixture(scope="module")
+def optimizer() -> dict[str, Any]:
+    return measure_optimizer(count=4, width=8, rounds=2)
+
+
+def test_steps_of_optimizers_are_timed(optimizer: dict[str, Any]) -> None:
+    assert {name.rpartition(", ")[2] for name in optimizer["kinds"]} == {"for-loop", "foreach", "fused"}
+    for name, contenders in optimizer["kinds"].items():
+        torch_too = not (name.startswith("SGD") and name.endswith("fused"))  # torch cannot do this on DTensors
+        assert set(contenders) == {"plain tensors", "fullshard"} | ({"torch FSDP2"} if torch_too else set())
+        assert all(len(values["cpu"]) % 2 == 0 and min(values["cpu"]) > 0 for values in contenders.values())
+
+
+@pytest.fixture(scope="module")
 def results(
     steps: dict[str, Any],
     host: list[dict[str, Any]],
@@ -156,6 +170,7 @@ def results(
     memory: dict[str, Any],
     initialisation: dict[str, Any],
     checkpoint: dict[str, Any],
+    optimizer: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "machine": machine.facts(),
@@ -166,6 +181,7 @@ def results(
         "memory": memory,
         "initialisation": initialisation,
         "checkpoint": checkpoint,
+        "optimizer": optimizer,
         "watch": {"load_before": 0.0, "others": 0.5, "seconds": 1.0},
     }
 

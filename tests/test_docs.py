@@ -187,6 +187,11 @@ def test_every_name_of_wrap_is_described(name: str) -> None:
     assert f"fullshard.wrap.{name}" in described()
 
 
+@pytest.mark.parametrize("name", fullshard.optim.__all__)
+def test_every_name_of_optim_is_described(name: str) -> None:
+    assert f"fullshard.optim.{name}" in described()
+
+
 @pytest.mark.parametrize("name", [name for name in vars(fullshard.FSDPModule) if not name.startswith("_")])
 def test_every_method_of_a_sharded_module_is_described(name: str) -> None:
     assert name in described()
@@ -197,7 +202,9 @@ def test_signatures_are_those_of_the_code(heading: str) -> None:
     """Names, kinds and defaults of arguments; the policies have defaults that are constructed."""
     name, _, arguments = heading.partition("(")
     path, _, last = name.rpartition(".")
-    place: Any = fullshard.wrap if path else fullshard if hasattr(fullshard, last) else fullshard.FSDPModule
+    place: Any = fullshard if hasattr(fullshard, last) else fullshard.FSDPModule
+    if path:
+        place = getattr(fullshard, path.removeprefix("fullshard."))
     scope: dict[str, Any] = {}
     exec(f"def described({arguments}: ...", vars(fullshard), scope)
     expected = inspect.signature(scope["described"]).parameters.values()

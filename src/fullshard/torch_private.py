@@ -6,7 +6,7 @@ feature, here, and the callers ask for the feature and not for a version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
+from torch.utils.hooks import RemovableHandle
 
 StridedShard = _StridedShard
 
@@ -49,6 +50,48 @@ local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor hold another local tensor of the same shape: parameters keep their identity."""
     tensor._local_tensor = local
+
+
+def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
+    """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
+
+    Returns whether all could be given: whether each DTensor still has that local tensor, and a gradient placed as the
+    spec says. One loop, without the look for ``__torch_function__`` that is most of what reading ``grad`` of a DTensor
+    takes: a step pays this for every parameter.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            for param, local, twin, spec in lent:
+                if param._local_tensor is not local:
+                    return False
+                grad = param.grad
+                if grad is None:
+                    twin.grad = None
+                elif grad._spec is spec or grad._spec.placements == spec.placements:
+                    twin.grad = grad._local_tensor
+                else:
+                    return False
+        except AttributeError:  # a gradient that is no DTensor
+            return False
+    return True
+
+
+#: Where an optimizer has the hooks around its step: what stands in for it must not call them a second time.
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def run_last(hook: RemovableHandle) -> None:
+    """Let a hook run after all others of its kind; torch has a public way, ``prepend``, for other hooks only."""
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id)
+
+
+def run_first(hook: RemovableHandle) -> None:
+    """Let a hook run before all others of its kind."""
+    hooks = hook.hooks_dict_ref()
+    assert hooks is not None
+    hooks.move_to_end(hook.id, last=False)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -8,7 +8,7 @@ steps on them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +25,19 @@ _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakr
     weakref.WeakKeyDictionary()
 )
 _watching = False
+_then: list[Callable[[torch.optim.Optimizer], None]] = []
+
+
+def before_each_step(call: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call back before each step of an optimizer that has parameters of groups, once they were checked."""
+    _then.append(call)
 
 
 def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
     """``tensors`` stand for the parameters of ``group``: as they were before it took them, sharded or unsharded."""
     global _watching
     if not _watching:
-        register_optimizer_step_pre_hook(_refuse_stale_optimizer)
+        register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_count_step)
         _watching = True
     for index, param in enumerate(tensors):
@@ -74,10 +80,19 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             group.memory.steps += 1
 
 
-def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     count = sum([len(options["params"]) for options in optimizer.param_groups])
-    if optimizer in _stepped and _stepped[optimizer][0] == count:
-        return
+    known = _stepped.get(optimizer)
+    if known is None or known[0] != count:
+        known = _stepped[optimizer] = count, _groups_of(optimizer)
+    if known[1]:
+        _count_step(optimizer, args, kwargs)  # after a step that raises no hook is called
+        for call in _then:
+            call(optimizer)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Group]]:
+    """The groups whose parameters an optimizer has. It is refused if these are not what is trained."""
     groups: dict[int, Group] = {}
     for options in optimizer.param_groups:
         for param in options["params"]:
@@ -93,4 +108,4 @@ def _refuse_stale_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs:
                     f"not the one that is trained. Build the optimizer after sharding, from model.parameters(), and "
                     f"call model.reshard() first if a forward was run before"
                 )
-    _stepped[optimizer] = (count, [weakref.ref(group) for group in groups.values()])
+    return [weakref.ref(group) for group in groups.values()]

@@ -1,0 +1,1 @@
+"""Tests of what optimizers do with sharded parameters."""

@@ -1,0 +1,137 @@
+"""Checkpoints of optimizers that step on local tensors: `state_dict()`, and DCP into other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tests.fully_shard.cases import assert_close, inputs
+from tests.harness import World, ranks
+from tests.harness.compare import whole
+from tests.harness.models import MLP, seeded
+from tests.optim.cases import (
+    FOREACH,
+    FUSED,
+    LOOP,
+    Pair,
+    assert_same,
+    assert_same_state,
+    backward,
+    on_dtensors,
+    runs_on_local,
+    sharded,
+)
+
+HOW = pytest.mark.parametrize("how", [LOOP, FOREACH, FUSED], ids=["loop", "foreach", "fused"])
+
+
+@ranks(1, 2, 3)
+@HOW
+def test_a_state_dict_is_that_of_steps_on_dtensors(world: World, how: dict[str, bool]) -> None:
+    pair = Pair(torch.optim.AdamW, **how)
+    pair.step()
+    for get in (get_optimizer_state_dict, get_whole):
+        mine, theirs = (get(model, optimizer) for model, optimizer in pair.both)
+        assert list(mine["state"]) == list(theirs["state"])
+        for name, entry in mine["state"].items():
+            for key, value in entry.items():
+                other = theirs["state"][name][key]
+                assert type(value) is type(other)
+                assert torch.equal(*(x.to_local() if isinstance(x, DTensor) else x for x in (value, other)))
+        assert mine["param_groups"] == theirs["param_groups"]
+
+
+def get_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+
+
+@ranks(2)
+@HOW
+def test_a_state_dict_goes_to_another_optimizer_and_back(world: World, how: dict[str, bool]) -> None:
+    pair = Pair(torch.optim.AdamW, **how)
+    pair.step(0)
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
+    for number, model in enumerate(pair.models):  # each goes on with the other's
+        cls = (torch.optim.AdamW, on_dtensors(torch.optim.AdamW))[number]
+        pair.optimizers[number] = cls(model.parameters(), lr=0.5, **how)
+        pair.optimizers[number].load_state_dict(states[1 - number])
+    pair.step(1)
+    pair.step(2)
+
+
+@ranks(2)
+@HOW
+def test_set_state_dict_before_the_first_step(world: World, how: dict[str, bool]) -> None:
+    pair = Pair(torch.optim.AdamW, **how)
+    pair.step(0)
+    model, optimizer = sharded(), None
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    model_state, optimizer_state = get_state_dict(pair.models[0], pair.optimizers[0])
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert_same(model.parameters(), pair.models[1].parameters())
+    assert_same_state(optimizer, pair.optimizers[1])
+    pair.models[0], pair.optimizers[0] = model, optimizer
+    pair.step(1)
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_a_checkpoint_is_loaded_by_other_numbers_of_ranks(world: World, tmp_path: Path, name: str) -> None:
+    def build(params: Any) -> torch.optim.Optimizer:
+        if name == "SGD":
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+        return torch.optim.AdamW(params, lr=1e-2, eps=1e-2, fused=True)
+
+    reference = seeded(MLP)
+    steps = build(reference.parameters())
+    for number, count in enumerate((2, 3, 1, 2)):
+        reference(inputs()).sum().backward()
+        steps.step()
+        steps.zero_grad()
+        group = dist.new_group(list(range(count)))
+        if world.rank < count:
+            model = sharded(MLP, mesh=DeviceMesh.from_group(group, "cpu"))
+            optimizer = build(model.parameters())
+            if number:
+                state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
+                dcp.load(state, checkpoint_id=tmp_path / str(number - 1), process_group=group)
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+                model.load_state_dict(state["model"])
+            model(inputs()).sum().backward()
+            assert runs_on_local(optimizer)
+            for one, two in zip(model.parameters(), reference.parameters(), strict=True):
+                assert_close(whole(one), two, f"parameter with {count} ranks")
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer), "model": model.state_dict()}
+            dcp.save(state, checkpoint_id=tmp_path / str(number), process_group=group)
+        dist.barrier()
+
+
+@ranks(2)
+def test_a_copied_optimizer_is_served_too(world: World) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    other = torch.optim.AdamW(model.parameters())
+    other.__setstate__(optimizer.__getstate__())
+    backward(model, 1)
+    assert runs_on_local(other)
+    assert runs_on_local(optimizer)
+    assert other.state is optimizer.state
+    assert {entry["step"].item() for entry in optimizer.state.values()} == {3.0}

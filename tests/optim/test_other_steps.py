@@ -1,0 +1,134 @@
+"""Steps that are left to DTensor, and optimizers of a user's own that are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from fullshard.optim import local_step
+from fullshard.torch_private import local_of, make_dtensor, sharding_spec
+from tests.fully_shard.cases import inputs, local
+from tests.harness import World, ranks
+from tests.optim.cases import (
+    Pair,
+    Sign,
+    backward,
+    on_dtensors,
+    runs_on_local,
+    sharded,
+)
+
+# -- what is left alone ----------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+def test_a_closure_runs_on_dtensors(world: World, cls: type[Optimizer]) -> None:
+    pair = Pair(cls)
+    for seed in range(3):
+        losses = []
+        for model, optimizer in pair.both:
+
+            def closure(model: Any = model, optimizer: Optimizer = optimizer, seed: int = seed) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(inputs(seed)).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))  # type: ignore[arg-type]
+        assert torch.equal(*losses)  # type: ignore[arg-type]
+        pair.check()
+        pair.step(seed)
+
+
+@ranks(2)
+def test_another_placement_of_a_gradient_is_left_to_dtensor(world: World) -> None:
+    pair = Pair(torch.optim.SGD)
+    for model, optimizer in pair.both:
+        for param in model.parameters():
+            if param.requires_grad:
+                param.grad = distribute_tensor(torch.ones(param.shape), param.device_mesh, [Replicate()])
+        with pytest.raises(RuntimeError, match="placement changes are not supported"):
+            optimizer.step()
+        optimizer.zero_grad()
+    pair.check()
+    pair.step(1)
+
+
+@ranks(2)
+def test_a_partial_sum_is_left_to_dtensor(world: World) -> None:
+    pair = Pair(torch.optim.SGD)
+    for model, optimizer in pair.both:
+        gain = model.gain
+        spec = sharding_spec(gain.device_mesh, [Partial()], gain.shape, gain.stride(), gain.dtype)
+        gain.grad = make_dtensor(torch.ones_like(local_of(gain)), spec)
+        before = local(gain).clone()
+        optimizer.step()
+        assert torch.allclose(local(gain), before - 0.02 * world.size)
+    pair.check()
+
+
+@ranks(2)
+def test_a_subclass_is_not_taken_for_its_base(world: World) -> None:
+    model = sharded()
+    optimizer = on_dtensors(torch.optim.AdamW)(model.parameters())
+    backward(model, 0)
+    assert not runs_on_local(optimizer)
+
+
+# -- optimizers of one's own -----------------------------------------------------------------------------------------
+
+
+@ranks(1, 2, 3)
+def test_an_optimizer_of_the_users_own(world: World) -> None:
+    pair = Pair(Sign)
+    assert local_step(pair.optimizers[0]) is pair.optimizers[0]
+    for seed in range(4):
+        pair.step(seed)
+    served, other = pair.optimizers
+    assert isinstance(served, Sign)
+    assert served.calls == 4
+    assert served.param_groups[0]["steps"] == other.param_groups[0]["steps"] == 4
+    entry = served.state[pair.models[0].crossed]
+    assert list(entry) == ["count", "mean", "low"]
+    assert isinstance(entry["low"], DTensor)
+    assert entry["low"].dtype == torch.bfloat16
+
+
+@ranks(2)
+def test_a_subclass_that_calls_the_step_of_its_base(world: World) -> None:
+    class Noisy(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(all(type(param) is nn.Parameter for param in self.param_groups[0]["params"]))
+            return super().step(closure)
+
+    calls: list[bool] = []
+    hooked: list[Optimizer] = []
+    pair = Pair(Noisy)
+    backward(pair.models[0], 0)
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # from now on the step of the base has hooks too
+    optimizer = local_step(pair.optimizers[0])
+    optimizer.register_step_pre_hook(lambda optimizer, *_: hooked.append(optimizer))
+    assert runs_on_local(optimizer)
+    assert calls == [True]
+    assert hooked == [optimizer]
+    backward(pair.models[1], 0)
+    pair.optimizers[1].step()
+    pair.check()
+
+
+@ranks(2)
+def test_what_cannot_step_on_local_tensors_is_refused(world: World) -> None:
+    model = sharded()
+    for cls in (torch.optim.LBFGS, torch.optim.Adafactor):
+        with pytest.raises(ValueError, match=f"{cls.__name__} does not compute element by element"):
+            local_step(cls(model.parameters()))
+    with pytest.raises(ValueError, match="this Sign has no parameter of a sharded module"):
+        local_step(Sign([nn.Parameter(torch.ones(1))]))
+    with pytest.raises(TypeError, match=r"expects a torch\.optim\.Optimizer, got list"):
+        local_step([])  # type: ignore[type-var]
