@@ -7,6 +7,7 @@ first test that needs it, so a run without such tests costs nothing.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,10 +41,20 @@ def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test for each world size of the mark."""
+    """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
+
+    A transport in the environment is the only one.
+    """
     mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is not None:
-        metafunc.parametrize("world", mark.args, ids=[f"W{size}" for size in mark.args])
+    if mark is None:
+        return
+    transports = [mark.kwargs["transport"]]
+    if metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ:
+        transports = ["host", "p2p", "collective"]
+    worlds = [(size, transport) for size in mark.args for transport in transports if (size, transport) != (1, "host")]
+    named = len(transports) > 1
+    ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
+    metafunc.parametrize("world", worlds, ids=ids)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,10 +67,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     assert isinstance(pool, RankPool)
     names = inspect.signature(pyfuncitem.obj).parameters
     arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
-    size = arguments.pop("world")
-    outcomes = pool.run(
-        run_test, size, pyfuncitem.obj, arguments, mark.kwargs["transport"], timeout=mark.kwargs["timeout"]
-    )
+    size, transport = arguments.pop("world")
+    outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, transport, timeout=mark.kwargs["timeout"])
     if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
     if skipped := [outcome.summary for outcome in outcomes if outcome.kind == "skipped"]:
