@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
 from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp
 from tests.harness import World, ranks
@@ -550,3 +551,20 @@ def test_many_groups_need_few_files(world: World) -> None:
     model(torch.ones(1, 2)).sum().backward()
     assert all(group.memory.shared is not None for group in groups_of(model.blocks))
     assert len(os.listdir("/proc/self/fd")) - before < 10
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_root_that_is_recomputed_reads_what_is_shared(world: World, reentrant: bool) -> None:
+    model = shard_mlp()
+
+    def refuse(buffer: SharedBuffer) -> None:
+        raise AssertionError("a private copy was made")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedBuffer, "be_private", refuse)
+        for _ in range(2):
+            checkpoint(model, inputs().requires_grad_(), use_reentrant=reentrant).sum().backward()
+        with pytest.raises(AssertionError, match="private copy"):
+            model.blocks[0].unshard()
+    dist.barrier()
