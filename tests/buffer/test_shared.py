@@ -1,0 +1,139 @@
+"""A full buffer in shared memory: views see what all ranks write, and keep what is written to them to themselves."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from fullshard.buffer.shared import _FIRST_USES, _USES, SharedBuffer
+from fullshard.comm.shared_memory import Segment, can_share
+from fullshard.comm.transport import SharedMemory
+from fullshard.device import PASSED
+
+pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
+
+NUMEL = 4096  # of float32: four pages
+
+
+class Fixture:
+    """A buffer, a leaf in it, and the memory as other ranks write it."""
+
+    def __init__(self) -> None:
+        segment = Segment.create(64 + 4 * NUMEL)
+        view = Segment.open(segment.address, mmap.MAP_PRIVATE)
+        memory = SharedMemory(segment, view, 64, cast("Any", None))
+        self.buffer = SharedBuffer(memory, 4 * NUMEL)
+        self.leaf: Tensor = self.buffer.memory.view(torch.float32).data
+        self.shared = memory.tensor(0, NUMEL, torch.float32)
+
+    def use(self, write: str = "") -> None:
+        self.buffer.take()
+        if write == "data":
+            self.leaf.data[-1] = -1
+        self.buffer.give_back(PASSED)
+
+
+@pytest.fixture
+def made() -> Fixture:
+    return Fixture()
+
+
+def test_views_see_what_is_shared_and_never_change_it(made: Fixture) -> None:
+    made.shared.fill_(1)
+    made.buffer.take()
+    assert (made.leaf == 1).all()
+    made.leaf[0] = 5
+    assert made.shared[0] == 1
+    made.buffer.discard_writes()
+    assert made.leaf[0] == 1
+
+
+@pytest.mark.parametrize("before", [0, _FIRST_USES - 1])
+def test_writes_through_data_are_thrown_away_from_the_first_uses_on(made: Fixture, before: int) -> None:
+    for _ in range(before):
+        made.use()
+    for value in range(2 * _USES):
+        made.use("data")
+        made.shared.fill_(value)
+        assert (made.leaf == value).all()
+
+
+def write_often(made: Fixture) -> None:
+    for _ in range(_USES):
+        made.use("data")
+
+
+@pytest.mark.parametrize("begin", [_FIRST_USES, _USES - 1, 2 * _USES + 7])
+def test_writes_through_data_that_begin_late_raise_once_and_are_thrown_away_from_then_on(
+    made: Fixture, begin: int
+) -> None:
+    for _ in range(begin):
+        made.use()
+    with pytest.raises(RuntimeError, match=r"written through \.data since their use number"):
+        write_often(made)
+    for value in range(2 * _USES):
+        made.shared.fill_(value)
+        assert (made.leaf == value).all()
+        made.use("data")
+
+
+def test_reads_are_never_taken_for_writes(made: Fixture) -> None:
+    for value in range(3 * _USES):
+        made.shared.fill_(value)
+        made.buffer.take()
+        assert made.leaf.sum() == value * NUMEL
+        made.buffer.give_back(PASSED)
+
+
+def test_a_private_copy_stays_what_it_was(made: Fixture) -> None:
+    made.shared.fill_(1)
+    made.buffer.take()
+    made.buffer.be_private()
+    made.shared.fill_(2)
+    assert (made.leaf == 1).all()
+    made.leaf[0] = 7
+    assert made.shared[0] == 2
+    made.buffer.be_private()
+    assert (made.leaf == 2).all(), "a second one is taken of what is shared now"
+    made.buffer.give_back(PASSED)
+    assert (made.leaf == 2).all()
+    made.shared.fill_(3)
+    assert (made.leaf == 3).all(), "it is shared again"
+
+
+def test_views_and_storage_stay_the_same(made: Fixture) -> None:
+    storage, versions = made.buffer.storage_id, made.leaf._version
+    for _ in range(2):
+        made.buffer.take()
+        made.buffer.be_private()
+        assert made.leaf.untyped_storage()._cdata == storage == made.buffer.storage_id
+        made.buffer.be_shared()
+        made.buffer.give_back(PASSED)
+    assert made.leaf._version == versions, "autograd sees no write"
+
+
+def test_a_private_copy_lives_only_while_it_is_shown(made: Fixture) -> None:
+    def private_bytes() -> int:
+        gc.collect()
+        elsewhere = made.buffer._elsewhere
+        return 0 if elsewhere is None else elsewhere.untyped_storage().nbytes()
+
+    made.buffer.take()
+    made.buffer.be_private()
+    assert private_bytes() == 4 * NUMEL
+    made.buffer.give_back(PASSED)
+    assert private_bytes() == 0
+
+
+def test_in_inference_mode(made: Fixture) -> None:
+    with torch.inference_mode():
+        made.use("data")
+        made.buffer.take()
+        made.buffer.be_private()
+        made.buffer.give_back(PASSED)
+    assert not made.buffer.memory.is_inference()
