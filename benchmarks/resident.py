@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import math
+import os
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,7 @@ _SELF = Path("/proc/self")
 
 def return_what_is_freed() -> None:
     """From now on each allocation of 64 KiB and more is a mapping of its own, which ends when it is freed."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # or the library under test would choose its own
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**16)

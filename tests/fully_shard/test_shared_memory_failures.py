@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -231,3 +232,15 @@ def test_too_little_memory_for_gradients_says_what_to_do(world: World) -> None:
     model.reset_iter_state()
     Twins(world, model, seeded(MLP)).step()
     assert all(isinstance(group.reduce_transport, HostTransport) for group in groups_of(model))
+
+
+@ranks(3, transport="host")
+def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    loss = model(inputs()).sum()
+    following = partial(model, inputs()) if world.rank == 1 else loss.backward
+    with pytest.raises(RuntimeError, match="has left out a forward or a backward"):
+        following()
+    model.reset_iter_state()
+    model(inputs()).sum().backward()

@@ -13,7 +13,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -156,7 +156,7 @@ class Gate:
         rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
 
     Both wait for all ranks. They number their passes, so that after a pass that an error cut short on some ranks the
-    next one is right again.
+    next one is right again; the number of a rank is ``4 * pass + 2 * has_left + kind``.
     """
 
     def __init__(self, neighbours: Neighbours, segment: Segment, start: int) -> None:
@@ -167,21 +167,34 @@ class Gate:
     def nbytes(size: int) -> int:
         return Counters.nbytes(size)
 
-    def enter(self, doing: str) -> None:
-        counters = self._counters
-        counters.set(counters.value + 2 - counters.value % 2)
-        self._neighbours.wait(counters, counters.value, doing)
+    def enter(self, doing: str, kind: Literal[0, 1] = 0) -> None:
+        """Wait until all ranks do.
+
+        Raises:
+            RuntimeError: a rank enters a pass of another ``kind``.
+        """
+        counters, neighbours = self._counters, self._neighbours
+        number = counters.value // 4 + 1
+        counters.set(4 * number + kind)
+        neighbours.wait(counters, 4 * number, doing)
+        for rank in range(neighbours.size):
+            if counters.of(rank) // 4 == number and counters.of(rank) % 2 != kind:
+                here, there = neighbours.global_rank(neighbours.rank), neighbours.global_rank(rank)
+                raise RuntimeError(
+                    f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
+                    f"backward. All ranks must run the same ones, as often as each other"
+                )
 
     def leave(self, doing: str) -> None:
         if self.give_up():
-            self._neighbours.wait(self._counters, self._counters.value, doing)
+            self._neighbours.wait(self._counters, self._counters.value // 2 * 2, doing)
 
     def give_up(self) -> bool:
         """Leave and wait for nobody; returns whether the gate had been entered."""
         counters = self._counters
-        if counters.value % 2 == 1 or counters.value == 0:
+        if counters.value < 4 or counters.value & 2:
             return False
-        counters.set(counters.value + 1)
+        counters.set(counters.value + 2)
         return True
 
 

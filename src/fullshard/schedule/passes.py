@@ -37,7 +37,7 @@ class Passes:
         self._kind = kind
         self._gates = list(gates.values())
         for gate in self._gates:
-            gate.enter(f"the beginning of a {kind}")
+            gate.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0)
         self._clock.reading = True
 
     def end(self, kind: Kind) -> None:
