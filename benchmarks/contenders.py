@@ -6,6 +6,7 @@ is measured.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +20,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
+from fullshard.buffer import heap
 from fullshard.comm import select
 
 _VARIABLE = "FULLSHARD_TRANSPORT"
+
+
+#: Bytes: twice the largest piece that the heap may serve, see M_MMAP_THRESHOLD in mallopt(3).
+_GLIBC_KEEPS = 2 * 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,16 @@ class Contender:
     @property
     def is_sharded(self) -> bool:
         return self.library in ("fullshard", "FSDP2", "FSDP1")
+
+    def settle_heap(self) -> None:
+        """Let ``malloc`` keep as much freed memory as it does in a process of this contender alone.
+
+        fullshard tells glibc what to keep, for the whole process. Where nobody does, glibc keeps at most as much as
+        :data:`_GLIBC_KEEPS` once large pieces have been freed.
+        """
+        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+        if set_option is not None and heap.kept:
+            set_option(heap.TRIM_THRESHOLD, heap.kept if self.library == "fullshard" else _GLIBC_KEEPS)
 
     def wrap(
         self,

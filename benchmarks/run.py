@@ -38,7 +38,7 @@ NAMES = ("communication", "compute", "group", "host", "optimizer", "memory", "pa
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     """What each name on the command line runs: results by name."""
     communication, compute, blocks, saved = [TINY] * 4 if quick else (COMMUNICATION, COMPUTE, BLOCKS, SAVED)
-    rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 3, 2)
+    rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 2, 2)
     sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
     return {
         "communication": {

@@ -142,6 +142,8 @@ def _faults() -> int:
 
 
 def _take_turn(trainer: Trainer, steps: Steps) -> None:
+    trainer.contender.settle_heap()
+    trainer.step(trainer.next_batch())  # not timed: what it leaves in caches and in the heap is its own
     batch = trainer.next_batch()
     dist.barrier()
     sent = loopback_bytes()

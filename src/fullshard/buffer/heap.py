@@ -11,24 +11,25 @@ from __future__ import annotations
 import ctypes
 import os
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 #: The largest that glibc takes on 64 bits; larger pieces always come from the system.
 _LARGEST_PIECE = 32 * 2**20
 _LARGEST_INT = 2**31 - 1
 #: With any of these the user has decided.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
-_kept = 0
+#: What it was told to keep, in bytes.
+kept = 0
 
 
 def keep_freed(nbytes: int) -> None:
     """Let the heap keep ``nbytes`` of freed memory, where the C library is glibc and the user has not decided."""
-    global _kept
+    global kept
     nbytes = min(nbytes, _LARGEST_INT)
-    if nbytes <= _kept or any(name in os.environ for name in _SETTINGS):
+    if nbytes <= kept or any(name in os.environ for name in _SETTINGS):
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if set_option is not None:
         set_option(_MMAP_THRESHOLD, _LARGEST_PIECE)
-        set_option(_TRIM_THRESHOLD, nbytes)
-        _kept = nbytes
+        set_option(TRIM_THRESHOLD, nbytes)
+        kept = nbytes
