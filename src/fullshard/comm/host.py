@@ -66,7 +66,7 @@ class HostTransport:
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
         self._routes: PreparedCache[_Route] = PreparedCache()
-        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8)
+        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def control_bytes(size: int) -> int:

@@ -96,8 +96,8 @@ class Neighbours:
 
     def _from_all(self, *values: int) -> list[list[int]]:
         """What each rank says, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.int64)
-        every = torch.empty(self.size * len(values), dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+        every = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
         all_gather_single(every, mine, group=self._process_group())
         found: list[list[int]] = every.view(self.size, -1).tolist()
         return found

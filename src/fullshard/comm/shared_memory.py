@@ -137,7 +137,7 @@ class Segment:
         """A 1-D tensor that begins ``start`` bytes into the segment, with a storage of its own and no more in it."""
         with torch.inference_mode(False):
             if numel == 0:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             return torch.frombuffer(self.memory, dtype=dtype, offset=start, count=numel)
 
     def numbers(self, start: int, count: int) -> ctypes.Array[ctypes.c_int64]:

@@ -55,7 +55,7 @@ class SharedChunks:
                     whole = param.view(memory.tensor(begin, shape.numel, dtype), shape.shape)
                     self._published[index] = param.chunk_of(whole, rank)
             plan = section.plan.select(apart)
-            own = torch.zeros(plan.shard_numel if apart else 0, dtype=section.dtype)
+            own = torch.zeros(plan.shard_numel if apart else 0, dtype=section.dtype, device="cpu")
             members = [section.members[position] for position in apart]
             self.places.update(chunk_views(group.params, members, plan, own, rank))
 
