@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.comm.host import HostTransport
@@ -244,3 +246,17 @@ def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: Worl
         following()
     model.reset_iter_state()
     model(inputs()).sum().backward()
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize("placement", [0, 1])
+def test_another_default_device_changes_nothing(world: World, placement: int) -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)))
+    reference = copy.deepcopy(model)
+    with torch.device("meta"):
+        fullshard.fully_shard(model[0], shard_placement_fn=lambda _: Shard(placement))
+        fullshard.fully_shard(model)
+        model[0].unshard()
+    assert shared(model) == [True, True]
+    for _ in range(2):
+        assert_close(model(inputs()), reference(inputs()), "output")
