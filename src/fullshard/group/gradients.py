@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, compress
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +75,8 @@ class _Chosen:
     plan: Plan
     section: int
     dtype: torch.dtype  # of the parameter and its gradient
-    chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
+    lengths: list[int]  # of the pieces of the shard that begin with a chunk each
+    forms: list[tuple[torch.Size, tuple[int, ...], int] | None]  # of chunks that are not just their piece
 
 
 class Gradients:
@@ -292,15 +293,21 @@ class Gradients:
                 indices = tuple(section.members[position] for position in positions)
                 plan = section.plan.select(positions)
                 if indices:
-                    chosen.append(_Chosen(indices, plan, at, section.dtype, self._chunks(indices, plan)))
+                    chosen.append(_Chosen(indices, plan, at, section.dtype, *self._chunks(indices, plan)))
             self._choices[wanted] = chosen
         return self._choices[wanted]
 
-    def _chunks(self, indices: Sequence[int], plan: Plan) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
+    def _chunks(
+        self, indices: Sequence[int], plan: Plan
+    ) -> tuple[list[int], list[tuple[torch.Size, tuple[int, ...], int] | None]]:
         group = self._group
         shard = torch.empty(plan.shard_numel, device="meta")
-        locals_ = chunk_views(group.params, indices, plan, shard, group.data.shard_rank)
-        return tuple((local.shape, local.stride(), int(local.storage_offset())) for _, local in locals_)
+        locals_ = [local for _, local in chunk_views(group.params, indices, plan, shard, group.data.shard_rank)]
+        lengths = [end - start for start, end in pairwise((*plan.shard_offsets, plan.shard_numel))]
+        return lengths, [
+            None if local.shape == (length,) else (local.shape, local.stride(), int(local.storage_offset()))
+            for local, length in zip(locals_, lengths, strict=True)
+        ]
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
@@ -390,11 +397,12 @@ class _Reducing:
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
-        return [
-            (index, as_strided(size, stride, start))
-            for choice, as_strided in zip(self._chosen, [output.as_strided for output in self._outputs], strict=True)
-            for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
-        ]
+        found = []
+        for choice, output in zip(self._chosen, self._outputs, strict=True):
+            pieces = torch.unsafe_split_with_sizes(output, choice.lengths)  # a third of the time of single views
+            for index, piece, form in zip(choice.indices, pieces, choice.forms, strict=True):
+                found.append((index, piece if form is None else output.as_strided(*form)))
+        return found
 
     def come_home(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
