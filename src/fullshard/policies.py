@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -300,70 +302,33 @@ def _described_mesh(info: Any) -> DeviceMesh:
     )
 
 
-# PyTorch's own objects: the same class name, and the fields that are read here. A class derived from one counts as it.
-
-
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
-
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if _is_foreign(policy, "MixedPrecisionPolicy", fields):
-        values = {field: getattr(policy, field) for field in fields}
-        return MixedPrecisionPolicy(**values, buffer_dtype=getattr(policy, "buffer_dtype", None))
-    raise TypeError(f"mp_policy is {_describe(policy)}; expected a MixedPrecisionPolicy (fullshard's or PyTorch's)")
-
-
-def as_offload_policy(policy: object) -> OffloadPolicy:
-    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
-
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(policy, OffloadPolicy):
-        return policy
-    if _is_foreign(policy, "CPUOffloadPolicy", ("pin_memory",)):
-        return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
-    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
-    if _is_foreign(policy, "OffloadPolicy", ()) and not _is_foreign(policy, "CPUOffloadPolicy", ()):
-        return OffloadPolicy()
-    raise TypeError(
-        f"offload_policy is {_describe(policy)}; expected an OffloadPolicy or a CPUOffloadPolicy "
-        "(fullshard's or PyTorch's)"
+    """``policy`` as one of ours, or a TypeError."""
+    return _ours(
+        policy, MixedPrecisionPolicy, "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
     )
 
 
-def as_mesh_dims(dims: object) -> DataParallelMeshDims:
-    """``dims`` itself if it is ours, ours with the same values if it is PyTorch's.
+def as_offload_policy(policy: object) -> OffloadPolicy:
+    """``policy`` as one of ours, or a TypeError."""
+    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
+    if isinstance(policy, OffloadPolicy) or not _is_foreign(policy, "CPUOffloadPolicy"):
+        return _ours(policy, OffloadPolicy, "offload_policy")
+    return _ours(policy, CPUOffloadPolicy, "offload_policy", "pin_memory")
 
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(dims, DataParallelMeshDims):
-        return dims
-    if _is_foreign(dims, "DataParallelMeshDims", ("shard", "replicate")):
-        return DataParallelMeshDims(dims.shard, dims.replicate)  # type: ignore[attr-defined]
-    raise TypeError(f"dp_mesh_dims is {_describe(dims)}; expected DataParallelMeshDims (fullshard's or PyTorch's)")
+
+def as_mesh_dims(dims: object) -> DataParallelMeshDims:
+    """``dims`` as one of ours, or a TypeError."""
+    return _ours(dims, DataParallelMeshDims, "dp_mesh_dims", "shard", "replicate")
 
 
 def as_shard_placement(result: object) -> ShardPlacementResult:
-    """What a ``shard_placement_fn`` returned, whichever of the forms it may take.
-
-    Args:
-        result: ``None``, a ``Shard``, or a :class:`ShardPlacementResult` (fullshard's or PyTorch's).
-
-    Raises:
-        InvalidShardPlacement: (a TypeError and ValueError) if it is none of these.
-    """
+    """What a ``shard_placement_fn`` returned, whichever form it has, or an InvalidShardPlacement."""
     if isinstance(result, ShardPlacementResult):
         return result
     if result is None or isinstance(result, Shard):
         return ShardPlacementResult(result)
-    if _is_foreign(result, "ShardPlacementResult", ("placement", "mesh_info")):
+    if _is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
     raise InvalidShardPlacement(
         f"shard_placement_fn returned {_describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
@@ -371,7 +336,18 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     )
 
 
-def _is_foreign(obj: object, class_name: str, fields: Sequence[str]) -> bool:
+def _ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
+    """``setting`` itself if it is ours, ours with the same values if it is PyTorch's."""
+    if isinstance(setting, cls):
+        return setting
+    if not _is_foreign(setting, cls.__name__, *fields):
+        raise TypeError(f"{argument} is {_describe(setting)}; expected {cls.__name__} (fullshard's or PyTorch's)")
+    ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
+
+
+def _is_foreign(obj: object, class_name: str, *fields: str) -> bool:
+    """Whether it is PyTorch's: of a class with that name, or derived from one, with the fields that are read here."""
     named = any(cls.__name__ == class_name for cls in type(obj).__mro__)
     return named and all(hasattr(obj, field) for field in fields)
 
@@ -392,4 +368,4 @@ def _expect_bools(policy: object, *fields: str) -> None:
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    return (names,) if isinstance(names, str) else names

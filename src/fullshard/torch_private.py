@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 StridedShard = _StridedShard
@@ -34,9 +35,7 @@ def sharding_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    return tensor._spec
-
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
 #: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
@@ -80,18 +79,11 @@ def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def run_last(hook: RemovableHandle) -> None:
-    """Let a hook run after all others of its kind; torch has a public way, ``prepend``, for other hooks only."""
+def reorder(hook: RemovableHandle, last: bool) -> None:
+    """Let a hook run after, or before, all others of its kind; torch has a public way for other kinds only."""
     hooks = hook.hooks_dict_ref()
     assert hooks is not None
-    hooks.move_to_end(hook.id)
-
-
-def run_first(hook: RemovableHandle) -> None:
-    """Let a hook run before all others of its kind."""
-    hooks = hook.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(hook.id, last=False)
+    hooks.move_to_end(hook.id, last)
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
@@ -132,11 +124,8 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return construct(storage.data_ptr(), storage.device, storage.nbytes())
 
 
-def is_traceable_subclass(tensor: Any) -> bool:
-    """Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    return is_traceable_wrapper_subclass(tensor)
+#: Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace.
+is_traceable_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
 def strided_split_factor(spec: DTensorSpec, dim: int) -> int:

@@ -215,7 +215,7 @@ def targets(
         chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
     elif callable(policy) and not isinstance(policy, type):
         uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-        chosen = _Recursion(policy, skipped, uncounted, tuple(forced)).run(root_module)
+        chosen = _ask(policy, root_module, skipped, uncounted, tuple(forced))
     else:
         found = f"the class {policy.__name__} itself" if isinstance(policy, type) else repr(policy)
         raise TypeError(
@@ -223,73 +223,59 @@ def targets(
             "(module, recurse, nonwrapped_numel) -> bool"
         )
     ordered = {}
-    for module in _post_order(root_module):
+    for module in _post_order(root_module, {root_module}):
         overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
         if module is not root_module and (module in chosen or overriding):
             ordered[module] = dict(chain(chosen.get(module, {}).items(), *(kw.items() for kw in overriding)))
     return ordered
 
 
-class _Recursion:
-    """Asks a function about the modules of a tree. A module in several places is asked about where it is met first."""
+def _ask(
+    policy: WrapFunction,
+    root: nn.Module,
+    skipped: set[nn.Module],
+    uncounted: set[nn.Parameter],
+    forced: tuple[type[nn.Module], ...],
+) -> dict[nn.Module, Overrides]:
+    """What a function wants of a tree. A module in several places is asked about where it is met first."""
+    taken_by: dict[nn.Module, set[nn.Parameter]] = {}  # the targets in a module, itself included
+    chosen: dict[nn.Module, Overrides] = {}
 
-    def __init__(
-        self,
-        policy: WrapFunction,
-        skipped: set[nn.Module],
-        uncounted: set[nn.Parameter],
-        forced: tuple[type[nn.Module], ...],
-    ) -> None:
-        self.policy = policy
-        self.skipped = skipped
-        self.uncounted = uncounted
-        self.forced = forced
-        self.taken: dict[nn.Module, set[nn.Parameter]] = {}  # by the targets in a module, itself included
-        self.chosen: dict[nn.Module, Overrides] = {}
+    def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
+        numel = sum(param.numel() for param in params)
+        return bool(policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
-    def run(self, root: nn.Module) -> dict[nn.Module, Overrides]:
-        self._visit(root, is_root=True)
-        return self.chosen
-
-    def _visit(self, module: nn.Module, is_root: bool = False) -> set[nn.Parameter]:
-        if module in self.taken:
-            return self.taken[module]
-        self.taken[module] = taken = set()
-        own = {param for param in module.parameters() if param not in self.uncounted}
-        if self._ask(module, True, own):
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        if module in taken_by:
+            return taken_by[module]
+        taken_by[module] = taken = set()
+        own = set(module.parameters()) - uncounted
+        wanted = False
+        if is_wanted(module, True, own):
             for child in module.children():
-                if child not in self.skipped:
-                    taken |= self._visit(child)
-            wanted = not is_root and self._ask(module, False, own - taken)
+                if child not in skipped:
+                    taken |= visit(child)
+            wanted = module is not root and is_wanted(module, False, own - taken)
         else:
-            wanted = False
             for inner in module.modules():  # some are wrapped even where the policy does not look
-                if isinstance(inner, self.forced) and inner not in self.skipped:
-                    taken.update(param for param in inner.parameters() if param not in self.uncounted)
-        if wanted or (not is_root and isinstance(module, self.forced)):
-            self.chosen[module] = {}
+                if isinstance(inner, forced) and inner not in skipped:
+                    taken |= set(inner.parameters()) - uncounted
+        if wanted or (module is not root and isinstance(module, forced)):
+            chosen[module] = {}
             taken |= own
         return taken
 
-    def _ask(self, module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        numel = sum(param.numel() for param in params)
-        return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
-
-
-def _post_order(root: nn.Module) -> list[nn.Module]:
-    """Every module once, children before their parents, otherwise in the order of registration."""
-    seen = {root}
-    ordered: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                visit(child)
-        ordered.append(module)
-
     visit(root)
-    return ordered
+    return chosen
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Every module once, children before their parents, otherwise in the order of registration."""
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _post_order(child, seen)
+    yield module
 
 
 _wrapping: ContextVar[tuple[Callable[..., nn.Module], Overrides] | None] = ContextVar("fullshard_wrap", default=None)

@@ -42,8 +42,7 @@ from fullshard.torch_private import (
     lend_gradients,
     local_of,
     make_dtensor,
-    run_first,
-    run_last,
+    reorder,
     sharding_spec,
     spec_of,
 )
@@ -122,7 +121,7 @@ class _LocalStep:
         self._running: weakref.ref[Optimizer] | None = None
         self._forget()
         self.handle = optimizer.register_step_pre_hook(self._begin)
-        run_first(optimizer.register_step_post_hook(self._after))  # the user's own hooks look at the state
+        reorder(optimizer.register_step_post_hook(self._after), last=False)  # the user's own hooks look at the state
         optimizer.register_load_state_dict_post_hook(self._forget)
 
     def _forget(self, optimizer: Optimizer | None = None) -> None:
@@ -327,7 +326,7 @@ def _serve(optimizer: Optimizer) -> None:
     if step is None and (type(optimizer) in _ELEMENTWISE or optimizer in _chosen):
         step = _steps[optimizer] = _LocalStep(optimizer)
     if step is not None:
-        run_last(step.handle)  # the user's own hooks may change gradients and options
+        reorder(step.handle, last=True)  # the user's own hooks may change gradients and options
 
 
 before_each_step(_serve)
