@@ -160,7 +160,7 @@ def _local_gradient(param: ShardedParameter) -> torch.Tensor:
 def _gather_extension(param: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
     """A subclass that gathers in a form of its own is summoned as its plain values."""
     group = param.data.shard_group
-    plain = torch.zeros(param.padded_shape(param.data.shard_size), dtype=param.dtype, device=local.device)
+    plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=local.device)
     plain.narrow(param.dim or 0, 0, local.shape[param.dim or 0]).copy_(local)
     if group is None:
         return plain

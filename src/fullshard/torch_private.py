@@ -6,6 +6,7 @@ feature, here, and the callers ask for the feature and not for a version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -17,7 +18,7 @@ import torch.utils._pytree as pytree  # torch.utils.pytree is not in every relea
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -36,6 +37,21 @@ def sharding_spec(
 
 
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+
+
+def altered_spec(
+    spec: DTensorSpec,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensorSpec:
+    """``spec`` of a tensor of the same shape, placed otherwise or of another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return sharding_spec(
+        mesh or spec.mesh, spec.placements if placements is None else placements, *meta[:2], dtype or meta.dtype
+    )
+
 
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
 #: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
@@ -128,13 +144,13 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 is_traceable_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
-def strided_split_factor(spec: DTensorSpec, dim: int) -> int:
-    """Into how many parts tensor parallel has cut ``dim``."""
-    factor = 1
-    for mesh_dim, placement in enumerate(spec.placements):
-        if (placement.is_shard() or isinstance(placement, _StridedShard)) and placement.dim == dim:  # type: ignore[attr-defined]
-            factor *= spec.mesh.size(mesh_dim)
-    return factor
+def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
+    """Into how many parts ``dim`` was cut by tensor parallel, over the mesh dims that come after one."""
+    return math.prod(
+        spec.mesh.size(mesh_dim)
+        for mesh_dim, placement in enumerate(spec.placements)
+        if mesh_dim > after and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    )
 
 
 #: Container classes registered with pytree, and how each comes apart and together again (``flatten_fn``,

@@ -39,11 +39,11 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.torch_private import (
     STEP_HOOKS,
     DTensorSpec,
+    altered_spec,
     lend_gradients,
     local_of,
     make_dtensor,
     reorder,
-    sharding_spec,
     spec_of,
 )
 
@@ -271,11 +271,9 @@ def _shown(name: str, value: Any, lent: _Lent) -> Any:
         return lent.param
     if not isinstance(value, torch.Tensor) or value.shape != lent.local.shape or (not value.ndim and name in _NUMBERS):
         return value
-    spec, meta = lent.spec, lent.spec.tensor_meta
+    meta = lent.spec.tensor_meta
     assert meta is not None
-    if value.dtype != meta.dtype:
-        spec = sharding_spec(spec.mesh, spec.placements, meta.shape, meta.stride, value.dtype)
-    return make_dtensor(value, spec)
+    return make_dtensor(value, lent.spec if value.dtype == meta.dtype else altered_spec(lent.spec, dtype=value.dtype))
 
 
 def _offloads_state(policy: Any) -> bool:
