@@ -126,10 +126,9 @@ class DataParallelMeshDims:
                     "tuple of names, or None"
                 )
             object.__setattr__(self, field, tuple(names))
-        names = self.shard_names + self.replicate_names
-        if not names:
+        if not self.names:
             raise ValueError("DataParallelMeshDims names no dimension: set shard, replicate or both")
-        if len(set(names)) < len(names):
+        if len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"DataParallelMeshDims names a dimension twice: shard={self.shard!r}, replicate={self.replicate!r}; "
                 "a mesh dimension can do only one of the two"
@@ -142,6 +141,10 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.shard_names + self.replicate_names
 
 
 class Comm(ABC):
@@ -201,12 +204,8 @@ class ReduceScatter(Comm):
         Args:
             output_tensor: 1-D, ``input_tensor.numel() / group.size()`` elements. It may be a part of the input.
             input_tensor: 1-D, of equal size on all ranks; part ``r`` is for rank ``r``.
-            group: the ranks that take part; all of them call.
+            group, async_op: as those of :class:`AllGather`, and so is what is returned.
             op: how to combine values.
-            async_op: whether to return before it is done.
-
-        Returns:
-            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
         """
 
 
@@ -249,30 +248,25 @@ class ShardPlacementResult:
     @cached_property
     def device_mesh(self) -> DeviceMesh | None:
         """The 1-D (shard) or 2-D (replicate, shard) mesh, or ``None`` for that of the ``fully_shard`` call."""
-        if self.mesh is None:
-            return None
-        if isinstance(self.mesh, DeviceMesh):
-            return _checked_mesh(self.mesh)
-        if isinstance(getattr(self.mesh, "mesh", None), DeviceMesh) and hasattr(self.mesh, "shard_mesh_dim"):
-            return _described_mesh(self.mesh)
-        raise InvalidShardPlacement(
-            f"ShardPlacementResult.mesh is {_describe(self.mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
-            "with .mesh and .shard_mesh_dim, or None"
-        )
-
-
-def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
-            "shard). Slice the mesh by the names of its data-parallel dimensions"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
-            'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
-        )
-    return mesh
+        mesh = self.mesh
+        if isinstance(getattr(mesh, "mesh", None), DeviceMesh) and hasattr(mesh, "shard_mesh_dim"):
+            return _described_mesh(mesh)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise InvalidShardPlacement(
+                f"ShardPlacementResult.mesh is {_describe(mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
+                "with .mesh and .shard_mesh_dim, or None"
+            )
+        if mesh is not None and mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
+                "shard). Slice the mesh by the names of its data-parallel dimensions"
+            )
+        if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
+                'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
+            )
+        return mesh
 
 
 def _described_mesh(info: Any) -> DeviceMesh:
@@ -341,7 +335,8 @@ def _ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
     if isinstance(setting, cls):
         return setting
     if not _is_foreign(setting, cls.__name__, *fields):
-        raise TypeError(f"{argument} is {_describe(setting)}; expected {cls.__name__} (fullshard's or PyTorch's)")
+        names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
+        raise TypeError(f"{argument} is {_describe(setting)}; expected {names} (fullshard's or PyTorch's)")
     ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
     return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
 

@@ -102,14 +102,11 @@ def reorder(hook: RemovableHandle, last: bool) -> None:
     hooks.move_to_end(hook.id, last)
 
 
-def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh of several that come from one root mesh: data parallel beside tensor parallel."""
-    return DeviceMesh._concatenate(list(meshes))
+#: One mesh of several that come from one root mesh: data parallel beside tensor parallel.
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
-
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Several dims of a mesh as one."""
-    return mesh._flatten(name)
+#: Several dims of a mesh as one, with a name.
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
 
 def in_backward() -> bool:
@@ -220,9 +217,8 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return _plain_apply.__get__(None, function)(*args)
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place."""
-    return tensor._base
+#: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def storage_id(tensor: torch.Tensor) -> int:

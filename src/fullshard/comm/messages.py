@@ -86,14 +86,9 @@ class Round:
 def gather_rounds(
     plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
 ) -> tuple[Round, ...]:
-    """How what ``owner`` has gets to any other rank.
+    """How what ``owner`` has of the sections gets to any other rank.
 
-    Args:
-        plans: of the sections.
-        itemsizes: bytes of an element of each section.
-        owner: rank that sends.
-        large: bytes from which a piece gets a message of its own.
-        capacity: bytes of staging for a round, at least ``large``.
+    From ``large`` bytes a piece gets a message of its own; ``capacity`` are those of staging for a round.
     """
     straight: list[Piece] = []
     whole: list[Piece] = []

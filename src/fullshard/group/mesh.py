@@ -58,6 +58,12 @@ class DataMesh:
         assert names is not None
         return self.mesh[names[-1]]
 
+    @property
+    def spmd_dims(self) -> list[int]:
+        """Which dims of ``spmd_mesh`` are data-parallel."""
+        names = self.spmd_mesh.mesh_dim_names if self.spmd_mesh is not None else None
+        return [names.index(name) for name in self.dims.names] if names and self.dims else []
+
 
 def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator where there is one and on the CPU otherwise."""
@@ -94,7 +100,7 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
     if mesh.mesh_dim_names is None:
         raise ValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} was made without mesh_dim_names")
-    for name in (*dims.shard_names, *dims.replicate_names):
+    for name in dims.names:
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {mesh.mesh_dim_names}")
     shard, replicate = (

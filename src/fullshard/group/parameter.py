@@ -67,6 +67,7 @@ class ShardedParameter:
         self.shape = whole.shape
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
+        self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self._is_contiguous = self.order == tuple(range(len(self.shape)))
         self.dim = self._shard_dim(placement)
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
@@ -94,11 +95,7 @@ class ShardedParameter:
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
         shaped = flat.view(tuple(memory_shape))
-        return (
-            shaped
-            if self._is_contiguous
-            else shaped.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
-        )
+        return shaped if self._is_contiguous else shaped.permute(self._inverse)
 
     def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
         """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""
@@ -172,11 +169,11 @@ class ShardedParameter:
                 f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
             )
         names = mesh.mesh_dim_names
-        for name in (*dims.shard_names, *dims.replicate_names):
-            found = before.placements[names.index(name)]
-            if not found.is_replicate():
+        for at in self.data.spmd_dims:
+            if not before.placements[at].is_replicate():
                 raise ValueError(
-                    f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{name}', found {found}"
+                    f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{names[at]}', found "
+                    f"{before.placements[at]}"
                 )
         placements = list(before.placements)
         if not dims.shard_names:
@@ -191,7 +188,7 @@ class ShardedParameter:
             if i == first:
                 meshes.append(self.data.mesh)
                 flattened += self._placements(first)
-            elif name not in dims.shard_names and name not in dims.replicate_names:
+            elif name not in dims.names:
                 meshes.append(mesh[name])
                 flattened.append(placements[i])
         return altered_spec(before, concatenate_meshes(meshes), flattened)
@@ -264,15 +261,8 @@ class ShardedParameter:
             return grad
         assert isinstance(grad, DTensor), f"the gradient of the DTensor '{self.name}' is a {type(grad).__name__}"
         wanted: list[Placement] = list(self.unsharded_spec.placements)
-        if self.data.spmd_mesh is not None:
-            # Sums over data-parallel dims are the group's reduction; here they would be summed twice.
-            names = self.data.spmd_mesh.mesh_dim_names
-            dims = self.data.dims
-            assert names is not None
-            assert dims is not None
-            for name in (*dims.shard_names, *dims.replicate_names):
-                at = names.index(name)
-                wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
+        for at in self.data.spmd_dims:  # sums over these are the group's reduction: here they would be summed twice
+            wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
         return local_of(grad)
@@ -298,8 +288,6 @@ def chunk_views(
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims from the slowest to the fastest, for a tensor without gaps or overlaps; otherwise the order of its dims."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.ndim))
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
-    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
+    dims, strides = tuple(range(tensor.ndim)), tensor.stride()
+    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else dims

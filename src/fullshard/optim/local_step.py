@@ -111,15 +111,8 @@ class _LocalStep:
     """What the steps of one optimizer need. Lives as long as the optimizer, whose hooks hold it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._params: list[torch.Tensor] = []
-        self._sizes: list[int] = []
-        self._stand_ins: list[list[torch.Tensor]] = []
-        self._lent: list[tuple[Any, ...]] = []
-        self._twins: list[nn.Parameter] = []
-        self._by_param: dict[Any, _Lent] = {}
-        self._by_twin: dict[Any, _Lent] = {}
         self._running: weakref.ref[Optimizer] | None = None
-        self._forget()
+        self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
         reorder(optimizer.register_step_post_hook(self._after), last=False)  # the user's own hooks look at the state
         optimizer.register_load_state_dict_post_hook(self._forget)
@@ -171,7 +164,10 @@ class _LocalStep:
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
         """Make the twins; none if one of the parameters can have none."""
         self._sizes, self._params = list(map(len, groups)), list(chain.from_iterable(groups))
-        self._stand_ins, self._lent, self._twins = [], [], []
+        self._stand_ins: list[list[torch.Tensor]] = []
+        self._by_param: dict[Any, _Lent] = {}
+        self._by_twin: dict[Any, _Lent] = {}
+        self._lent: list[tuple[Any, ...]] = []
         self._forget()
         lent: dict[Any, _Lent] = {}
         for param in self._params:
@@ -188,7 +184,6 @@ class _LocalStep:
                 lent[param] = _Lent(param, local, twin, spec)
         self._stand_ins = [[lent[param].twin if param in lent else param for param in group] for group in groups]
         self._lent = [tuple(each) for each in lent.values()]  # these are unpacked faster than named tuples
-        self._twins = [each.twin for each in lent.values()]
         self._by_param = lent
         self._by_twin = {each.twin: each for each in lent.values()}
 
@@ -239,7 +234,7 @@ class _LocalStep:
 
     def _take_back(self) -> None:
         """Gradients live as long as the user keeps them, and no longer."""
-        for twin in self._twins:
+        for twin in self._by_twin:
             twin.grad = None
 
     def _bring_home(self, theirs: dict[Any, Any]) -> None:
