@@ -124,12 +124,14 @@ def fully_shard(
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
     if data.shards and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
-    ignored_params = _checked_ignored(ignored_params)
-    params = _parameters(modules, ignored_params)
+    ignored = () if ignored_params is None else ignored_params
+    if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
+        raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
+    params = _parameters(modules, set(ignored))
     _check_parameters(params, data, device)
     _move_to_device(modules, params, device, mp_policy)
     unit = Unit(modules, device, mp_policy, auto_reshard)
-    unit.ignored = {id(param) for param in ignored_params}
+    unit.ignored = {id(param) for param in ignored}
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
         originals = [param.sharded for param in sharded]
         tag = agree(sharded, place, device, mp_policy)
@@ -239,14 +241,6 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
             managed[module] = None
             waiting.extend(reversed(list(module.children())))
     return list(managed)
-
-
-def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
-    if ignored is None:
-        return set()
-    if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
-        raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    return set(ignored)
 
 
 def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> None:

@@ -42,16 +42,12 @@ class Piece(Extent):
         """The largest part of at most ``numel`` elements from the front, whole rows if it has several; the rest."""
         if numel >= self.numel:
             return self, None
-        if self.rows == 1:
-            return (
-                (replace(self, length=numel), self._from(numel, numel, length=self.length - numel))
-                if numel
-                else (None, self)
-            )
-        rows = numel // self.length
-        if rows == 0:
+        count = numel if self.rows == 1 else numel // self.length
+        if count == 0:
             return None, self
-        return replace(self, rows=rows), self._from(rows * self.stride, rows * self.length, rows=self.rows - rows)
+        if self.rows == 1:
+            return replace(self, length=count), self._from(count, count, length=self.length - count)
+        return replace(self, rows=count), self._from(count * self.stride, count * self.length, rows=self.rows - count)
 
     def _from(self, full: int, shard: int, **shape: int) -> Piece:
         """What begins so many elements further on in the full buffer and in the shard."""

@@ -42,7 +42,7 @@ _FIRST_TAG = 0x4653_0000
 
 #: A message as the process group wants it, and the rank at its other end.
 Message = tuple[list[torch.Tensor], int]
-_View = Callable[[Piece], torch.Tensor]
+_Where = Callable[[Piece], torch.Tensor]
 
 
 class PointToPointTransport(MovesPrivately):
@@ -239,8 +239,7 @@ class _Route:
 
     def _staged(self, lease: Lease | None, start: int, piece: Piece) -> torch.Tensor:
         """Where a piece lies in staging, when that of its message begins at ``start``."""
-        assert lease is not None
-        return lease.view(self._dtypes[piece.section], start + piece.offset, piece.shape)
+        return _view(lease, self._dtypes[piece.section], start + piece.offset, piece.shape)
 
     def _receive(self, bound: _BoundRound, arriving: Round, peer: int, lease: Lease | None, start: int) -> None:
         """Let what needs staging come there from ``start`` on."""
@@ -249,15 +248,15 @@ class _Route:
             bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
 
     def _messages(
-        self, bound: _BoundRound, leaving: Round, view: _View, lease: Lease | None, start: int
+        self, bound: _BoundRound, leaving: Round, where: _Where, lease: Lease | None, start: int
     ) -> list[list[torch.Tensor]]:
-        """What is sent of a round whose pieces lie where ``view`` says; those that are packed go there at ``start``."""
-        messages = [[view(piece)] for piece in (*leaving.straight, *leaving.whole)]
+        """What is sent of a round whose pieces lie ``where`` it says; those that are packed go there at ``start``."""
+        messages = [[where(piece)] for piece in (*leaving.straight, *leaving.whole)]
         if leaving.packed:
             messages.append([_bytes(lease, start, leaving.packed_bytes)])
             for piece in leaving.packed:
                 bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
-                bound.before[1].append(view(piece))
+                bound.before[1].append(where(piece))
         return messages
 
 
@@ -344,13 +343,17 @@ class _ReduceRoute(_Route):
         ]
         dtype, sum_dtype = self._dtypes[piece.section], SUM_DTYPES[self._dtypes[piece.section]]
         total = term = None
-        if lease is not None and self._shard_dtypes[piece.section] != sum_dtype:
-            total = lease.view(sum_dtype, 0, piece.shape)
-        if lease is not None and dtype != sum_dtype:
-            term = lease.view(sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
+        if sum_dtype != self._shard_dtypes[piece.section]:
+            total = _view(lease, sum_dtype, 0, piece.shape)
+        if sum_dtype != dtype:
+            term = _view(lease, sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
         return Sum(piece.section, piece.shard_start, terms, total, term)
 
 
 def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:
-    assert lease is not None
-    return lease.view(torch.uint8, start, (nbytes,))
+    return _view(lease, torch.uint8, start, (nbytes,))
+
+
+def _view(lease: Lease | None, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    assert lease is not None, "what needs staging was counted as needing none"
+    return lease.view(dtype, start, shape)
