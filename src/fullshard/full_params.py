@@ -12,12 +12,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
-from fullshard.schedule.unit import Phase, Unit, unit_of
+from fullshard.schedule.unit import Phase, unit_of
 from fullshard.torch_private import foreach_copy, local_of, make_dtensor
 
 
@@ -54,7 +55,9 @@ def summon_full_params(
     if not recurse:
         units = {unit: None for unit in units if module in unit.modules}
     for unit in units:
-        _check_idle(unit)
+        if unit.phase is not Phase.IDLE:
+            phase = unit.phase.name.lower()
+            raise RuntimeError(f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps")
     summoned: list[_FullGroup] = []
     try:
         for unit in units:
@@ -71,13 +74,6 @@ def summon_full_params(
     finally:
         for full in summoned:
             full.close()
-
-
-def _check_idle(unit: Unit) -> None:
-    if unit.phase is not Phase.IDLE:
-        raise RuntimeError(
-            f"summon_full_params was called while {unit!r} runs its {unit.phase.name.lower()}: call it between steps"
-        )
 
 
 class _FullGroup:
@@ -98,13 +94,10 @@ class _FullGroup:
         for index, value in values.items():
             param = group.params[index]
             value = value.to("cpu") if offload_to_cpu else value
-            if param.unsharded_spec is not None:
-                value = make_dtensor(value, param.unsharded_spec)
-            full = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
+            full = nn.Parameter(_shown(value, param), requires_grad=param.sharded.requires_grad)
             full.__dict__.update(param.sharded.__dict__)
             if param.sharded.grad is not None and index in grads:
-                grad = grads[index]
-                full.grad = grad if param.unsharded_spec is None else make_dtensor(grad, param.unsharded_spec)
+                full.grad = _shown(grads[index], param)
             self._full[index] = full
             for location in param.locations:
                 location.module._parameters[location.name] = full
@@ -134,14 +127,13 @@ class _FullGroup:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        group, rank = self._group, self._group.data.shard_rank
+        rank = self._group.data.shard_rank
         for index, full in self._full.items():
-            param = group.params[index]
-            value = full if param.unsharded_spec is None else local_of(full)  # type: ignore[arg-type]
-            local_of(param.sharded).copy_(param.chunk_of(value, rank))  # type: ignore[arg-type]
+            param = self._group.params[index]
+            local_of(param.sharded).copy_(param.chunk_of(_local(full), rank))  # type: ignore[arg-type]
             if full.grad is not None and param.sharded.grad is not None:
-                grad = full.grad if param.unsharded_spec is None else local_of(full.grad)  # type: ignore[arg-type]
-                local_of(param.sharded.grad).copy_(param.chunk_of(grad, rank))  # type: ignore[arg-type]
+                grad = local_of(param.sharded.grad)  # type: ignore[arg-type]
+                grad.copy_(param.chunk_of(_local(full.grad), rank))
 
     def close(self) -> None:
         self._group.summoned = False
@@ -152,18 +144,27 @@ class _FullGroup:
         self._full.clear()
 
 
+def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
+    """Beside tensor parallel, where all that a group has is a part, as the DTensor that the parameter was."""
+    return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def _local_gradient(param: ShardedParameter) -> torch.Tensor:
     grad = param.sharded.grad
-    return torch.zeros_like(param.local) if grad is None else local_of(grad)  # type: ignore[arg-type]
+    return torch.zeros_like(param.local) if grad is None else _local(grad)
 
 
 def _gather_extension(param: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
     """A subclass that gathers in a form of its own is summoned as its plain values."""
-    group = param.data.shard_group
-    plain = torch.zeros(param.padded_shape(param.data.shard_size), dtype=param.dtype, device=local.device)
-    plain.narrow(param.dim or 0, 0, local.shape[param.dim or 0]).copy_(local)
+    group, dim = param.data.shard_group, param.dim or 0
+    plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=local.device)
+    plain.narrow(dim, 0, local.shape[dim]).copy_(local)
     if group is None:
         return plain
     parts = [torch.empty_like(plain) for _ in range(group.size())]
     dist.all_gather(parts, plain, group=group)
-    return torch.cat(parts, param.dim or 0).narrow(param.dim or 0, 0, param.shape[param.dim or 0])
+    return torch.cat(parts, dim).narrow(dim, 0, param.shape[dim])

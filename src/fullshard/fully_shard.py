@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm.select import select_transport
 from fullshard.device import compute_device
@@ -40,6 +40,9 @@ from fullshard.torch_private import is_traceable_subclass
 from fullshard.wrap import repeated_blocks, targets
 
 M = TypeVar("M", bound=nn.Module)
+
+#: Parameters, with every place where they stand.
+_Found = dict[nn.Parameter, list[Location]]
 
 _log = logging.getLogger("fullshard")
 
@@ -121,14 +124,16 @@ def fully_shard(
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
     if data.shards and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
-    ignored_params = _checked_ignored(ignored_params)
-    params = _parameters(modules, ignored_params)
+    ignored = () if ignored_params is None else ignored_params
+    if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
+        raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
+    params = _parameters(modules, set(ignored))
     _check_parameters(params, data, device)
     _move_to_device(modules, params, device, mp_policy)
     unit = Unit(modules, device, mp_policy, auto_reshard)
-    unit.ignored = {id(param) for param in ignored_params}
-    for place, chosen in _by_mesh(params, data, shard_placement_fn).items():
-        sharded = [ShardedParameter(param, locations, place, placement) for param, locations, placement in chosen]
+    unit.ignored = {id(param) for param in ignored}
+    for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
+        originals = [param.sharded for param in sharded]
         tag = agree(sharded, place, device, mp_policy)
         group_options = GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place))
         process_group = place.shard_group or place.replicate_group
@@ -137,7 +142,7 @@ def fully_shard(
         transport = select_transport(process_group, device)
         group = Group(sharded, modules, place, device, group_options, transport, tag)
         unit.groups.append(group)
-        register(group, [param for param, _, _ in chosen])
+        register(group, originals)
     _borrow(unit)
     attach(unit)
     for target in modules:
@@ -215,58 +220,43 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
     return True, None if choice == size else smaller_mesh(data, choice)
 
 
-_Placed = tuple[nn.Parameter, list[Location], "Shard | None"]
-
-
-def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[tuple[nn.Parameter, list[Location]]]:
-    """The parameters that no earlier call has taken, with every place where they stand."""
-    skip = {id(param) for param in ignored}
-    found: dict[int, tuple[nn.Parameter, list[Location]]] = {}
+def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
+    """The parameters that no earlier call has taken."""
+    found: _Found = {}
     names = {id(inner): name for module in modules for name, inner in module.named_modules()}
     for module in _managed_modules(modules):
         for name, param in module._parameters.items():
-            if param is None or id(param) in skip or owner_of(param) is not None:
-                continue
-            found.setdefault(id(param), (param, []))[1].append(Location(module, name, names[id(module)]))
-    return list(found.values())
+            if param is not None and param not in ignored and owner_of(param) is None:
+                found.setdefault(param, []).append(Location(module, name, names[id(module)]))
+    return found
 
 
 def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that no call on a submodule has taken, parents before children."""
     managed: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        if module in managed or (module not in modules and unit_of(module) is not None):
-            return
-        managed[module] = None
-        for child in module.children():
-            visit(child)
-
-    for module in modules:
-        visit(module)
+    waiting = list(reversed(modules))
+    while waiting:
+        module = waiting.pop()
+        if module not in managed and (module in modules or unit_of(module) is None):
+            managed[module] = None
+            waiting.extend(reversed(list(module.children())))
     return list(managed)
 
 
-def _checked_ignored(ignored: Any) -> set[nn.Parameter]:
-    if ignored is None:
-        return set()
-    if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
-        raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    return set(ignored)
-
-
-def _check_parameters(
-    params: Sequence[tuple[nn.Parameter, list[Location]]], data: DataMesh, device: torch.device
-) -> None:
-    for param, locations in params:
+def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> None:
+    for param, locations in params.items():
         where = f"parameter '{locations[0].full_name}' of a {type(locations[0].module).__name__}"
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"{where} is not initialized yet: run its lazy module once before fully_shard")
-        if isinstance(param, DTensor) and param.device_mesh.device_type != device.type:
+        if not isinstance(param, DTensor):
+            continue
+        if param.device_mesh.device_type != device.type:
             raise ValueError(
                 f"{where} is a DTensor on a mesh of {param.device_mesh.device_type}, but fully_shard is given a mesh "
                 f"of {device.type}: both must have one device type"
             )
-        if isinstance(param, DTensor) and data.spmd_mesh is None and _overlap(param.device_mesh, data.mesh):
+        shared = set(param.device_mesh.mesh.flatten().tolist()) & set(data.mesh.mesh.flatten().tolist())
+        if data.spmd_mesh is None and len(shared) > 1:  # so that no root mesh can hold both
             raise ValueError(
                 f"{where} is already a DTensor on {param.device_mesh}, whose ranks fully_shard is asked to shard over: "
                 f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
@@ -274,19 +264,11 @@ def _check_parameters(
             )
 
 
-def _overlap(one: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether more ranks than one of a mesh are in the other as well, so that no root mesh can hold both."""
-    return len(set(one.mesh.flatten().tolist()) & set(other.mesh.flatten().tolist())) > 1
-
-
 def _move_to_device(
-    modules: Sequence[nn.Module],
-    params: Sequence[tuple[nn.Parameter, list[Location]]],
-    device: torch.device,
-    mp_policy: MixedPrecisionPolicy,
+    modules: Sequence[nn.Module], params: _Found, device: torch.device, mp_policy: MixedPrecisionPolicy
 ) -> None:
     """Parameters and buffers go to the compute device, those on meta excepted; buffers to their dtype as well."""
-    for param, _ in params:
+    for param in params:
         if param.device == device or param.is_meta or isinstance(param, DTensor):
             continue
         if is_traceable_subclass(param):
@@ -305,14 +287,12 @@ def _move_to_device(
 
 
 def _by_mesh(
-    params: Sequence[tuple[nn.Parameter, list[Location]]],
-    data: DataMesh,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> dict[DataMesh, list[_Placed]]:
+    params: _Found, data: DataMesh, shard_placement_fn: Callable[[nn.Parameter], Any] | None
+) -> dict[DataMesh, list[ShardedParameter]]:
     """The parameters of each mesh; one mesh unless ``shard_placement_fn`` names others."""
-    groups: dict[DataMesh, list[_Placed]] = {}
+    groups: dict[DataMesh, list[ShardedParameter]] = {}
     meshes: dict[DeviceMesh, DataMesh] = {}
-    for param, locations in params:
+    for param, locations in params.items():
         place, placement = data, None
         if shard_placement_fn is not None:
             try:
@@ -327,7 +307,7 @@ def _by_mesh(
                         f"to fully_shard only replicates"
                     )
                 place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
-        groups.setdefault(place, []).append((param, locations, placement))
+        groups.setdefault(place, []).append(ShardedParameter(param, locations, place, placement))
     return groups
 
 

@@ -7,6 +7,7 @@ schedule for a transition; none does the work itself.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -79,10 +80,7 @@ class FSDPModule:
         unit = _unit(self)
         schedule = _schedule(self)
         for group in unit.groups:
-            if not async_op:
-                schedule.unshard(group)
-            else:
-                schedule.gather(group)
+            (schedule.gather if async_op else schedule.unshard)(group)
         return UnshardHandle(unit) if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -168,8 +166,7 @@ class FSDPModule:
         for group in _unit(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
-            group.options.all_reduce_hook = hook
-            group.options.all_reduce_hook_stream = stream
+            group.options.all_reduce_hook, group.options.all_reduce_hook_stream = hook, stream
 
     # -- resharding and prefetch -------------------------------------------------------------------------------------
 
@@ -262,13 +259,11 @@ class FSDPModule:
             shard_group = group.data.shard_group
             if not enable or shard_group is None:
                 group.reduce_process_group = shard_group
-                continue
-            if group.reduce_process_group is not shard_group:
-                continue
-            ranks = tuple(dist.get_process_group_ranks(shard_group))
-            if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-            group.reduce_process_group = made[ranks]
+            elif group.reduce_process_group is shard_group:
+                ranks = tuple(dist.get_process_group_ranks(shard_group))
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                group.reduce_process_group = made[ranks]
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
@@ -334,11 +329,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 class _ForwardMethod:
     """A method between the hooks of its module's unit."""
 
+    __wrapped__: Callable[..., Any]
+
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         self._module = module
-        self.__wrapped__ = method
-        self.__name__ = getattr(method, "__name__", "method")
-        self.__doc__ = method.__doc__
+        functools.update_wrapper(self, method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _unit(self._module).run_method(self._module, self.__wrapped__, args, kwargs)

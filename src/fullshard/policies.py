@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,9 @@ class DataParallelMeshDims:
                     "tuple of names, or None"
                 )
             object.__setattr__(self, field, tuple(names))
-        names = self.shard_names + self.replicate_names
-        if not names:
+        if not self.names:
             raise ValueError("DataParallelMeshDims names no dimension: set shard, replicate or both")
-        if len(set(names)) < len(names):
+        if len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"DataParallelMeshDims names a dimension twice: shard={self.shard!r}, replicate={self.replicate!r}; "
                 "a mesh dimension can do only one of the two"
@@ -140,6 +141,10 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.shard_names + self.replicate_names
 
 
 class Comm(ABC):
@@ -199,12 +204,8 @@ class ReduceScatter(Comm):
         Args:
             output_tensor: 1-D, ``input_tensor.numel() / group.size()`` elements. It may be a part of the input.
             input_tensor: 1-D, of equal size on all ranks; part ``r`` is for rank ``r``.
-            group: the ranks that take part; all of them call.
+            group, async_op: as those of :class:`AllGather`, and so is what is returned.
             op: how to combine values.
-            async_op: whether to return before it is done.
-
-        Returns:
-            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
         """
 
 
@@ -247,30 +248,25 @@ class ShardPlacementResult:
     @cached_property
     def device_mesh(self) -> DeviceMesh | None:
         """The 1-D (shard) or 2-D (replicate, shard) mesh, or ``None`` for that of the ``fully_shard`` call."""
-        if self.mesh is None:
-            return None
-        if isinstance(self.mesh, DeviceMesh):
-            return _checked_mesh(self.mesh)
-        if isinstance(getattr(self.mesh, "mesh", None), DeviceMesh) and hasattr(self.mesh, "shard_mesh_dim"):
-            return _described_mesh(self.mesh)
-        raise InvalidShardPlacement(
-            f"ShardPlacementResult.mesh is {_describe(self.mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
-            "with .mesh and .shard_mesh_dim, or None"
-        )
-
-
-def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
-            "shard). Slice the mesh by the names of its data-parallel dimensions"
-        )
-    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
-            'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
-        )
-    return mesh
+        mesh = self.mesh
+        if isinstance(getattr(mesh, "mesh", None), DeviceMesh) and hasattr(mesh, "shard_mesh_dim"):
+            return _described_mesh(mesh)
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise InvalidShardPlacement(
+                f"ShardPlacementResult.mesh is {_describe(mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
+                "with .mesh and .shard_mesh_dim, or None"
+            )
+        if mesh is not None and mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
+                "shard). Slice the mesh by the names of its data-parallel dimensions"
+            )
+        if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
+                'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
+            )
+        return mesh
 
 
 def _described_mesh(info: Any) -> DeviceMesh:
@@ -300,70 +296,33 @@ def _described_mesh(info: Any) -> DeviceMesh:
     )
 
 
-# PyTorch's own objects: the same class name, and the fields that are read here. A class derived from one counts as it.
-
-
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
-
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(policy, MixedPrecisionPolicy):
-        return policy
-    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-    if _is_foreign(policy, "MixedPrecisionPolicy", fields):
-        values = {field: getattr(policy, field) for field in fields}
-        return MixedPrecisionPolicy(**values, buffer_dtype=getattr(policy, "buffer_dtype", None))
-    raise TypeError(f"mp_policy is {_describe(policy)}; expected a MixedPrecisionPolicy (fullshard's or PyTorch's)")
-
-
-def as_offload_policy(policy: object) -> OffloadPolicy:
-    """``policy`` itself if it is ours, ours with the same values if it is PyTorch's.
-
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(policy, OffloadPolicy):
-        return policy
-    if _is_foreign(policy, "CPUOffloadPolicy", ("pin_memory",)):
-        return CPUOffloadPolicy(pin_memory=policy.pin_memory)  # type: ignore[attr-defined]
-    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
-    if _is_foreign(policy, "OffloadPolicy", ()) and not _is_foreign(policy, "CPUOffloadPolicy", ()):
-        return OffloadPolicy()
-    raise TypeError(
-        f"offload_policy is {_describe(policy)}; expected an OffloadPolicy or a CPUOffloadPolicy "
-        "(fullshard's or PyTorch's)"
+    """``policy`` as one of ours, or a TypeError."""
+    return _ours(
+        policy, MixedPrecisionPolicy, "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
     )
 
 
-def as_mesh_dims(dims: object) -> DataParallelMeshDims:
-    """``dims`` itself if it is ours, ours with the same values if it is PyTorch's.
+def as_offload_policy(policy: object) -> OffloadPolicy:
+    """``policy`` as one of ours, or a TypeError."""
+    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
+    if isinstance(policy, OffloadPolicy) or not _is_foreign(policy, "CPUOffloadPolicy"):
+        return _ours(policy, OffloadPolicy, "offload_policy")
+    return _ours(policy, CPUOffloadPolicy, "offload_policy", "pin_memory")
 
-    Raises:
-        TypeError: if it is neither.
-    """
-    if isinstance(dims, DataParallelMeshDims):
-        return dims
-    if _is_foreign(dims, "DataParallelMeshDims", ("shard", "replicate")):
-        return DataParallelMeshDims(dims.shard, dims.replicate)  # type: ignore[attr-defined]
-    raise TypeError(f"dp_mesh_dims is {_describe(dims)}; expected DataParallelMeshDims (fullshard's or PyTorch's)")
+
+def as_mesh_dims(dims: object) -> DataParallelMeshDims:
+    """``dims`` as one of ours, or a TypeError."""
+    return _ours(dims, DataParallelMeshDims, "dp_mesh_dims", "shard", "replicate")
 
 
 def as_shard_placement(result: object) -> ShardPlacementResult:
-    """What a ``shard_placement_fn`` returned, whichever of the forms it may take.
-
-    Args:
-        result: ``None``, a ``Shard``, or a :class:`ShardPlacementResult` (fullshard's or PyTorch's).
-
-    Raises:
-        InvalidShardPlacement: (a TypeError and ValueError) if it is none of these.
-    """
+    """What a ``shard_placement_fn`` returned, whichever form it has, or an InvalidShardPlacement."""
     if isinstance(result, ShardPlacementResult):
         return result
     if result is None or isinstance(result, Shard):
         return ShardPlacementResult(result)
-    if _is_foreign(result, "ShardPlacementResult", ("placement", "mesh_info")):
+    if _is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
     raise InvalidShardPlacement(
         f"shard_placement_fn returned {_describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
@@ -371,7 +330,19 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     )
 
 
-def _is_foreign(obj: object, class_name: str, fields: Sequence[str]) -> bool:
+def _ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
+    """``setting`` itself if it is ours, ours with the same values if it is PyTorch's."""
+    if isinstance(setting, cls):
+        return setting
+    if not _is_foreign(setting, cls.__name__, *fields):
+        names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
+        raise TypeError(f"{argument} is {_describe(setting)}; expected {names} (fullshard's or PyTorch's)")
+    ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
+
+
+def _is_foreign(obj: object, class_name: str, *fields: str) -> bool:
+    """Whether it is PyTorch's: of a class with that name, or derived from one, with the fields that are read here."""
     named = any(cls.__name__ == class_name for cls in type(obj).__mro__)
     return named and all(hasattr(obj, field) for field in fields)
 
@@ -392,4 +363,4 @@ def _expect_bools(policy: object, *fields: str) -> None:
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if names is None:
         return ()
-    return (names,) if isinstance(names, str) else tuple(names)
+    return (names,) if isinstance(names, str) else names

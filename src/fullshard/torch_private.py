@@ -6,6 +6,7 @@ feature, here, and the callers ask for the feature and not for a version.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
@@ -17,9 +18,10 @@ import torch.utils._pytree as pytree  # torch.utils.pytree is not in every relea
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 StridedShard = _StridedShard
@@ -34,8 +36,21 @@ def sharding_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    return tensor._spec
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+
+
+def altered_spec(
+    spec: DTensorSpec,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensorSpec:
+    """``spec`` of a tensor of the same shape, placed otherwise or of another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return sharding_spec(
+        mesh or spec.mesh, spec.placements if placements is None else placements, *meta[:2], dtype or meta.dtype
+    )
 
 
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
@@ -80,28 +95,18 @@ def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def run_last(hook: RemovableHandle) -> None:
-    """Let a hook run after all others of its kind; torch has a public way, ``prepend``, for other hooks only."""
+def reorder(hook: RemovableHandle, last: bool) -> None:
+    """Let a hook run after, or before, all others of its kind; torch has a public way for other kinds only."""
     hooks = hook.hooks_dict_ref()
     assert hooks is not None
-    hooks.move_to_end(hook.id)
+    hooks.move_to_end(hook.id, last)
 
 
-def run_first(hook: RemovableHandle) -> None:
-    """Let a hook run before all others of its kind."""
-    hooks = hook.hooks_dict_ref()
-    assert hooks is not None
-    hooks.move_to_end(hook.id, last=False)
+#: One mesh of several that come from one root mesh: data parallel beside tensor parallel.
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
 
-
-def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """One mesh of several that come from one root mesh: data parallel beside tensor parallel."""
-    return DeviceMesh._concatenate(list(meshes))
-
-
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Several dims of a mesh as one."""
-    return mesh._flatten(name)
+#: Several dims of a mesh as one, with a name.
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
 
 def in_backward() -> bool:
@@ -132,20 +137,17 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return construct(storage.data_ptr(), storage.device, storage.nbytes())
 
 
-def is_traceable_subclass(tensor: Any) -> bool:
-    """Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace."""
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    return is_traceable_wrapper_subclass(tensor)
+#: Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace.
+is_traceable_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
 
 
-def strided_split_factor(spec: DTensorSpec, dim: int) -> int:
-    """Into how many parts tensor parallel has cut ``dim``."""
-    factor = 1
-    for mesh_dim, placement in enumerate(spec.placements):
-        if (placement.is_shard() or isinstance(placement, _StridedShard)) and placement.dim == dim:  # type: ignore[attr-defined]
-            factor *= spec.mesh.size(mesh_dim)
-    return factor
+def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
+    """Into how many parts ``dim`` was cut by tensor parallel, over the mesh dims that come after one."""
+    return math.prod(
+        spec.mesh.size(mesh_dim)
+        for mesh_dim, placement in enumerate(spec.placements)
+        if mesh_dim > after and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    )
 
 
 #: Container classes registered with pytree, and how each comes apart and together again (``flatten_fn``,
@@ -215,9 +217,8 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return _plain_apply.__get__(None, function)(*args)
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place."""
-    return tensor._base
+#: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -129,14 +129,14 @@ def _is_empty(tree: Any) -> bool:
 class _Kind(NamedTuple):
     """How the containers of one class come apart and together.
 
-    ``open`` gives the values to walk and whatever else ``build`` needs to know. ``blank`` makes an empty container that
-    ``build`` fills in place, which is how a container can be referred to before it is complete; without it there are no
-    such references, and ``build`` is given ``None`` and makes the container.
+    ``open`` gives the values to walk and whatever else ``build`` needs to know. Where it ``fills``, ``build`` is given
+    an empty object of the class, so that a container can be referred to before it is complete; otherwise it is given
+    the old container and makes a new one, and there are no such references.
     """
 
     open: Callable[[Any], tuple[Sequence[Any], Any]]
-    build: Callable[[Any, list[Any], Any, Any], Any]
-    blank: Callable[[Any], Any] | None = None
+    build: Callable[[Any, list[Any], Any], Any]
+    fills: bool = False
 
 
 class _Walk:
@@ -175,20 +175,19 @@ class _Walk:
         old, context = kind.open(node)
         new = [self.visit(value) for value in old]
         blank = self.under_way.pop(key)
-        if blank is None:
-            if all(map(is_, new, old)):
-                return node
-            if kind.blank is not None:
-                blank = kind.blank(node)
-        return kind.build(node, new, context, blank)
+        if blank is None and all(map(is_, new, old)):
+            return node
+        if kind.fills and blank is None:
+            blank = _new(type(node))
+        return kind.build(blank if kind.fills else node, new, context)
 
     def _refer_to(self, key: int, node: Any, kind: _Kind) -> Any:
         """What stands for a container inside itself. A cycle through a tuple also passes through something mutable, at
         which it is cut; were it entered at the tuple, the old tuple stands there."""
-        if kind.blank is None:
+        if not kind.fills:
             return node
         if self.under_way[key] is None:
-            self.under_way[key] = kind.blank(node)
+            self.under_way[key] = _new(type(node))
         return self.under_way[key]
 
 
@@ -207,7 +206,7 @@ def _derived_kind(cls: type) -> _Kind | None:
     if issubclass(cls, nn.Module):
         return None
     if issubclass(cls, tuple):
-        return _TUPLE_LIKE
+        return _TUPLE
     if dataclasses.is_dataclass(cls) or issubclass(cls, (dict, list, UserDict, UserList)):
         return _OBJECT
     return None
@@ -225,13 +224,13 @@ def _open_object(node: Any) -> tuple[Sequence[Any], Any]:
     return (*items.values(), *attributes.values()), (tuple(items), tuple(attributes))
 
 
-def _build_object(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
+def _fill_object(blank: Any, new: list[Any], context: Any) -> Any:
     keys, names = context
-    if isinstance(node, dict):
-        put = OrderedDict.__setitem__ if isinstance(node, OrderedDict) else dict.__setitem__
+    if isinstance(blank, dict):
+        put = OrderedDict.__setitem__ if isinstance(blank, OrderedDict) else dict.__setitem__
         for key, value in zip(keys, new, strict=False):
             put(blank, key, value)
-    elif isinstance(node, list):
+    elif isinstance(blank, list):
         list.extend(blank, new[: len(keys)])
     for name, value in zip(names, new[len(keys) :], strict=True):
         object.__setattr__(blank, name, value)  # works for frozen dataclasses too
@@ -259,10 +258,6 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     )
 
 
-def _blank_object(node: Any) -> Any:
-    return _new(type(node))
-
-
 def _new(cls: type, *args: Any) -> Any:
     """An object made by the class of the interpreter from which ``cls`` derives, because constructors that users write
     may want other arguments than we have."""
@@ -276,20 +271,11 @@ def _constructing_base(cls: type) -> Any:
     )
 
 
-def _build_tuple_like(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
+def _build_tuple(node: Any, new: list[Any], context: Any) -> Any:
     copy = _new(type(node), new)
     for name, value in getattr(node, "__dict__", {}).items():
         object.__setattr__(copy, name, value)
     return copy
-
-
-def _open_packed(node: PackedSequence) -> tuple[Sequence[Any], Any]:
-    return (node.data, node.sorted_indices, node.unsorted_indices), node.batch_sizes
-
-
-def _build_packed(node: PackedSequence, new: list[Any], batch_sizes: Any, blank: Any) -> PackedSequence:
-    data, sorted_indices, unsorted_indices = new
-    return type(node)(data, batch_sizes, sorted_indices, unsorted_indices)
 
 
 def _open_registered(node: Any) -> tuple[Sequence[Any], Any]:
@@ -297,28 +283,20 @@ def _open_registered(node: Any) -> tuple[Sequence[Any], Any]:
     return list(values), context
 
 
-def _build_registered(node: Any, new: list[Any], context: Any, blank: Any) -> Any:
-    return PYTREE_NODES[type(node)].unflatten_fn(new, context)
-
-
-def _build_dict(node: dict[Any, Any], new: list[Any], keys: Any, blank: dict[Any, Any]) -> dict[Any, Any]:
+def _fill_dict(blank: dict[Any, Any], new: list[Any], keys: Any) -> dict[Any, Any]:
     blank.update(zip(keys, new, strict=True))
     return blank
 
 
-def _build_list(node: list[Any], new: list[Any], context: Any, blank: list[Any]) -> list[Any]:
-    blank.extend(new)
-    return blank
-
-
-_OBJECT = _Kind(_open_object, _build_object, _blank_object)
-_TUPLE_LIKE = _Kind(lambda node: (tuple(node), None), _build_tuple_like)
-_PACKED = _Kind(_open_packed, _build_packed)
-_REGISTERED = _Kind(_open_registered, _build_registered)
+_OBJECT = _Kind(_open_object, _fill_object, fills=True)
+_TUPLE = _Kind(lambda node: (node, None), _build_tuple)
+_PACKED = _Kind(
+    lambda node: ((node.data, node.sorted_indices, node.unsorted_indices), node.batch_sizes),
+    lambda node, new, batch_sizes: type(node)(new[0], batch_sizes, *new[1:]),
+)
+_REGISTERED = _Kind(_open_registered, lambda node, new, context: PYTREE_NODES[type(node)].unflatten_fn(new, context))
 _BUILTIN_KINDS: dict[type, _Kind] = {
-    tuple: _Kind(lambda node: (node, None), lambda node, new, context, blank: tuple(new)),
-    list: _Kind(lambda node: (tuple(node), None), _build_list, lambda node: []),
-    dict: _Kind(lambda node: (tuple(node.values()), tuple(node)), _build_dict, lambda node: {}),
-    OrderedDict: _OBJECT,
-    defaultdict: _OBJECT,
+    tuple: _Kind(lambda node: (node, None), lambda node, new, context: tuple(new)),
+    dict: _Kind(lambda node: (tuple(node.values()), tuple(node)), _fill_dict, fills=True),
+    **dict.fromkeys((list, OrderedDict, defaultdict), _OBJECT),
 }

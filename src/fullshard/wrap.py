@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Overrides = dict[str, Any]
+Predicate = Callable[[nn.Module], bool]
 WrapFunction = Callable[..., bool]  # called with the keywords module, recurse and nonwrapped_numel
 
 
@@ -109,9 +110,7 @@ class CustomPolicy(_Policy):
     ) -> dict[nn.Module, Overrides]:
         chosen = {}
         for name, module in root_module.named_modules():
-            if module in ignored_modules:
-                continue
-            answer = self._lambda_fn(module)
+            answer = self._lambda_fn(module) if module not in ignored_modules else False
             if not isinstance(answer, (bool, dict)):
                 raise ValueError(
                     f"the function of a CustomPolicy returned {answer!r} for module '{name}' "
@@ -131,7 +130,7 @@ def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
     """Wraps every module for which ``lambda_fn`` is true; give that with ``functools.partial``."""
-    return True if recurse else lambda_fn(module)
+    return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
@@ -141,7 +140,7 @@ def transformer_auto_wrap_policy(
 
     What is outside of them, such as an embedding and the head tied to it, stays together in the root.
     """
-    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
 def size_based_auto_wrap_policy(
@@ -179,7 +178,7 @@ cast(Any, size_based_auto_wrap_policy).FORCE_LEAF_MODULES = {nn.MultiheadAttenti
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
-    return True if recurse else isinstance(module, tuple(module_classes))
+    return recurse or isinstance(module, tuple(module_classes))
 
 
 def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]) -> bool:
@@ -215,7 +214,7 @@ def targets(
         chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
     elif callable(policy) and not isinstance(policy, type):
         uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-        chosen = _Recursion(policy, skipped, uncounted, tuple(forced)).run(root_module)
+        chosen = _ask(policy, root_module, skipped, uncounted, tuple(forced))
     else:
         found = f"the class {policy.__name__} itself" if isinstance(policy, type) else repr(policy)
         raise TypeError(
@@ -223,73 +222,59 @@ def targets(
             "(module, recurse, nonwrapped_numel) -> bool"
         )
     ordered = {}
-    for module in _post_order(root_module):
+    for module in _post_order(root_module, {root_module}):
         overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
         if module is not root_module and (module in chosen or overriding):
             ordered[module] = dict(chain(chosen.get(module, {}).items(), *(kw.items() for kw in overriding)))
     return ordered
 
 
-class _Recursion:
-    """Asks a function about the modules of a tree. A module in several places is asked about where it is met first."""
+def _ask(
+    policy: WrapFunction,
+    root: nn.Module,
+    skipped: set[nn.Module],
+    uncounted: set[nn.Parameter],
+    forced: tuple[type[nn.Module], ...],
+) -> dict[nn.Module, Overrides]:
+    """What a function wants of a tree. A module in several places is asked about where it is met first."""
+    taken_by: dict[nn.Module, set[nn.Parameter]] = {}  # the targets in a module, itself included
+    chosen: dict[nn.Module, Overrides] = {}
 
-    def __init__(
-        self,
-        policy: WrapFunction,
-        skipped: set[nn.Module],
-        uncounted: set[nn.Parameter],
-        forced: tuple[type[nn.Module], ...],
-    ) -> None:
-        self.policy = policy
-        self.skipped = skipped
-        self.uncounted = uncounted
-        self.forced = forced
-        self.taken: dict[nn.Module, set[nn.Parameter]] = {}  # by the targets in a module, itself included
-        self.chosen: dict[nn.Module, Overrides] = {}
+    def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
+        numel = sum(param.numel() for param in params)
+        return bool(policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
-    def run(self, root: nn.Module) -> dict[nn.Module, Overrides]:
-        self._visit(root, is_root=True)
-        return self.chosen
-
-    def _visit(self, module: nn.Module, is_root: bool = False) -> set[nn.Parameter]:
-        if module in self.taken:
-            return self.taken[module]
-        self.taken[module] = taken = set()
-        own = {param for param in module.parameters() if param not in self.uncounted}
-        if self._ask(module, True, own):
+    def visit(module: nn.Module) -> set[nn.Parameter]:
+        if module in taken_by:
+            return taken_by[module]
+        taken_by[module] = taken = set()
+        own = set(module.parameters()) - uncounted
+        wanted = False
+        if is_wanted(module, True, own):
             for child in module.children():
-                if child not in self.skipped:
-                    taken |= self._visit(child)
-            wanted = not is_root and self._ask(module, False, own - taken)
+                if child not in skipped:
+                    taken |= visit(child)
+            wanted = module is not root and is_wanted(module, False, own - taken)
         else:
-            wanted = False
             for inner in module.modules():  # some are wrapped even where the policy does not look
-                if isinstance(inner, self.forced) and inner not in self.skipped:
-                    taken.update(param for param in inner.parameters() if param not in self.uncounted)
-        if wanted or (not is_root and isinstance(module, self.forced)):
-            self.chosen[module] = {}
+                if isinstance(inner, forced) and inner not in skipped:
+                    taken |= set(inner.parameters()) - uncounted
+        if wanted or (module is not root and isinstance(module, forced)):
+            chosen[module] = {}
             taken |= own
         return taken
 
-    def _ask(self, module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        numel = sum(param.numel() for param in params)
-        return bool(self.policy(module=module, recurse=recurse, nonwrapped_numel=numel))
-
-
-def _post_order(root: nn.Module) -> list[nn.Module]:
-    """Every module once, children before their parents, otherwise in the order of registration."""
-    seen = {root}
-    ordered: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                visit(child)
-        ordered.append(module)
-
     visit(root)
-    return ordered
+    return chosen
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Every module once, children before their parents, otherwise in the order of registration."""
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _post_order(child, seen)
+    yield module
 
 
 _wrapping: ContextVar[tuple[Callable[..., nn.Module], Overrides] | None] = ContextVar("fullshard_wrap", default=None)
@@ -365,21 +350,19 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Returns:
         Blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
     """
-    for is_acceptable in (_is_composite, _has_matrix, _has_params):
-        blocks = _find_blocks(model, is_acceptable)
+    for may_be_block in (_is_composite, _has_matrix, _has_params):
+        blocks = _find_blocks(model, may_be_block)
         if blocks:
             return blocks
     return []
 
 
-def _find_blocks(model: nn.Module, is_acceptable: Callable[[nn.Module], bool]) -> list[nn.Module]:
+def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
     opened: set[nn.Module] = set()
     while True:
-        families = list(_families(model, opened, is_acceptable))
+        families = list(_families(model, opened, {model}, may_be_block))
         counts = Counter(_look(member) for _, members in families for member in members)
-        to_open: set[nn.Module] = set()
-        for container, members in families:
-            to_open |= _members_to_open(container, members, counts, is_acceptable)
+        to_open = {each for family in families for each in _members_to_open(*family, counts, may_be_block)}
         if not to_open:
             blocks = {member for _, members in families for member in members}
             return [module for module in model.modules() if module in blocks]
@@ -387,58 +370,49 @@ def _find_blocks(model: nn.Module, is_acceptable: Callable[[nn.Module], bool]) -
 
 
 def _families(
-    model: nn.Module, opened: set[nn.Module], is_acceptable: Callable[[nn.Module], bool]
+    module: nn.Module, opened: set[nn.Module], seen: set[nn.Module], may_be_block: Predicate
 ) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Containers, each with its candidates, met from ``model`` without looking into candidates that are not opened."""
-    seen = {model}
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        members: list[nn.Module] = []
-        inside: list[nn.Module] = []
-        for child in _children(module):
-            if child not in seen:
-                seen.add(child)
-                is_candidate = _is_container(module) and _can_run(child) and is_acceptable(child)
-                (members if is_candidate and child not in opened else inside).append(child)
-        if members:
-            yield module, members
-        waiting.extend(reversed(inside))
+    """Containers, each with its candidates, met from ``module`` without looking into candidates that are not opened."""
+    members: list[nn.Module] = []
+    inside: list[nn.Module] = []
+    for child in _children(module):
+        if child not in seen:
+            seen.add(child)
+            is_candidate = _is_container(module) and child not in opened and may_be_block(child)
+            (members if is_candidate else inside).append(child)
+    if members:
+        yield module, members
+    for child in inside:
+        yield from _families(child, opened, seen, may_be_block)
 
 
 def _members_to_open(
-    container: nn.Module,
-    members: list[nn.Module],
-    counts: Counter[tuple[object, ...]],
-    is_acceptable: Callable[[nn.Module], bool],
+    container: nn.Module, members: list[nn.Module], counts: Counter[tuple[object, ...]], may_be_block: Predicate
 ) -> set[nn.Module]:
     """Those of a container's candidates that are no blocks themselves."""
     repeating = [member for member in members if counts[_look(member)] > 1]
     is_mixed_list = repeating and not isinstance(container, nn.Sequential)
     to_open = set() if is_mixed_list else set(members).difference(repeating)
-    by_look: dict[object, list[nn.Module]] = {}
-    for member in members:
-        by_look.setdefault(_look(member), []).append(member)
-    for alike in by_look.values():
-        if _are_stages(alike, is_acceptable):
+    for look in set(map(_look, members)):
+        alike = [member for member in members if _look(member) == look]
+        if _are_stages(alike, may_be_block):
             to_open.update(alike)
-    if isinstance(container, nn.ModuleDict) and not _is_numbered(container):
-        to_open.update(member for member in members if _find_blocks(member, is_acceptable))
+    has_names = isinstance(container, nn.ModuleDict) and len({re.sub(r"\d+", "", name) for name in container}) > 1
     for member in members:
-        if type(member) is nn.Sequential:
-            chain_of = Counter(_signature(child) for child in _children(member) if is_acceptable(child))
-            if chain_of and max(chain_of.values()) > 1:
-                to_open.add(member)
+        inside = map(_signature, filter(may_be_block, _children(member)))
+        is_chain = type(member) is nn.Sequential and max(Counter(inside).values(), default=0) > 1
+        if is_chain or (has_names and _find_blocks(member, may_be_block)):
+            to_open.add(member)
     return to_open
 
 
-def _are_stages(alike: list[nn.Module], is_acceptable: Callable[[nn.Module], bool]) -> bool:
+def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
     """Whether members of one class are each hardly more than a list of blocks, of a width that no other of them has."""
     widths: list[set[object]] = []
     numel_inside, is_chain = 0, False
     for stage in alike:
         lists = [module for module in (stage, *_children(stage)) if _is_container(module)]
-        inside = [child for module in lists for child in _children(module) if _can_run(child) and is_acceptable(child)]
+        inside = [child for module in lists for child in _children(module) if may_be_block(child)]
         if not inside:
             return False
         widths.append({_signature(child) for child in inside})
@@ -472,14 +446,6 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
 
 
-def _can_run(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _is_numbered(container: nn.ModuleDict) -> bool:
-    return len({re.sub(r"\d+", "", name) for name in container}) == 1
-
-
 def _is_composite(module: nn.Module) -> bool:
     """Not one of the layers that torch.nn brings. A module of the user's own may compute with its own parameters."""
     is_from_torch = type_before_parametrizations(module).__module__.startswith("torch.nn.")
@@ -487,8 +453,9 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _has_matrix(module: nn.Module) -> bool:
-    return any(param.ndim >= 2 for param in module.parameters())
+    return _has_params(module) and any(param.ndim >= 2 for param in module.parameters())
 
 
 def _has_params(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+    """And can be called."""
+    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None

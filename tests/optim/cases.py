@@ -39,9 +39,17 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     if how is not FUSED or cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 }
 
-#: What torch cannot do on DTensors.
+#: What torch cannot do on DTensors, and the operator at which it fails.
 BEYOND_TORCH = {
-    name for name in OPTIMIZERS if name.startswith("Rprop") or (name.startswith(("SGD", "Adagrad")) and "fused" in name)
+    name: operator
+    for name in OPTIMIZERS
+    for start, end, operator in (
+        ("Rprop", "loop", "index_put_"),
+        ("Rprop", "foreach", "_foreach_copy_"),
+        ("SGD", "fused", "_fused_sgd_"),
+        ("Adagrad", "fused", "_fused_adagrad_"),
+    )
+    if name.startswith(start) and name.endswith(end)
 }
 
 

@@ -28,6 +28,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal
 
 LayoutName = Literal["even", "flat"]
@@ -202,11 +203,8 @@ def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
 
 
 def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:
-    offsets, end = [], 0
-    for numel in numels:
-        offsets.append(end)
-        end = _align(end + numel, alignment)
-    return tuple(offsets), end
+    ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=0))
+    return tuple(ends[:-1]), ends[-1]
 
 
 def _align(numel: int, alignment: int) -> int:
@@ -217,14 +215,16 @@ def _align(numel: int, alignment: int) -> int:
 def _extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
     if not 0 <= rank < plan.world_size:
         raise ValueError(f"rank {rank} is not one of the plan's {plan.world_size}")
-    if plan.layout == "flat":
-        return _flat_extents(plan, rank)
+    if plan.layout == "flat":  # padding between parameters travels with them, padding at the tail does not
+        end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
+        start = rank * plan.shard_numel
+        length = min(start + plan.shard_numel, end) - start
+        return (Extent(start, 0, length),) if length > 0 else ()
     extents = []
     for param, full_offset, shard_offset in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
         start, stop = param.chunk(rank, plan.world_size)
-        if param.dim is None:
-            outer, inner, size = 1, param.numel, 1
-        else:
+        outer, inner, size = 1, param.numel, 1
+        if param.dim is not None:
             outer = math.prod(param.shape[: param.dim])
             inner = math.prod(param.shape[param.dim + 1 :])
             size = param.shape[param.dim]
@@ -235,13 +235,3 @@ def _extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
             outer, length = 1, length * outer
         extents.append(Extent(full_offset + start * inner, shard_offset, length, outer, size * inner))
     return tuple(extents)
-
-
-def _flat_extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
-    """Padding between parameters travels with them, padding at the tail does not."""
-    if not plan.params:
-        return ()
-    end = plan.full_offsets[-1] + plan.params[-1].numel
-    start = rank * plan.shard_numel
-    length = min(start + plan.shard_numel, end) - start
-    return (Extent(start, 0, length),) if length > 0 else ()

@@ -28,25 +28,11 @@ from fullshard.comm.staging import align
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some of an extent, see :class:`~fullshard.buffer.plan.Extent`; all in elements but ``offset``.
+class Piece(Extent):
+    """Some of an extent of a section, and where it lies in the staging of its round, in bytes."""
 
-    Args:
-        section: which of the transfers of a call it belongs to.
-        offset: where it lies in the staging of its round, in bytes.
-    """
-
-    section: int
-    full_start: int
-    shard_start: int
-    length: int
-    rows: int
-    stride: int
+    section: int = 0
     offset: int = 0
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.length
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,48 +42,36 @@ class Piece:
         """The largest part of at most ``numel`` elements from the front, whole rows if it has several; the rest."""
         if numel >= self.numel:
             return self, None
-        if self.rows == 1:
-            rest = Piece(self.section, self.full_start + numel, self.shard_start + numel, self.length - numel, 1, 0)
-            return (replace(self, length=numel), rest) if numel else (None, self)
-        rows = numel // self.length
-        if rows == 0:
+        count = numel if self.rows == 1 else numel // self.length
+        if count == 0:
             return None, self
-        rest = replace(
-            self,
-            full_start=self.full_start + rows * self.stride,
-            shard_start=self.shard_start + rows * self.length,
-            rows=self.rows - rows,
-        )
-        return replace(self, rows=rows), rest
+        if self.rows == 1:
+            return replace(self, length=count), self._from(count, count, length=self.length - count)
+        return replace(self, rows=count), self._from(count * self.stride, count * self.length, rows=self.rows - count)
+
+    def _from(self, full: int, shard: int, **shape: int) -> Piece:
+        """What begins so many elements further on in the full buffer and in the shard."""
+        return replace(self, full_start=self.full_start + full, shard_start=self.shard_start + shard, **shape)
 
     def single_rows(self) -> Iterator[Piece]:
         for row in range(self.rows):
-            full_start, shard_start = self.full_start + row * self.stride, self.shard_start + row * self.length
-            yield Piece(self.section, full_start, shard_start, self.length, 1, 0)
+            yield self._from(row * self.stride, row * self.length, rows=1, stride=0)
 
 
 def whole_extent(section: int, extent: Extent) -> Piece:
     """An extent in one piece."""
-    return Piece(section, extent.full_start, extent.shard_start, extent.length, extent.rows, extent.stride)
+    return Piece(**vars(extent), section=section)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What travels between two ranks at a time.
+    """What travels between two ranks at a time. Sizes are in bytes."""
 
-    Args:
-        straight: pieces that need no staging.
-        whole: pieces with messages of their own.
-        packed: pieces that share a message.
-        packed_start: where in staging, in bytes, that message begins.
-        nbytes: size of the staging at the receiver, which that message ends.
-    """
-
-    straight: tuple[Piece, ...] = ()
-    whole: tuple[Piece, ...] = ()
-    packed: tuple[Piece, ...] = ()
-    packed_start: int = 0
-    nbytes: int = 0
+    straight: tuple[Piece, ...] = ()  # pieces that need no staging
+    whole: tuple[Piece, ...] = ()  # pieces with messages of their own
+    packed: tuple[Piece, ...] = ()  # pieces that share a message
+    packed_start: int = 0  # where in staging that message begins
+    nbytes: int = 0  # the staging at the receiver, which that message ends
 
     @property
     def packed_bytes(self) -> int:
@@ -108,14 +82,9 @@ class Round:
 def gather_rounds(
     plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
 ) -> tuple[Round, ...]:
-    """How what ``owner`` has gets to any other rank.
+    """How what ``owner`` has of the sections gets to any other rank.
 
-    Args:
-        plans: of the sections.
-        itemsizes: bytes of an element of each section.
-        owner: rank that sends.
-        large: bytes from which a piece gets a message of its own.
-        capacity: bytes of staging for a round, at least ``large``.
+    From ``large`` bytes a piece gets a message of its own; ``capacity`` are those of staging for a round.
     """
     straight: list[Piece] = []
     whole: list[Piece] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.policies import AllGather, ReduceScatter
+from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
     all_gather_single,
     process_group_allocator,
@@ -49,7 +49,7 @@ class _ProcessGroupMemory:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         allocator = process_group_allocator(self._group, device)
         if allocator is None:
             raise RuntimeError(
@@ -58,20 +58,20 @@ class _ProcessGroupMemory:
             )
         return allocator(size, dtype, device)
 
-    def ready(self, *tensors: torch.Tensor) -> None:
-        return
+    def make_known(self, *tensors: torch.Tensor) -> None:
+        """Nothing: the process group knows what it allocated."""
 
 
-class _SymmetricMemory:
+class _SymmetricMemory(_ProcessGroupMemory):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        super().__init__(group)
         self._known: set[int] = set()
 
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(symmetric_memory_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def ready(self, *tensors: torch.Tensor) -> None:
+    def make_known(self, *tensors: torch.Tensor) -> None:
         """Every rank makes its memory known to the others, once for each piece."""
         for tensor in tensors:
             if tensor.data_ptr() not in self._known:
@@ -79,33 +79,23 @@ class _SymmetricMemory:
                 self._known.add(tensor.data_ptr())
 
 
-class _GatherIn(AllGather):
-    def __init__(self, memory: Any) -> None:
+class _In(Comm):
+    def __init__(self, memory: _ProcessGroupMemory) -> None:
         self._memory = memory
 
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor: torch.Tensor = self._memory.allocate(size, dtype, device)
-        return tensor
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._memory.allocate(size, dtype, device)
 
+
+class _GatherIn(_In, AllGather):
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._memory.ready(output_tensor)
+        self._memory.make_known(output_tensor)
         return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class _ReduceIn(ReduceScatter):
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        tensor: torch.Tensor = self._memory.allocate(size, dtype, device)
-        return tensor
-
+class _ReduceIn(_In, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -114,5 +104,5 @@ class _ReduceIn(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._memory.ready(input_tensor, output_tensor)
+        self._memory.make_known(input_tensor, output_tensor)
         return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

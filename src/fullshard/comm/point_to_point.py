@@ -42,6 +42,7 @@ _FIRST_TAG = 0x4653_0000
 
 #: A message as the process group wants it, and the rank at its other end.
 Message = tuple[list[torch.Tensor], int]
+_Where = Callable[[Piece], torch.Tensor]
 
 
 class PointToPointTransport(MovesPrivately):
@@ -109,21 +110,13 @@ class PointToPointTransport(MovesPrivately):
 
 @dataclass
 class _BoundRound:
-    """A round as this rank does it, with the tensors of its messages.
+    """A round as this rank does it, with the tensors of its messages."""
 
-    Args:
-        receives: posted first.
-        before: copies that make the packed messages.
-        sends: posted when they are made.
-        after: copies of what was received (gather).
-        sums: of what was received (reduction).
-    """
-
-    receives: list[Message] = field(default_factory=list)
-    before: Copies = field(default_factory=lambda: ([], []))
-    sends: list[Message] = field(default_factory=list)
-    after: Copies = field(default_factory=lambda: ([], []))
-    sums: list[Sum] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)  # posted first
+    before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
+    sends: list[Message] = field(default_factory=list)  # posted when they are made
+    after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
+    sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
 def _copy_arrived(arrived: _BoundRound) -> None:
@@ -131,16 +124,7 @@ def _copy_arrived(arrived: _BoundRound) -> None:
 
 
 class _Exchange:
-    """Rounds of messages on their way.
-
-    Args:
-        what: how errors call it.
-        process_group: whose ranks the messages name.
-        tag: what keeps its messages apart from others.
-        rounds: what travels.
-        lease: the staging of the rounds.
-        complete: what follows the arrival of a round.
-    """
+    """Rounds of messages on their way; ``complete`` follows the arrival of each, ``what`` is its name in errors."""
 
     def __init__(
         self,
@@ -201,15 +185,7 @@ class _Exchange:
 
 
 class _Route:
-    """How the sections of one call travel: what does not change from call to call.
-
-    Args:
-        transfers: checked ones.
-        process_group: whose ranks exchange them.
-        staging: bytes of staging for what is received.
-        large: bytes from which a piece gets a message of its own.
-        plan_rounds: lays out what belongs to one rank.
-    """
+    """How the sections of one call travel, as ``plan_rounds`` lays them out: what does not change from call to call."""
 
     def __init__(
         self,
@@ -263,23 +239,36 @@ class _Route:
 
     def _staged(self, lease: Lease | None, start: int, piece: Piece) -> torch.Tensor:
         """Where a piece lies in staging, when that of its message begins at ``start``."""
-        assert lease is not None
-        return lease.view(self._dtypes[piece.section], start + piece.offset, piece.shape)
+        return _view(lease, self._dtypes[piece.section], start + piece.offset, piece.shape)
+
+    def _receive(self, bound: _BoundRound, arriving: Round, peer: int, lease: Lease | None, start: int) -> None:
+        """Let what needs staging come there from ``start`` on."""
+        bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
+        if arriving.packed:
+            bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
+
+    def _messages(
+        self, bound: _BoundRound, leaving: Round, where: _Where, lease: Lease | None, start: int
+    ) -> list[list[torch.Tensor]]:
+        """What is sent of a round whose pieces lie ``where`` it says; those that are packed go there at ``start``."""
+        messages = [[where(piece)] for piece in (*leaving.straight, *leaving.whole)]
+        if leaving.packed:
+            messages.append([_bytes(lease, start, leaving.packed_bytes)])
+            for piece in leaving.packed:
+                bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
+                bound.before[1].append(where(piece))
+        return messages
 
 
 class _GatherRoute(_Route):
-    """How this rank's shards get to all ranks, and theirs to this one.
-
-    Attributes:
-        own: copies of what this rank has into its own full buffers.
-    """
+    """How this rank's shards get to all ranks, and theirs to this one."""
 
     def __init__(
         self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
     ) -> None:
         super().__init__(transfers, process_group, staging, large, gather_rounds)
         self._shards = [alias(transfer.shard) for transfer in transfers]
-        self.own: Copies = ([], [])
+        self.own: Copies = ([], [])  # what this rank has, into its own full buffers
         with torch.inference_mode(False):
             for section, transfer in enumerate(transfers):
                 for extent in transfer.plan.extents(self._rank):
@@ -301,20 +290,12 @@ class _GatherRoute(_Route):
         for peer in self._peers:
             arriving = self._round(peer, index)
             bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
-            bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
-            if arriving.packed:
-                bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
+            self._receive(bound, arriving, peer, lease, start)
             for piece in (*arriving.whole, *arriving.packed):
                 bound.after[0].append(self._full(piece))
                 bound.after[1].append(self._staged(lease, start, piece))
             start += align(arriving.nbytes)
-        leaving = self._round(self._rank, index)
-        messages = [[self._shard(piece)] for piece in (*leaving.straight, *leaving.whole)]
-        if leaving.packed:
-            messages.append([_bytes(lease, start, leaving.packed_bytes)])
-            for piece in leaving.packed:
-                bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
-                bound.before[1].append(self._shard(piece))
+        messages = self._messages(bound, self._round(self._rank, index), self._shard, lease, start)
         bound.sends = [(message, peer) for peer in self._peers for message in messages]
         return bound
 
@@ -343,19 +324,12 @@ class _ReduceRoute(_Route):
         starts = {}
         for peer in self._peers:
             starts[peer] = start
-            bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
-            if arriving.packed:
-                bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
+            self._receive(bound, arriving, peer, lease, start)
             start += align(arriving.nbytes)
         for peer in self._peers:
             leaving = self._round(peer, index)
-            bound.sends += [([self._full(piece)], peer) for piece in leaving.whole]
-            if leaving.packed:
-                bound.sends.append(([_bytes(lease, start, leaving.packed_bytes)], peer))
-                for piece in leaving.packed:
-                    bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
-                    bound.before[1].append(self._full(piece))
-                start += align(leaving.packed_bytes)
+            bound.sends += [(each, peer) for each in self._messages(bound, leaving, self._full, lease, start)]
+            start += align(leaving.packed_bytes)
         for piece in (*arriving.whole, *arriving.packed):
             for block in blocks(piece, self._dtypes[piece.section].itemsize):
                 bound.sums.append(self._sum(block, lease, starts))
@@ -367,18 +341,19 @@ class _ReduceRoute(_Route):
             self._full(piece) if rank == self._rank else self._staged(lease, starts[rank], piece)
             for rank in range(len(self._peers) + 1)
         ]
-        dtype = self._dtypes[piece.section]
-        sum_dtype = SUM_DTYPES[dtype]
+        dtype, sum_dtype = self._dtypes[piece.section], SUM_DTYPES[self._dtypes[piece.section]]
         total = term = None
-        if self._shard_dtypes[piece.section] != sum_dtype:
-            assert lease is not None
-            total = lease.view(sum_dtype, 0, piece.shape)
-        if dtype != sum_dtype:
-            assert lease is not None
-            term = lease.view(sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
+        if sum_dtype != self._shard_dtypes[piece.section]:
+            total = _view(lease, sum_dtype, 0, piece.shape)
+        if sum_dtype != dtype:
+            term = _view(lease, sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
         return Sum(piece.section, piece.shard_start, terms, total, term)
 
 
 def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:
-    assert lease is not None
-    return lease.view(torch.uint8, start, (nbytes,))
+    return _view(lease, torch.uint8, start, (nbytes,))
+
+
+def _view(lease: Lease | None, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    assert lease is not None, "what needs staging was counted as needing none"
+    return lease.view(dtype, start, shape)

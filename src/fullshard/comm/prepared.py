@@ -60,12 +60,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:
-    """Refuse tensors that do not fit their plan.
-
-    Args:
-        transfers: what the caller handed over.
-        world_size: size of the process group.
-        one_dtype: whether ``full`` and ``shard`` of a transfer must have the same dtype.
+    """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``.
 
     Raises:
         ValueError: names the first parameter of the plan, what was found and what the plan asks for.

@@ -19,17 +19,11 @@ from fullshard.torch_private import premultiplied_sum
 
 @dataclass(frozen=True)
 class Scaling:
-    """A division in three places.
+    """A division in three places."""
 
-    Args:
-        before: what this rank's values are divided by before they travel.
-        op: what the collective does.
-        after: what the result is divided by.
-    """
-
-    before: float
-    op: Any
-    after: float
+    before: float  # of this rank's values, before they travel
+    op: Any  # what the collective does
+    after: float  # of the result
 
 
 @lru_cache(maxsize=256)
@@ -40,12 +34,7 @@ def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only
     overflow without the first and small values would vanish if it were the only one; the first is a power of two, which
     is exact.
 
-    Args:
-        dtype: what travels.
-        world_size: ranks that reduce.
-        divisor: what the sum is divided by in all.
-        sum_only: whether the collective can do nothing but sum.
-        backend: name of the backend.
+    ``world_size`` ranks reduce in ``dtype``; with ``sum_only`` the collective can do nothing but sum.
     """
     if dtype == torch.float16:
         before = 2.0 ** round(math.log2(abs(divisor)) / 2)

@@ -23,13 +23,10 @@ def align(nbytes: int) -> int:
 
 
 class Lease:
-    """A buffer that belongs to one exchange until it is given back.
+    """A buffer that belongs to one exchange until it goes back to its ``place``: ``memory`` and what follows it there.
 
-    Args:
-        memory: its bytes, 1-D; the lease sees them to the end of their storage.
-        index: which buffer of its Staging it is. Views that were made of a buffer stay right in later leases of it,
-            also when it has grown in between, and may be kept under this number; ``-1`` for memory that comes once.
-        place: where the lease goes back to.
+    Views that were made of a buffer stay right in later leases of it, also when it has grown in between, and may be
+    kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
     """
 
     def __init__(self, memory: torch.Tensor, index: int = -1, place: object = None) -> None:
@@ -45,14 +42,7 @@ class Lease:
     def view(
         self, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A tensor of ``shape`` in the buffer.
-
-        Args:
-            dtype: its dtype.
-            start: where it begins, in bytes.
-            shape: in elements.
-            stride: in elements; contiguous by default.
-        """
+        """A tensor in the buffer that begins ``start`` bytes into it; contiguous unless a stride is given."""
         if stride is None:
             stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         empty = torch.empty(0, dtype=dtype, device=self.device)

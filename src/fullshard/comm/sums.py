@@ -28,21 +28,13 @@ SUM_DTYPES = {
 
 @dataclass
 class Sum:
-    """One block of a shard: the sum of as many terms as there are ranks.
+    """One block of a shard: the sum of as many terms as there are ranks, in their order."""
 
-    Args:
-        section: which of the shards.
-        start: where in the shard.
-        terms: in the order of ranks.
-        total: where to add them up, if not in the shard itself.
-        term: where to convert each to the dtype of the sum, if it is another.
-    """
-
-    section: int
-    start: int
+    section: int  # which of the shards
+    start: int  # where in the shard
     terms: list[torch.Tensor]
-    total: torch.Tensor | None
-    term: torch.Tensor | None
+    total: torch.Tensor | None  # where to add them up, if not in the shard itself
+    term: torch.Tensor | None  # where to convert each to the dtype of the sum, if it is another
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
         first, *others = self.terms

@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,12 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
     Raises:
         ValueError: on every rank, naming the first difference and the ranks.
     """
-    described = [
+    described = [f"mp_policy={policy}", f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
+    described += [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, "
         f"{'trainable' if p.sharded.requires_grad else 'frozen'}"
         for p in params
     ]
-    described.insert(0, f"mp_policy={policy}")
-    described.insert(1, f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}")
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):
@@ -68,13 +68,8 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
     others: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(others, described, group=group)
     ranks = dist.get_process_group_ranks(group)
-    first = others[0]
     for rank, other in zip(ranks, others, strict=True):
-        if other == first:
-            continue
-        for index in range(max(len(first), len(other))):
-            here = first[index] if index < len(first) else "nothing"
-            there = other[index] if index < len(other) else "nothing"
+        for here, there in zip_longest(others[0], other, fillvalue="nothing"):
             if here != there:
                 raise ValueError(
                     f"the ranks {problem}: rank {ranks[0]} has {here} where rank {rank} has {there}. Every rank must "

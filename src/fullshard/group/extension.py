@@ -7,6 +7,7 @@ what was gathered. Owns their gather beside the group's ordinary one; their grad
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
     from fullshard.group.parameter import ShardedParameter
 
 
-class _Both:
-    def __init__(self, first: Pending, second: _Gather) -> None:
-        self._first = first
-        self._second = second
+class _All:
+    """Communication that is complete when all of its parts are."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = parts
 
     def finish(self) -> None:
-        self._first.finish()
-        self._second.finish()
+        for part in self._parts:
+            part.finish()
 
 
 class _Gather:
@@ -68,14 +70,8 @@ class ExtensionGather:
     @torch.no_grad()
     def start(self, other: Pending) -> Pending:
         """Gather them after ``other``."""
-        pending = other
-        self._gathers = []
-        for param in self._params:
-            inputs, metadata = self._inputs(param)
-            gather = _Gather(inputs, metadata, self._group.data.shard_group)
-            self._gathers.append(gather)
-            pending = _Both(pending, gather)
-        return pending
+        self._gathers = [_Gather(*self._inputs(param), self._group.data.shard_group) for param in self._params]
+        return _All((other, *self._gathers))
 
     def _inputs(self, param: ShardedParameter) -> tuple[list[torch.Tensor], Any]:
         group = self._group
@@ -96,7 +92,7 @@ class ExtensionGather:
                 f"fsdp_pre_all_gather of parameter '{param.name}' takes {count} arguments; it must take "
                 f"(mesh, outer_size, outer_stride, module, mp_policy), or the mesh alone"
             )
-        expected = param.padded_shape(group.data.shard_size)
+        expected = param.padded_shape
         uneven = param.dim is not None and param.shape[param.dim] % group.data.shard_size != 0
         if uneven and any(tuple(t.shape) != expected for t in inputs):
             raise AssertionError(
@@ -112,8 +108,7 @@ class ExtensionGather:
         """Let each subclass make its unsharded parameter of what was gathered; the first time new, then in place."""
         for param, gather in zip(self._params, self._gathers, strict=True):
             dtype = self._group.compute_dtype(param.dtype)
-            local = local_of(param.sharded)  # type: ignore[arg-type]
-            after = local.fsdp_post_all_gather  # type: ignore[attr-defined]
+            after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
             outputs = tuple(gather.outputs)
             for output in outputs:
                 if output.device.type != "cpu":  # made in the gather's lane, and read here for as long as it takes
@@ -126,11 +121,9 @@ class ExtensionGather:
                     storage = tensor.untyped_storage()
                     if storage.nbytes() == 0:
                         storage.resize_(tensor.numel() * tensor.itemsize)
-                after(outputs, gather.metadata, dtype, out=self._unsharded_leaf(param))
+                whole = param.unsharded if param.unsharded is not None else self._unsharded[id(param)]
+                after(outputs, gather.metadata, dtype, out=whole)
         self._gathers = []
-
-    def _unsharded_leaf(self, param: ShardedParameter) -> torch.Tensor:
-        return param.unsharded if param.unsharded is not None else self._unsharded[id(param)]
 
     def make_leaves(self) -> None:
         """Make the leaves of the extended parameters; called once, after the first gather."""

@@ -7,6 +7,7 @@ to the parameters what a DTensor on such a mesh looks like.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,12 @@ class DataMesh:
         assert names is not None
         return self.mesh[names[-1]]
 
+    @property
+    def spmd_dims(self) -> list[int]:
+        """Which dims of ``spmd_mesh`` are data-parallel."""
+        names = self.spmd_mesh.mesh_dim_names if self.spmd_mesh is not None else None
+        return [names.index(name) for name in self.dims.names] if names and self.dims else []
+
 
 def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator where there is one and on the CPU otherwise."""
@@ -78,16 +85,12 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     """
     if dims is not None:
         return _named(mesh, dims)
-    if mesh.ndim not in (1, 2):
+    if mesh.ndim == 1:
+        return DataMesh(mesh, shard_group=_process_group(mesh, 0))
+    if mesh.ndim != 2:
         raise ValueError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name its data-parallel dims with dp_mesh_dims"
         )
-    return _positional(mesh)
-
-
-def _positional(mesh: DeviceMesh) -> DataMesh:
-    if mesh.ndim == 1:
-        return DataMesh(mesh, shard_group=_process_group(mesh, 0))
     assert mesh.mesh_dim_names is not None, (
         f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
     )
@@ -97,18 +100,23 @@ def _positional(mesh: DeviceMesh) -> DataMesh:
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
     if mesh.mesh_dim_names is None:
         raise ValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} was made without mesh_dim_names")
-    for name in (*dims.shard_names, *dims.replicate_names):
+    for name in dims.names:
         if name not in mesh.mesh_dim_names:
             raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {mesh.mesh_dim_names}")
-    shard = _submesh(mesh, dims.shard_names) if dims.shard_names else None
-    replicate = _submesh(mesh, dims.replicate_names) if dims.replicate_names else None
-    if shard is None:
-        assert replicate is not None
-        return DataMesh(replicate, False, True, mesh, dims, replicate_group=_process_group(replicate, 0))
-    if replicate is None:
-        return DataMesh(shard, True, False, mesh, dims, shard_group=_process_group(shard, 0))
-    both = concatenate_meshes([replicate, shard])
-    return DataMesh(both, True, True, mesh, dims, _process_group(shard, 0), _process_group(replicate, 0))
+    shard, replicate = (
+        (mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))) if names else None
+        for names in (dims.shard_names, dims.replicate_names)
+    )
+    axes = [axis for axis in (replicate, shard) if axis is not None]
+    return DataMesh(
+        concatenate_meshes(axes) if len(axes) == 2 else axes[0],
+        shards=shard is not None,
+        replicates=replicate is not None,
+        spmd_mesh=mesh,
+        dims=dims,
+        shard_group=_process_group(shard, 0) if shard is not None else None,
+        replicate_group=_process_group(replicate, 0) if replicate is not None else None,
+    )
 
 
 def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
@@ -126,33 +134,21 @@ def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
         ) from error
 
 
-def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
-
-
 def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
     """The mesh on which parameters rest between forward and backward for ``reshard_after_forward=size``.
 
     All ranks of ``data`` must call it in the same order: it makes process groups, once for each mesh and size.
     """
-    key = (tuple(data.mesh.mesh.flatten().tolist()), size, data.mesh.device_type)
-    world, smaller = _smaller.get(key, (None, None))
-    if smaller is None or world is not dist.group.WORLD:  # groups end with the process group that they were made in
-        smaller = _make_smaller(data, size)
-        _smaller[key] = (dist.group.WORLD, smaller)
-    return smaller
+    ranks = tuple(data.mesh.mesh.flatten().tolist())
+    return _smaller_mesh(ranks, size, data.mesh.device_type, dist.group.WORLD)
 
 
-_smaller: dict[tuple[tuple[int, ...], int, str], tuple[dist.ProcessGroup | None, DataMesh | None]] = {}
-
-
-def _make_smaller(data: DataMesh, size: int) -> DataMesh:
-    ranks = data.mesh.mesh.reshape(-1, size)
-    here = (ranks == dist.get_rank()).nonzero()[0]
-    row, column = ranks[here[0]].tolist(), ranks[:, here[1]].tolist()
-    shard = dist.new_group(row, use_local_synchronization=True)
-    replicate = dist.new_group(column, use_local_synchronization=True)
-    mesh = DeviceMesh.from_group(
-        [replicate, shard], data.mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
-    )
+@lru_cache(maxsize=64)
+def _smaller_mesh(ranks: tuple[int, ...], size: int, device_type: str, made_in: object) -> DataMesh:
+    """Groups end with the process group that they were ``made_in``."""
+    rows = torch.tensor(ranks, device="cpu").view(-1, size)
+    here = (rows == dist.get_rank()).nonzero()[0]
+    shard = dist.new_group(rows[here[0]].tolist(), use_local_synchronization=True)
+    replicate = dist.new_group(rows[:, here[1]].tolist(), use_local_synchronization=True)
+    mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=("replicate", "shard"))
     return DataMesh(mesh, True, True, shard_group=shard, replicate_group=replicate)

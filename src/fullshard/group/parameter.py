@@ -22,14 +22,15 @@ from fullshard.group.mesh import DataMesh
 from fullshard.torch_private import (
     DTensorSpec,
     StridedShard,
+    altered_spec,
     concatenate_meshes,
     local_of,
     make_dtensor,
+    parts_of,
     post_accumulate_hooks,
     set_local,
     sharding_spec,
     spec_of,
-    strided_split_factor,
 )
 
 
@@ -66,8 +67,10 @@ class ShardedParameter:
         self.shape = whole.shape
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
+        self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self._is_contiguous = self.order == tuple(range(len(self.shape)))
         self.dim = self._shard_dim(placement)
+        self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self._extends(whole)
@@ -92,28 +95,26 @@ class ShardedParameter:
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
         shaped = flat.view(tuple(memory_shape))
-        return shaped if self._is_contiguous else shaped.permute(_inverse(self.order))
+        return shaped if self._is_contiguous else shaped.permute(self._inverse)
 
     def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
         """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""
         if self.dim is None:
             return whole
-        shape = ParamShape(self.name, tuple(self.shape), self.dim)
-        start, stop = shape.chunk(rank, world_size or self.data.shard_size)
+        start, stop = self._cut.chunk(rank, world_size or self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part that ``rank`` holds."""
-        return ParamShape(self.name, tuple(self.shape), self.dim).chunk_shape(rank, self.data.shard_size)
+        return self._cut.chunk_shape(rank, self.data.shard_size)
 
-    def padded_shape(self, world_size: int) -> tuple[int, ...]:
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
         """The shape of the largest part."""
-        return ParamShape(self.name, tuple(self.shape), self.dim).chunk_shape(0, world_size)
+        return self.chunk_shape(0)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:
-        if not self.data.shards:
-            return None
-        if not self.shape:
+        if not self.data.shards or not self.shape:
             return None
         dim = 0 if placement is None else placement.dim
         if not -len(self.shape) <= dim < len(self.shape):
@@ -136,33 +137,29 @@ class ShardedParameter:
     # -- DTensors ----------------------------------------------------------------------------------------------------
 
     def _sharded_spec(self, whole: torch.Tensor) -> DTensorSpec:
-        placement: Placement = Replicate() if self.dim is None else Shard(self.dim)
         if self.unsharded_spec is None:
             if self.data.spmd_mesh is not None:
                 raise ValueError(
                     f"with dp_mesh_dims every parameter must be a DTensor on the full mesh, but '{self.name}' is a "
                     f"plain tensor: distribute it first, for example with distribute_module"
                 )
-            placements: list[Placement] = [Replicate()] if self.data.replicates else []
-            if self.data.shards:
-                placements = [*placements, placement]
-            return sharding_spec(self.data.mesh, placements, whole.shape, whole.stride(), whole.dtype)
+            return sharding_spec(self.data.mesh, self._placements(), whole.shape, whole.stride(), whole.dtype)
         if self.data.spmd_mesh is not None:
-            return self._spec_on_full_mesh(self.unsharded_spec, placement)
-        return self._spec_beside_tensor_parallel(self.unsharded_spec, placement)
+            return self._spec_on_full_mesh(self.unsharded_spec)
+        mesh = concatenate_meshes([self.data.mesh, self.unsharded_spec.mesh])
+        return altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
-    def _spec_beside_tensor_parallel(self, before: DTensorSpec, placement: Placement) -> DTensorSpec:
-        mesh = concatenate_meshes([self.data.mesh, before.mesh])
-        if self.dim is not None and (parts := strided_split_factor(before, self.dim)) > 1:
-            placement = StridedShard(self.dim, split_factor=parts)
-        placements: list[Placement] = [Replicate()] if self.data.replicates else []
-        if self.data.shards:
-            placements = [*placements, placement]
-        meta = before.tensor_meta
-        assert meta is not None
-        return sharding_spec(mesh, [*placements, *before.placements], meta.shape, meta.stride, meta.dtype)
+    def _placements(self, before: int = -1) -> list[Placement]:
+        """On the dims of the data mesh, which comes before those dims of tensor parallel that cut a dim once more."""
+        if not self.data.shards:
+            return [Replicate()]
+        placement: Placement = Replicate()
+        if self.dim is not None:
+            parts = 1 if self.unsharded_spec is None else parts_of(self.unsharded_spec, self.dim, before)
+            placement = Shard(self.dim) if parts == 1 else StridedShard(self.dim, split_factor=parts)
+        return [Replicate(), placement] if self.data.replicates else [placement]
 
-    def _spec_on_full_mesh(self, before: DTensorSpec, placement: Placement) -> DTensorSpec:
+    def _spec_on_full_mesh(self, before: DTensorSpec) -> DTensorSpec:
         mesh, dims = self.data.spmd_mesh, self.data.dims
         assert mesh is not None
         assert dims is not None
@@ -172,38 +169,29 @@ class ShardedParameter:
                 f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
             )
         names = mesh.mesh_dim_names
-        for name in (*dims.shard_names, *dims.replicate_names):
-            found = before.placements[names.index(name)]
-            if not found.is_replicate():
+        for at in self.data.spmd_dims:
+            if not before.placements[at].is_replicate():
                 raise ValueError(
-                    f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{name}', found {found}"
+                    f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{names[at]}', found "
+                    f"{before.placements[at]}"
                 )
-        first = names.index(dims.shard_names[0]) if dims.shard_names else 0
-        if self.dim is not None and dims.shard_names:
-            parts = math.prod(
-                mesh.size(i)
-                for i, other in enumerate(before.placements)
-                if i > first and isinstance(other, (Shard, StridedShard)) and other.dim == self.dim
-            )
-            if parts > 1:
-                placement = StridedShard(self.dim, split_factor=parts)
-        meta = before.tensor_meta
-        assert meta is not None
         placements = list(before.placements)
-        if len(dims.shard_names) <= 1:
-            if dims.shard_names:
-                placements[first] = placement
-            return sharding_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)
+        if not dims.shard_names:
+            return altered_spec(before, mesh)
+        first = names.index(dims.shard_names[0])
+        if len(dims.shard_names) == 1:
+            placements[first] = self._placements(first)[-1]
+            return altered_spec(before, mesh, placements)
         # Several dims that shard become one axis, beside it the replicating one, in the place of the first of them.
         meshes, flattened = [], []
         for i, name in enumerate(names):
             if i == first:
                 meshes.append(self.data.mesh)
-                flattened += [Replicate(), placement] if self.data.replicates else [placement]
-            elif name not in dims.shard_names and name not in dims.replicate_names:
+                flattened += self._placements(first)
+            elif name not in dims.names:
                 meshes.append(mesh[name])
                 flattened.append(placements[i])
-        return sharding_spec(concatenate_meshes(meshes), flattened, meta.shape, meta.stride, meta.dtype)
+        return altered_spec(before, concatenate_meshes(meshes), flattened)
 
     def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
         """A local chunk, of the parameter or its gradient, as the DTensor that stands for all of it."""
@@ -228,7 +216,7 @@ class ShardedParameter:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest part."""
         whole = self.sharded.detach()
         chunk = self.chunk_of(whole, rank)
-        padded = whole.new_zeros(self.padded_shape(self.data.shard_size))
+        padded = whole.new_zeros(self.padded_shape)
         local = padded.narrow(self.dim or 0, 0, chunk.shape[self.dim or 0])
         local.copy_(chunk)
         self.place(local.cpu() if offload else local)
@@ -261,11 +249,7 @@ class ShardedParameter:
         self.unsharded_local = local
         leaf: torch.Tensor = local
         if self.unsharded_spec is not None:
-            before, meta = self.unsharded_spec, self.unsharded_spec.tensor_meta
-            assert meta is not None
-            leaf = make_dtensor(
-                local, sharding_spec(before.mesh, before.placements, meta.shape, meta.stride, local.dtype)
-            )
+            leaf = make_dtensor(local, altered_spec(self.unsharded_spec, dtype=local.dtype))
         self.unsharded = nn.Parameter(leaf, requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.sharded.__dict__)
         for hook in self._gradient_hooks:
@@ -277,15 +261,8 @@ class ShardedParameter:
             return grad
         assert isinstance(grad, DTensor), f"the gradient of the DTensor '{self.name}' is a {type(grad).__name__}"
         wanted: list[Placement] = list(self.unsharded_spec.placements)
-        if self.data.spmd_mesh is not None:
-            # Sums over data-parallel dims are the group's reduction; here they would be summed twice.
-            names = self.data.spmd_mesh.mesh_dim_names
-            dims = self.data.dims
-            assert names is not None
-            assert dims is not None
-            for name in (*dims.shard_names, *dims.replicate_names):
-                at = names.index(name)
-                wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
+        for at in self.data.spmd_dims:  # sums over these are the group's reduction: here they would be summed twice
+            wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
         if tuple(wanted) != tuple(grad.placements):
             grad = grad.redistribute(placements=wanted)
         return local_of(grad)
@@ -311,15 +288,6 @@ def chunk_views(
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dims from the slowest to the fastest, for a tensor without gaps or overlaps; otherwise the order of its dims."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.ndim))
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
-    return order if tensor.permute(order).is_contiguous() else tuple(range(tensor.ndim))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    inverse = [0] * len(order)
-    for position, dim in enumerate(order):
-        inverse[dim] = position
-    return tuple(inverse)
+    dims, strides = tuple(range(tensor.ndim)), tensor.stride()
+    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], dim)))
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else dims

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 if TYPE_CHECKING:
     from fullshard.group.group import Group
 
-_owners: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Group], int]] = {}
-_sharded: dict[int, tuple[weakref.ref[Group], int]] = {}
+#: By id: the group, which of its parameters it is, and the object itself unless the group still holds it.
+_owners: dict[int, tuple[weakref.ref[Group], int, weakref.ref[nn.Parameter] | None]] = {}
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Group]]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -42,34 +42,31 @@ def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
         _watching = True
     for index, param in enumerate(tensors):
         key = id(param)
-        _owners[key] = (weakref.ref(param, partial(_forget, key)), weakref.ref(group), index)
+        _owners[key] = (weakref.ref(group), index, weakref.ref(param, partial(_forget, key)))
 
 
 def register_sharded(group: Group) -> None:
     """The sharded parameters of ``group``, which live as long as it does. A weak reference would keep torch from
     swapping their contents in ``module.to()``."""
     for index, param in enumerate(group.params):
-        _sharded[id(param.sharded)] = (weakref.ref(group), index)
+        _owners[id(param.sharded)] = (weakref.ref(group), index, None)
 
 
 def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
-    if key in _owners and _owners[key][0] is gone:
+    if key in _owners and _owners[key][2] is gone:
         del _owners[key]
 
 
 def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
     """The group that took this object, and as which of its parameters."""
-    known = _sharded.get(id(param))
-    if known is not None:
-        group = known[0]()
-        if group is not None and group.params[known[1]].sharded is param:
-            return group, known[1]
-        del _sharded[id(param)]
-    found = _owners.get(id(param))
-    if found is None or found[0]() is not param:
+    if id(param) not in _owners:
         return None
-    group = found[1]()
-    return None if group is None else (group, found[2])
+    reference, index, original = _owners[id(param)]
+    group = reference()
+    if group is not None and param is (original() if original is not None else group.params[index].sharded):
+        return group, index
+    del _owners[id(param)]
+    return None
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

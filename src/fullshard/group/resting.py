@@ -16,12 +16,12 @@ from fullshard.buffer.sections import Section, shard_bytes, shard_views
 from fullshard.comm.transport import Pending, Transfer
 from fullshard.device import mark_now
 from fullshard.group.mesh import DataMesh
+from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.group.presentation import show, updates
 from fullshard.torch_private import make_dtensor, sharding_spec
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
-    from fullshard.group.parameter import ShardedParameter
 
 
 class Resting:
@@ -42,23 +42,15 @@ class Resting:
         shown = []
         for section, full, shard in zip(sections, full_views, views, strict=True):
             self._transfers.append(Transfer(section.plan, full, shard))
-            for position, index in enumerate(section.members):
+            for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
                 param = group.params[index]
-                local = self._keep(param, section, position, shard)
+                assert param.unsharded_local is not None
+                local.copy_(param.chunk_of(param.unsharded_local, mesh.shard_rank, mesh.shard_size))
                 if param.unsharded_spec is None:  # beside tensor parallel the small mesh has no DTensor
                     shown += [(at.module, at.name, self._as_parameter(param, local)) for at in param.locations]
         show(updates(shown))
         #: Whoever reads the small shard waits for the copies that filled it.
         self.filled = mark_now(group.device)
-
-    def _keep(self, param: ShardedParameter, section: Section, position: int, shard: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's part of a parameter to its place in ``shard``."""
-        shape = section.plan.chunk_shape(position, self._mesh.shard_rank)
-        start = section.plan.shard_offsets[position]
-        local = param.view(shard[start : start + torch.Size(shape).numel()], shape)
-        assert param.unsharded_local is not None
-        local.copy_(param.chunk_of(param.unsharded_local, self._mesh.shard_rank, self._mesh.shard_size))
-        return local
 
     def _as_parameter(self, param: ShardedParameter, local: torch.Tensor) -> nn.Parameter:
         assert param.unsharded_local is not None

@@ -39,12 +39,11 @@ from fullshard.policies import CPUOffloadPolicy
 from fullshard.torch_private import (
     STEP_HOOKS,
     DTensorSpec,
+    altered_spec,
     lend_gradients,
     local_of,
     make_dtensor,
-    run_first,
-    run_last,
-    sharding_spec,
+    reorder,
     spec_of,
 )
 
@@ -112,17 +111,10 @@ class _LocalStep:
     """What the steps of one optimizer need. Lives as long as the optimizer, whose hooks hold it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._params: list[torch.Tensor] = []
-        self._sizes: list[int] = []
-        self._stand_ins: list[list[torch.Tensor]] = []
-        self._lent: list[tuple[Any, ...]] = []
-        self._twins: list[nn.Parameter] = []
-        self._by_param: dict[Any, _Lent] = {}
-        self._by_twin: dict[Any, _Lent] = {}
         self._running: weakref.ref[Optimizer] | None = None
-        self._forget()
+        self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
-        run_first(optimizer.register_step_post_hook(self._after))  # the user's own hooks look at the state
+        reorder(optimizer.register_step_post_hook(self._after), last=False)  # the user's own hooks look at the state
         optimizer.register_load_state_dict_post_hook(self._forget)
 
     def _forget(self, optimizer: Optimizer | None = None) -> None:
@@ -172,7 +164,10 @@ class _LocalStep:
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
         """Make the twins; none if one of the parameters can have none."""
         self._sizes, self._params = list(map(len, groups)), list(chain.from_iterable(groups))
-        self._stand_ins, self._lent, self._twins = [], [], []
+        self._stand_ins: list[list[torch.Tensor]] = []
+        self._by_param: dict[Any, _Lent] = {}
+        self._by_twin: dict[Any, _Lent] = {}
+        self._lent: list[tuple[Any, ...]] = []
         self._forget()
         lent: dict[Any, _Lent] = {}
         for param in self._params:
@@ -189,7 +184,6 @@ class _LocalStep:
                 lent[param] = _Lent(param, local, twin, spec)
         self._stand_ins = [[lent[param].twin if param in lent else param for param in group] for group in groups]
         self._lent = [tuple(each) for each in lent.values()]  # these are unpacked faster than named tuples
-        self._twins = [each.twin for each in lent.values()]
         self._by_param = lent
         self._by_twin = {each.twin: each for each in lent.values()}
 
@@ -240,7 +234,7 @@ class _LocalStep:
 
     def _take_back(self) -> None:
         """Gradients live as long as the user keeps them, and no longer."""
-        for twin in self._twins:
+        for twin in self._by_twin:
             twin.grad = None
 
     def _bring_home(self, theirs: dict[Any, Any]) -> None:
@@ -272,11 +266,9 @@ def _shown(name: str, value: Any, lent: _Lent) -> Any:
         return lent.param
     if not isinstance(value, torch.Tensor) or value.shape != lent.local.shape or (not value.ndim and name in _NUMBERS):
         return value
-    spec, meta = lent.spec, lent.spec.tensor_meta
+    meta = lent.spec.tensor_meta
     assert meta is not None
-    if value.dtype != meta.dtype:
-        spec = sharding_spec(spec.mesh, spec.placements, meta.shape, meta.stride, value.dtype)
-    return make_dtensor(value, spec)
+    return make_dtensor(value, lent.spec if value.dtype == meta.dtype else altered_spec(lent.spec, dtype=value.dtype))
 
 
 def _offloads_state(policy: Any) -> bool:
@@ -327,7 +319,7 @@ def _serve(optimizer: Optimizer) -> None:
     if step is None and (type(optimizer) in _ELEMENTWISE or optimizer in _chosen):
         step = _steps[optimizer] = _LocalStep(optimizer)
     if step is not None:
-        run_last(step.handle)  # the user's own hooks may change gradients and options
+        reorder(step.handle, last=True)  # the user's own hooks may change gradients and options
 
 
 before_each_step(_serve)
