@@ -96,19 +96,6 @@ def fail_and_go_on(fsdp: Library, where: int, fail: Any) -> None:
 
 
 @ranks(2)
-def test_gradients_that_waited_in_leaves_are_gone_after_a_reset(world: World) -> None:
-    """Those of small parameters wait there until the backward of their unit ends."""
-    model = shard_mlp()
-    model(inputs()).sum().backward()
-    leaves = [leaf for group in groups_of(model) for leaf in group.presentation.unsharded]
-    assert [leaf.grad for leaf in leaves] == [None] * 9
-    fail_in_backward(model.blocks[1][1], lambda: model(inputs()).sum().backward())
-    assert any(leaf.grad is not None for leaf in leaves)  # that of the root's own parameter
-    model.reset_iter_state()
-    assert [leaf.grad for leaf in leaves] == [None] * 9
-
-
-@ranks(2)
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
 def test_a_step_without_reset_is_refused(world: World, fail: Any) -> None:
     model = shard_mlp()

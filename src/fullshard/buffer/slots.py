@@ -79,16 +79,16 @@ class SlotPool:
         self._in_use -= 1
 
     def _pick(self, nbytes: int, largest: int) -> Slot | None:
-        found = None
-        for slot in self._free:
-            if nbytes <= slot.nbytes <= largest:
-                if slot.holder is None:
-                    found = slot
-                    break
-                found = found or slot
-        if found is not None:
-            self._free.remove(found)
-        return found
+        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= largest]
+        if not fitting:
+            return None
+        for slot in fitting:
+            if slot.holder is None:
+                break
+        else:
+            slot = fitting[0]
+        self._free.remove(slot)
+        return slot
 
     @property
     def slots_in_use(self) -> int:

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan, make_plan
@@ -28,15 +27,8 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
-from fullshard.group.parameter import chunk_views, whole_views
-from fullshard.torch_private import (
-    foreach_add,
-    foreach_copy,
-    local_of,
-    make_dtensor,
-    post_accumulate_hooks,
-    without_overrides,
-)
+from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
+from fullshard.torch_private import foreach_add, foreach_copy, local_of, make_dtensor, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -75,8 +67,7 @@ class _Chosen:
     plan: Plan
     section: int
     dtype: torch.dtype  # of the parameter and its gradient
-    lengths: list[int]  # of the pieces of the shard that begin with a chunk each
-    forms: list[tuple[torch.Size, tuple[int, ...], int] | None]  # of chunks that are not just their piece
+    chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
 
 
 class Gradients:
@@ -95,10 +86,6 @@ class Gradients:
         self._collects = False
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
-        #: The leaves of small parameters, whose gradients wait in them, and the hooks of which the first to run tells.
-        self._small: dict[int, nn.Parameter] = {}
-        self._small_hooks: list[tuple[dict[int, Any], int, Any]] = []
-        self._small_wait = False
         self._arrived: set[int] = set()
         self._partial: dict[int, torch.Tensor] = {}
 
@@ -109,112 +96,69 @@ class Gradients:
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
-    def listen(self) -> None:
-        """Learn of the gradients of the unsharded parameters when autograd has them.
-
-        Large ones are taken at once. A call for each of the small ones would cost more than what they hold: the first
-        of them tells of itself, and all wait where autograd puts them, until the unit's backward ends.
-        """
-        params, room = self._group.params, _MOST_WAITING // 2
-        this = weakref.ref(self)  # a hook must not keep alive what the leaf belongs to: autograd hides such a cycle
-        for index in sorted(range(len(params)), key=lambda index: params[index].shape.numel()):
-            param, leaf = params[index], params[index].unsharded
-            assert leaf is not None
-            if not (leaf.is_floating_point() or leaf.is_complex()):
-                continue
-            room -= leaf.nbytes
-            is_small = room >= 0 and param.unsharded_spec is None and not param.extends
-            trainable = leaf.requires_grad
-            leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
-            hook = partial(Gradients.notice if is_small else Gradients.receive, this, index)
-            key = leaf.register_post_accumulate_grad_hook(hook).id
-            leaf.requires_grad_(trainable)
-            if is_small:
-                hooks = post_accumulate_hooks(leaf)
-                assert hooks is not None
-                self._small[index] = leaf
-                self._small_hooks.append((hooks, key, hook))
+    def listen(self, index: int, param: ShardedParameter) -> None:
+        """Take the gradient of an unsharded parameter whenever autograd has it."""
+        leaf = param.unsharded
+        assert leaf is not None
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return
+        trainable = leaf.requires_grad
+        leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
+        # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self), index))
+        leaf.requires_grad_(trainable)
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        if self._arrived or self._waiting or self._small_wait:
+        if self._arrived or self._waiting:
             return True
         return bool(self._partial and self._group.options.all_reduce_gradients)
 
     @staticmethod
     def receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
-        """Runs once for each large parameter and backward."""
+        """Runs once for each parameter and backward."""
         self, grad = gradients(), leaf.grad
         if self is None or grad is None:
             return
         leaf.grad = None
-        self._expect(index)
-        param = self._group.params[index]
+        group = self._group
+        param = group.params[index]
+        if not self._waiting:
+            group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
+        if not group.is_unsharded and group.options.unshard_in_backward:
+            raise RuntimeError(
+                f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
+                f"backward of {group!r} read memory that was not its own. The output of the module must carry tensors "
+                f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
+                f"parameter was used outside the forward of the module that was given to fully_shard"
+            )
+        if not self._collects:
+            self._begin()
+        if index not in self._views:
+            raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
         if index in self._waiting:
             self.settle()
         self._waiting[index] = grad
         self._waiting_bytes += grad.nbytes
-        if self._waiting_bytes >= _MOST_WAITING // 2:
+        if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
-
-    @staticmethod
-    def notice(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
-        """Runs for the first of the small parameters that has a gradient since they were settled."""
-        self = gradients()
-        if self is not None:
-            self._expect(index)
-            self._small_wait = True
-            for hooks, key, _ in self._small_hooks:
-                del hooks[key]
-
-    def _expect(self, index: int) -> None:
-        """A gradient came."""
-        group = self._group
-        if not self._waiting:
-            group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
-        if not group.is_unsharded and group.options.unshard_in_backward:
-            raise RuntimeError(
-                f"a gradient of parameter '{group.params[index].name}' was computed while its group was "
-                f"{group.state.name}: the backward of {group!r} read memory that was not its own. The output of the "
-                f"module must carry tensors that require gradients (in tuples, dicts, dataclasses or containers known "
-                f"to pytree), or the parameter was used outside the forward of the module that was given to fully_shard"
-            )
-        if not self._collects:
-            self._begin()
 
     def settle(self) -> None:
         """Take what waits into the buffer; in one call, for small gradients cost more by their number than by size."""
-        if not (self._waiting or self._small_wait):
+        if not self._waiting:
             return
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
                 return self.settle()
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        if self._small_wait:
-            self._take_small(waiting)
-        unknown = waiting.keys() - self._views.keys()
-        if unknown:
-            names = [self._group.params[index].name for index in unknown]
-            raise RuntimeError(f"parameters {names} began to require gradients in the middle of a step")
         again = waiting.keys() & self._arrived
         if again:
             foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
-        foreach_copy(list(map(self._views.__getitem__, waiting)), list(waiting.values()))
+        foreach_copy([self._views[index] for index in waiting], list(waiting.values()))
         self._arrived.update(waiting)
-
-    def _take_small(self, waiting: dict[int, torch.Tensor]) -> None:
-        """Put the gradients of small parameters with those that wait, and listen for the next."""
-        self._small_wait = False
-        for hooks, key, hook in self._small_hooks:
-            hooks[key] = hook
-        for index, leaf in self._small.items():
-            grad = leaf.grad
-            if grad is not None:
-                leaf.grad = None
-                waiting[index] = grad
 
     def _begin(self) -> None:
         """Get a buffer, once few enough reductions are under way."""
@@ -293,25 +237,18 @@ class Gradients:
                 indices = tuple(section.members[position] for position in positions)
                 plan = section.plan.select(positions)
                 if indices:
-                    chosen.append(_Chosen(indices, plan, at, section.dtype, *self._chunks(indices, plan)))
+                    chosen.append(_Chosen(indices, plan, at, section.dtype, self._chunks(indices, plan)))
             self._choices[wanted] = chosen
         return self._choices[wanted]
 
-    def _chunks(
-        self, indices: Sequence[int], plan: Plan
-    ) -> tuple[list[int], list[tuple[torch.Size, tuple[int, ...], int] | None]]:
+    def _chunks(self, indices: Sequence[int], plan: Plan) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
         group = self._group
         shard = torch.empty(plan.shard_numel, device="meta")
-        locals_ = [local for _, local in chunk_views(group.params, indices, plan, shard, group.data.shard_rank)]
-        lengths = [end - start for start, end in pairwise((*plan.shard_offsets, plan.shard_numel))]
-        return lengths, [
-            None if local.shape == (length,) else (local.shape, local.stride(), int(local.storage_offset()))
-            for local, length in zip(locals_, lengths, strict=True)
-        ]
+        locals_ = chunk_views(group.params, indices, plan, shard, group.data.shard_rank)
+        return tuple((local.shape, local.stride(), int(local.storage_offset())) for _, local in locals_)
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
-        self._take_small({})
         self._waiting, self._waiting_bytes = {}, 0
         self._arrived.clear()
         self._partial.clear()
@@ -397,12 +334,11 @@ class _Reducing:
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
-        found = []
-        for choice, output in zip(self._chosen, self._outputs, strict=True):
-            pieces = torch.unsafe_split_with_sizes(output, choice.lengths)  # a third of the time of single views
-            for index, piece, form in zip(choice.indices, pieces, choice.forms, strict=True):
-                found.append((index, piece if form is None else output.as_strided(*form)))
-        return found
+        return [
+            (index, output.as_strided(size, stride, start))
+            for choice, output in zip(self._chosen, self._outputs, strict=True)
+            for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
+        ]
 
     def come_home(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
@@ -414,21 +350,19 @@ class _Reducing:
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         homes = self._locals()
-        with without_overrides():
-            for index, local in homes:
-                param = group.params[index]
-                sharded = param.sharded
-                grad = sharded.grad
-                if grad is None:
-                    sharded.grad = make_dtensor(local, param.spec)
-                else:
-                    assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
-                    sums.append(local_of(grad))
-                    addends.append(local)
-            has_hooks = any(map(post_accumulate_hooks, group.presentation.sharded))
+        for index, local in homes:
+            param = group.params[index]
+            sharded = param.sharded
+            grad = sharded.grad
+            if grad is None:
+                sharded.grad = make_dtensor(local, param.spec)
+            else:
+                assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
+                sums.append(local_of(grad))
+                addends.append(local)
         if sums:
             foreach_add(sums, addends)
-        if has_hooks:
+        if any(map(post_accumulate_hooks, group.presentation.sharded)):
             with torch.no_grad():
                 for index, _ in homes:
                     sharded = group.params[index].sharded

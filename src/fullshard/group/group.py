@@ -365,7 +365,8 @@ class Group:
                 self.params[index].make_unsharded(whole.data)
         if self._extensions is not None:
             self._extensions.make_leaves()
-        self.gradients.listen()
+        for index, param in enumerate(self.params):
+            self.gradients.listen(index, param)
         register(self, [param.unsharded for param in self.params if param.unsharded is not None])
         self.presentation.prepare()
 

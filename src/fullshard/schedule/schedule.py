@@ -202,8 +202,7 @@ class Schedule:
     def unshard(self, group: Group) -> None:
         """Gather ``group`` unless it was gathered ahead, and let its modules show the unsharded parameters."""
         before = group.state
-        if before is not State.GATHERING:
-            self.gather(group)
+        self.gather(group)
         group.wait_for_unshard()
         if self.observers and before is not State.UNSHARDED:
             self.tell("unshard", group)
