@@ -147,7 +147,7 @@ class FSDPModule:
             group.options.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers may be in use at once, the one that fills and those under way; 1 by default."""
+        """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
