@@ -156,7 +156,7 @@ class Gate:
         rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
 
     Both wait for all ranks. They number their passes, so that after a pass that an error cut short on some ranks the
-    next one is right again; the number of a rank is ``4 * pass + 2 * has_left + kind``.
+    next one is right again; a rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``.
     """
 
     def __init__(self, neighbours: Neighbours, segment: Segment, start: int) -> None:
@@ -174,11 +174,12 @@ class Gate:
             RuntimeError: a rank enters a pass of another ``kind``.
         """
         counters, neighbours = self._counters, self._neighbours
-        number = counters.value // 4 + 1
-        counters.set(4 * number + kind)
-        neighbours.wait(counters, 4 * number, doing)
+        number = counters.value // 8 + 1
+        counters.set(8 * number + 2 * (counters.value % 2) + kind)
+        neighbours.wait(counters, 8 * number, doing)
         for rank in range(neighbours.size):
-            if counters.of(rank) // 4 == number and counters.of(rank) % 2 != kind:
+            said = counters.of(rank)  # perhaps a pass ahead, if it has noticed and was reset
+            if (said >> (said // 8 - number)) & 1 != kind:
                 here, there = neighbours.global_rank(neighbours.rank), neighbours.global_rank(rank)
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
@@ -187,14 +188,14 @@ class Gate:
 
     def leave(self, doing: str) -> None:
         if self.give_up():
-            self._neighbours.wait(self._counters, self._counters.value // 2 * 2, doing)
+            self._neighbours.wait(self._counters, self._counters.value // 4 * 4, doing)
 
     def give_up(self) -> bool:
         """Leave and wait for nobody; returns whether the gate had been entered."""
         counters = self._counters
-        if counters.value < 4 or counters.value & 2:
+        if counters.value < 8 or counters.value & 4:
             return False
-        counters.set(counters.value + 2)
+        counters.set(counters.value + 4)
         return True
 
 
