@@ -271,7 +271,3 @@ def compiler_listens() -> bool:
     """Whether ``torch.compile`` looks at every frame that this thread enters. Without it each hook would have to pay
     for being kept out of graphs in programs that compile nothing."""
     return get_eval_frame_callback() is not None
-
-
-#: Reads and writes attributes of DTensors without the look for ``__torch_function__``, which takes half of the time.
-without_overrides: Any = torch._C.DisableTorchFunctionSubclass

@@ -28,14 +28,7 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
-from fullshard.torch_private import (
-    foreach_add,
-    foreach_copy,
-    local_of,
-    make_dtensor,
-    post_accumulate_hooks,
-    without_overrides,
-)
+from fullshard.torch_private import foreach_add, foreach_copy, local_of, make_dtensor, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -342,8 +335,8 @@ class _Reducing:
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
         return [
-            (index, as_strided(size, stride, start))
-            for choice, as_strided in zip(self._chosen, [output.as_strided for output in self._outputs], strict=True)
+            (index, output.as_strided(size, stride, start))
+            for choice, output in zip(self._chosen, self._outputs, strict=True)
             for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
         ]
 
@@ -357,21 +350,19 @@ class _Reducing:
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         homes = self._locals()
-        with without_overrides():
-            for index, local in homes:
-                param = group.params[index]
-                sharded = param.sharded
-                grad = sharded.grad
-                if grad is None:
-                    sharded.grad = make_dtensor(local, param.spec)
-                else:
-                    assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
-                    sums.append(local_of(grad))
-                    addends.append(local)
-            has_hooks = any(map(post_accumulate_hooks, group.presentation.sharded))
+        for index, local in homes:
+            param = group.params[index]
+            sharded = param.sharded
+            grad = sharded.grad
+            if grad is None:
+                sharded.grad = make_dtensor(local, param.spec)
+            else:
+                assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
+                sums.append(local_of(grad))
+                addends.append(local)
         if sums:
             foreach_add(sums, addends)
-        if has_hooks:
+        if any(map(post_accumulate_hooks, group.presentation.sharded)):
             with torch.no_grad():
                 for index, _ in homes:
                     sharded = group.params[index].sharded

@@ -19,7 +19,7 @@ from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.group.sharing import SharedChunks
-from fullshard.torch_private import foreach_copy, local_of, version_of, without_overrides
+from fullshard.torch_private import foreach_copy, local_of, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -124,8 +124,7 @@ class Memory:
     @property
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
-        with without_overrides():
-            return sum(map(version_of, (*self._group.presentation.sharded, *self._written)), self.steps)
+        return sum(map(version_of, (*self._group.presentation.sharded, *self._written)), self.steps)
 
     @torch.inference_mode(False)
     @torch.no_grad()

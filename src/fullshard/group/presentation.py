@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.torch_private import local_of, without_overrides
+from fullshard.torch_private import local_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -53,8 +53,7 @@ class Presentation:
 
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
-        with without_overrides():
-            self.trainable = tuple(map(_requires_grad, self.sharded))
+        self.trainable = tuple(map(_requires_grad, self.sharded))
         if self._group.is_unsharded:
             return not self._stand_ins and _stand(self._unsharded)
         if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
