@@ -65,7 +65,7 @@ def _begin(contender: Contender, work: Work, way: str) -> tuple[float, float]:
         model = work.build()
     resident.settle()
     before, begin = resident.bytes_now(), time.perf_counter()
-    with resident.Peak() as peak:
+    with resident.Peak(each_touches_its_own=True) as peak:
         sharded = contender.wrap(model, list(model.blocks), materialize=_materialize)
         if way == "meta" and contender.library != "FSDP1":  # which has materialized each group as it came
             sharded.to_empty(device="cpu")

@@ -56,11 +56,18 @@ def bytes_allocated() -> float:
 class Peak:
     """Measures the largest number of bytes occupied while it is entered.
 
+    Args:
+        each_touches_its_own: what ranks share counts as the pages that this rank has touched. That is its share, at the
+            time, while every rank writes its own part; otherwise the share of all is added to the peak of the rest.
+
     Attributes:
         bytes: comparable with :func:`bytes_now`.
     """
 
     bytes: float = math.nan
+
+    def __init__(self, each_touches_its_own: bool = False) -> None:
+        self._each_touches_its_own = each_touches_its_own
 
     def __enter__(self) -> Peak:
         try:
@@ -69,15 +76,18 @@ class Peak:
             self._before = dict.fromkeys(("RssAnon", "VmRSS", "RssShmem", "RssFile"), math.nan)
         else:
             self._before = {field: _status(field) for field in ("RssAnon", "VmRSS", "RssShmem", "RssFile")}
+        self._shared_before = _shared_bytes()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         grown = _status("VmHWM") - self._before["VmRSS"]
-        for field in ("RssShmem", "RssFile"):  # pages that others hold too and that this process has now seen
+        fields = ("RssFile",) if self._each_touches_its_own else ("RssShmem", "RssFile")
+        for field in fields:  # pages that others hold too and that this process has now seen
             grown -= max(0.0, _status(field) - self._before[field])
-        self.bytes = self._before["RssAnon"] + max(0.0, grown) + _shared_bytes()
+        shared = self._shared_before if self._each_touches_its_own else _shared_bytes()
+        self.bytes = self._before["RssAnon"] + max(0.0, grown) + shared
 
 
 class _MallInfo(ctypes.Structure):
