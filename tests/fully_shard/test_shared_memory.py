@@ -572,3 +572,27 @@ def test_a_root_that_is_recomputed_reads_what_is_shared(world: World, reentrant:
         with pytest.raises(AssertionError, match="private copy"):
             model.blocks[0].unshard()
     dist.barrier()
+
+
+class NestedForce(nn.Module):
+    """The same with an energy whose parts are sharded one by one: an inner backward runs through groups of the tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.outer(self.inner(x).tanh()).sum(), x)
+        return force
+
+
+@ranks(2, transport="host")
+def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
+    model, reference = seeded(NestedForce), seeded(NestedForce)
+    for part in (model.inner, model.outer, model):
+        fullshard.fully_shard(part)
+    for _ in range(2):
+        assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
+        assert not groups_of(model.inner)[0].clock.reading, "the forward has ended, and ranks may write again"

@@ -177,7 +177,6 @@ class Schedule:
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
         self._in_backward = False
-        self._forward_root = None
         for unit in self.units:
             unit.end_backward()
         if self.is_last_backward:
