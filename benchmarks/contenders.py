@@ -6,7 +6,6 @@ is measured.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,9 +55,8 @@ class Contender:
         fullshard tells glibc what to keep, for the whole process. Where nobody does, glibc keeps at most as much as
         :data:`_GLIBC_KEEPS` once large pieces have been freed.
         """
-        set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-        if set_option is not None and heap.kept:
-            set_option(heap.TRIM_THRESHOLD, heap.kept if self.library == "fullshard" else _GLIBC_KEEPS)
+        if heap.kept:
+            heap.set_option(heap.TRIM_THRESHOLD, heap.kept if self.library == "fullshard" else _GLIBC_KEEPS)
 
     def wrap(
         self,

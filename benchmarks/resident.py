@@ -17,16 +17,15 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+from fullshard.buffer import heap
+
 _SELF = Path("/proc/self")
 
 
 def return_what_is_freed() -> None:
     """From now on each allocation of 64 KiB and more is a mapping of its own, which ends when it is freed."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # or the library under test would choose its own
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 2**16)
+    heap.set_option(heap.MMAP_THRESHOLD, 2**16)
 
 
 def settle() -> None:

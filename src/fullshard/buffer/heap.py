@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: The largest that glibc takes on 64 bits; larger pieces always come from the system.
 _LARGEST_PIECE = 32 * 2**20
 _LARGEST_INT = 2**31 - 1
@@ -28,8 +28,11 @@ def keep_freed(nbytes: int) -> None:
     nbytes = min(nbytes, _LARGEST_INT)
     if nbytes <= kept or any(name in os.environ for name in _SETTINGS):
         return
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, _LARGEST_PIECE)
-        set_option(TRIM_THRESHOLD, nbytes)
+    if set_option(MMAP_THRESHOLD, _LARGEST_PIECE) and set_option(TRIM_THRESHOLD, nbytes):
         kept = nbytes
+
+
+def set_option(option: int, value: int) -> bool:
+    """``mallopt(3)``; returns whether the C library has it and took the value."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    return mallopt is not None and bool(mallopt(option, value))

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
-from fullshard.comm.messages import Piece, whole_extent
+from fullshard.comm.messages import whole_extent
 from fullshard.comm.neighbours import Gate, Neighbours, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.prepared import PreparedCache, alias, check_transfers
 from fullshard.comm.shared_memory import Address, Counters, File, Segment
-from fullshard.comm.staging import align
-from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, view_piece
+from fullshard.comm.staging import Lease, align
+from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable, view_piece
 from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, StillRead, Transfer
 
 #: Reductions that a rank may be ahead of the slowest one.
@@ -66,7 +66,7 @@ class HostTransport:
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
         self._routes: PreparedCache[_Route] = PreparedCache()
-        self._scratch = torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu")
+        self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @staticmethod
     def control_bytes(size: int) -> int:
@@ -232,9 +232,8 @@ class _Slots:
     def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
         self._ready, self._done, self._dropped = ready, done, dropped
         self.addresses: dict[int, Address] = {}  # by where they begin in memory
-        self._files: deque[tuple[int, File | None]] = (
-            deque()
-        )  # of slots that are gone, which a slow rank has yet to look for
+        #: Of slots that are gone, which a slow rank has yet to look for.
+        self._files: deque[tuple[int, File | None]] = deque()
 
     def add(self, segment: Segment, start: int) -> None:
         self.addresses[start] = segment.address
@@ -287,7 +286,7 @@ class _Reading(StillRead):
 class _Route:
     """What this rank adds up in one call: what does not change from call to call."""
 
-    def __init__(self, transfers: Sequence[Transfer], neighbours: Neighbours, scratch: torch.Tensor) -> None:
+    def __init__(self, transfers: Sequence[Transfer], neighbours: Neighbours, scratch: Lease) -> None:
         self._rank, self._size = neighbours.rank, neighbours.size
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._plans: list[Plan] = [transfer.plan for transfer in transfers]
@@ -328,15 +327,6 @@ class _Route:
             ]
             for extent in self._plans[section].extents(self._rank):
                 for block in blocks(whole_extent(section, extent), full.itemsize):
-                    sums.append(self._sum(block, fulls))
+                    terms = [view_piece(each, block) for each in fulls]
+                    sums.append(block_sum(block, terms, self._shard_dtypes[section], self._scratch.view))
         return sums
-
-    def _sum(self, piece: Piece, fulls: Sequence[torch.Tensor]) -> Sum:
-        dtype = fulls[0].dtype
-        sum_dtype = SUM_DTYPES[dtype]
-        total = term = None
-        if self._shard_dtypes[piece.section] != sum_dtype:
-            total = self._scratch.view(sum_dtype)[: piece.numel].view(piece.shape)
-        if dtype != sum_dtype:
-            term = self._scratch.view(sum_dtype)[BLOCK : BLOCK + piece.numel].view(piece.shape)
-        return Sum(piece.section, piece.shard_start, [view_piece(full, piece) for full in fulls], total, term)

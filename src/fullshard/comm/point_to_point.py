@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from fullshard.buffer.plan import Plan
 from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
 from fullshard.comm.prepared import Copies, PreparedCache, alias, check_transfers
 from fullshard.comm.staging import SHARED, Lease, align
-from fullshard.comm.sums import BLOCK, SUM_DTYPES, Sum, blocks, check_summable, scratch_bytes, view_piece
+from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes, view_piece
 from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
 from fullshard.torch_private import foreach_copy
 
@@ -341,13 +342,7 @@ class _ReduceRoute(_Route):
             self._full(piece) if rank == self._rank else self._staged(lease, starts[rank], piece)
             for rank in range(len(self._peers) + 1)
         ]
-        dtype, sum_dtype = self._dtypes[piece.section], SUM_DTYPES[self._dtypes[piece.section]]
-        total = term = None
-        if sum_dtype != self._shard_dtypes[piece.section]:
-            total = _view(lease, sum_dtype, 0, piece.shape)
-        if sum_dtype != dtype:
-            term = _view(lease, sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape)
-        return Sum(piece.section, piece.shard_start, terms, total, term)
+        return block_sum(piece, terms, self._shard_dtypes[piece.section], partial(_view, lease))
 
 
 def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:

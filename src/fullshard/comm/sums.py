@@ -6,7 +6,7 @@ the transports' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -75,6 +75,23 @@ def check_summable(transfers: Sequence[Transfer]) -> None:
                 f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {transfer.full.dtype}: "
                 f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
             )
+
+
+def block_sum(
+    piece: Piece,
+    terms: list[torch.Tensor],
+    shard_dtype: torch.dtype,
+    scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
+) -> Sum:
+    """The sum of a block's ``terms``.
+
+    Args:
+        scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
+    """
+    dtype, sum_dtype = terms[0].dtype, SUM_DTYPES[terms[0].dtype]
+    total = scratch(sum_dtype, 0, piece.shape) if sum_dtype != shard_dtype else None
+    term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape) if sum_dtype != dtype else None
+    return Sum(piece.section, piece.shard_start, terms, total, term)
 
 
 def scratch_bytes(dtype: torch.dtype, shard_dtype: torch.dtype) -> int:
