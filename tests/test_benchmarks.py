@@ -132,9 +132,9 @@ def test_sharding_is_measured_from_the_cpu_and_from_meta(initialisation: dict[st
     contenders, unit = initialisation["contenders"], MODEST.block_bytes
     for name in SHARDED:
         assert contenders[name]["cpu seconds"][0] > 0
-        assert contenders[name]["meta bytes"][0] >= MODEST.model_bytes / 2
+        assert contenders[name]["meta bytes"][0] >= 0.9 * MODEST.model_bytes / 2  # the kernel counts pages in batches
     assert contenders["torch FSDP2"]["cpu bytes"][0] / unit == pytest.approx(0.5, abs=0.3)  # a shard of a group
-    assert contenders["DDP"]["cpu bytes"][0] >= MODEST.model_bytes
+    assert contenders["DDP"]["cpu bytes"][0] == pytest.approx(MODEST.model_bytes, rel=0.3)  # its buckets of gradients
     assert math.isnan(contenders["DDP"]["meta seconds"][0])
 
 
