@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.select import select_transport
-from fullshard.device import compute_device
+from fullshard.device import compute_device, move_to_device
 from fullshard.group.agreement import agree
 from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
@@ -36,7 +36,6 @@ from fullshard.policies import (
 )
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.torch_private import is_traceable_subclass
 from fullshard.wrap import repeated_blocks, targets
 
 M = TypeVar("M", bound=nn.Module)
@@ -129,8 +128,7 @@ def fully_shard(
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
     params = free_parameters(modules, set(ignored))
     _check_parameters(params, data, device)
-    buffers = [(each, name) for each in managed_modules(modules) for name in each._buffers]
-    move_to_device(params, buffers, device, mp_policy.buffer_dtype)
+    move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, mp_policy, auto_reshard)
     unit.ignored = {id(param) for param in ignored}
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
@@ -267,31 +265,6 @@ def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> N
                 f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
                 f"was distributed, give the whole mesh with dp_mesh_dims"
             )
-
-
-def move_to_device(
-    params: Iterable[nn.Parameter],
-    buffers: Iterable[tuple[nn.Module, str]],
-    device: torch.device,
-    buffer_dtype: torch.dtype | None = None,
-) -> None:
-    """Parameters and buffers go to the compute device, those on meta excepted; buffers to their dtype as well."""
-    for param in params:
-        if param.device == device or param.is_meta or isinstance(param, DTensor):
-            continue
-        if is_traceable_subclass(param):
-            with torch.no_grad():
-                torch.utils.swap_tensors(param, nn.Parameter(param.to(device), requires_grad=param.requires_grad))
-        else:
-            param.data = param.to(device)
-    for module, name in buffers:
-        buffer = module._buffers[name]
-        if buffer is None:
-            continue
-        dtype = buffer_dtype if buffer.is_floating_point() else None
-        if not buffer.is_meta or dtype is not None:
-            target = buffer.device if buffer.is_meta or isinstance(buffer, DTensor) else device
-            module._buffers[name] = buffer.to(device=target, dtype=dtype or buffer.dtype)
 
 
 def _by_mesh(

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
-from fullshard.fully_shard import add_group, borrow, free_parameters, move_to_device
+from fullshard.fully_shard import add_group, borrow, free_parameters
 from fullshard.group.flat import Fragment
 from fullshard.group.group import GroupOptions
-from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
@@ -30,16 +30,9 @@ from fullshard.schedule.hooks import attach
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets
+from fullshard.wrapper import initialise
 from fullshard.wrapper.comm_hook import use_hook
-from fullshard.wrapper.initialise import (
-    Ignored,
-    check_flattenable,
-    compute_device,
-    ignored,
-    managed_modules,
-    materialize,
-    synchronize,
-)
+from fullshard.wrapper.initialise import Ignored
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
@@ -131,11 +124,11 @@ class FullyShardedDataParallel(nn.Module):
                 stacklevel=2,
             )
         nested = [inner._ignored for inner in self.fsdp_modules(module)]
-        self._ignored = ignored(module, ignored_modules, ignored_states, nested)
+        self._ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
         precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
         offload, kept = as_cpu_offload(cpu_offload), self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
-        device = compute_device((param for param in module.parameters() if param not in kept), device_id, device_type)
+        device = initialise.compute_device((param for param in module.parameters() if param not in kept), device_id, device_type)
         self.sharding_strategy, data = strategy_and_mesh(
             sharding_strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
         )
@@ -164,15 +157,15 @@ class FullyShardedDataParallel(nn.Module):
         self._state_dict_type = StateDictType.FULL_STATE_DICT
         self._state_dict_config: StateDictConfig = FullStateDictConfig()
         self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
-        modules = managed_modules(module, self._ignored.modules)
-        materialize(modules, param_init_fn, device, self._ignored)
+        modules = initialise.managed_modules(module, self._ignored.modules)
+        initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
-        check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
+        initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
         buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
         buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
-        move_to_device(found, buffers, device)
+        move_to_device(found, modules, device)
         if sync_module_states:
-            synchronize(found, [each._buffers[name] for each, name in buffers], data, device)
+            initialise.sync_module_states(found, [each._buffers[name] for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
