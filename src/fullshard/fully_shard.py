@@ -126,23 +126,14 @@ def fully_shard(
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    params = _parameters(modules, set(ignored))
+    params = free_parameters(modules, set(ignored))
     _check_parameters(params, data, device)
-    move_to_device(params, _managed_modules(modules), device, mp_policy.buffer_dtype)
+    move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, mp_policy, auto_reshard)
     unit.ignored = {id(param) for param in ignored}
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
-        originals = [param.sharded for param in sharded]
-        tag = agree(sharded, place, device, mp_policy)
-        group_options = GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place))
-        process_group = place.shard_group or place.replicate_group
-        assert process_group is not None
-        prepare_offload(offload_policy, process_group, device)
-        transport = select_transport(process_group, device)
-        group = Group(sharded, modules, place, device, group_options, transport, tag)
-        unit.groups.append(group)
-        register(group, originals)
-    _borrow(unit)
+        add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
+    borrow(unit)
     attach(unit)
     for target in modules:
         target.__class__ = sharded_class(type(target))
@@ -150,6 +141,19 @@ def fully_shard(
 
 
 fully_shard.state = unit_of  # type: ignore[attr-defined]
+
+
+def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
+    """Let the modules of ``unit`` hold ``params`` sharded over ``data``; all its ranks must call it."""
+    originals = [param.sharded for param in params]
+    tag = agree(params, data, unit.device, options.mp_policy)
+    process_group = data.shard_group or data.replicate_group
+    assert process_group is not None
+    prepare_offload(options.offload, process_group, unit.device)
+    transport = select_transport(process_group, unit.device)
+    group = Group(params, unit.modules, data, unit.device, options, transport, tag)
+    unit.groups.append(group)
+    register(group, [param for param in originals if owner_of(param) is None])
 
 
 def fully_shard_blocks(model: M, **options: Any) -> M:
@@ -219,18 +223,18 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
     return True, None if choice == size else smaller_mesh(data, choice)
 
 
-def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
-    """The parameters that no earlier call has taken."""
+def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
+    """The parameters of ``modules`` that no earlier call has taken, with their places."""
     found: _Found = {}
     names = {id(inner): name for module in modules for name, inner in module.named_modules()}
-    for module in _managed_modules(modules):
+    for module in managed_modules(modules):
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and owner_of(param) is None:
                 found.setdefault(param, []).append(Location(module, name, names[id(module)]))
     return found
 
 
-def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that no call on a submodule has taken, parents before children."""
     managed: dict[nn.Module, None] = {}
     waiting = list(reversed(modules))
@@ -288,9 +292,9 @@ def _by_mesh(
     return groups
 
 
-def _borrow(unit: Unit) -> None:
+def borrow(unit: Unit) -> None:
     """Parameters that another group has already and these modules use too: show them here, and hold that group."""
-    for module in _managed_modules(unit.modules):
+    for module in managed_modules(unit.modules):
         for name, param in list(module._parameters.items()):
             owner = owner_of(param) if param is not None else None
             if owner is None:
