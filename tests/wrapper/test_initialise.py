@@ -370,6 +370,12 @@ def test_the_cpu_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch) 
     assert compute_device([torch.ones(2)], None) == CPU
 
 
+def test_sharded_parameters_may_lie_elsewhere(world_of_two: World) -> None:
+    model = nn.Linear(4, 4)
+    fullshard.fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert compute_device([*on("cuda:0"), *model.parameters()], None) == torch.device("cuda:0")
+
+
 @pytest.mark.usefixtures("current")
 def test_a_mesh_says_which_device() -> None:
     assert compute_device(on("cpu", "meta"), None, "cuda") == torch.device("cuda:1")

@@ -96,6 +96,7 @@ def compute_device(
     """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device.
 
     Args:
+        params: those that are sharded already, and may be offloaded, do not count.
         device_id: parameters on the CPU will be moved to it. On the CPU there is no need of it.
         device_type: of the mesh, if the user gave one.
 
@@ -103,7 +104,7 @@ def compute_device(
         ValueError: parameters lie on another device than ``device_id``.
         RuntimeError: parameters lie on several devices, and ``device_id`` does not say which one counts.
     """
-    lie = list(dict.fromkeys(param.device for param in params if not param.is_meta))
+    lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
         raise RuntimeError(
