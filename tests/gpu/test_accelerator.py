@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard.device import move_to_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,3 +134,16 @@ def test_a_deep_copy_shares_nothing(mesh: DeviceMesh) -> None:
     twin = copy.deepcopy(model)
     steps_agree(twin, build().to(device), device, 1e-5)
     assert torch.equal(model[0].up.weight.full_tensor(), build().to(device)[0].up.weight)  # type: ignore[union-attr]
+
+
+def test_gradients_and_buffers_move_along_with_parameters(mesh: DeviceMesh) -> None:
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    weight.grad = torch.ones(2, 2)
+    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+    move_to_device(model.parameters(), [model], device, torch.bfloat16)
+    assert model.weight is weight
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert {tensor.device for tensor in (weight, weight.grad, model.bias, model.steps)} == {device}
+    assert model.steps.dtype is torch.int64
