@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -256,6 +257,29 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
     import torch.distributed._symmetric_memory as symm_mem
 
     symm_mem.rendezvous(tensor, group=group.group_name)
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` of which subclasses may say which gradients are unscaled, and what is made of what was found.
+
+    torch has no public place for it: ``unscale_`` refuses fp16, and a fused optimizer's step does not pass through it.
+    """
+
+    def unscale_gradients(
+        self, params: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by ``inv_scale`` in place; returns 1 for each device where one was not finite, or 0.
+
+        ``found_inf`` is zero, on the device of the scale.
+        """
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return self.unscale_gradients(params, inv_scale, found_inf)
 
 
 def timeout_of(process_group: Any) -> float:
