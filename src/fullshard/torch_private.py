@@ -169,6 +169,16 @@ def foreach_add(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]
     torch._foreach_add_(list(targets), list(addends))
 
 
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The norm of each, computed in ``dtype``, in one call. None may be empty if the norm is that of the maximum."""
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each in place by a 0-dim tensor, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

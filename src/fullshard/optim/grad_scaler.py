@@ -57,7 +57,8 @@ class ShardedGradScaler(OpenGradScaler):
     def unscale_gradients(
         self, params: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        found = super().unscale_gradients([_local(param) for param in params], inv_scale, found_inf)
+        plain = [_twin(param) if isinstance(param, DTensor) else param for param in params]
+        found = super().unscale_gradients(plain, inv_scale, found_inf)
         # One call, also on ranks without gradients or with others on the CPU, which not every backend reaches.
         device = self._communicates_on if found_inf.is_cpu else found_inf.device
         worst = torch.stack([each.to(device) for each in (found_inf, *found.values())]).amax()
@@ -70,11 +71,10 @@ class ShardedGradScaler(OpenGradScaler):
         return {where: worst.to(where, copy=True) for where in found or (found_inf.device,)}
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    """``param``, or, if its gradient is a DTensor, something that has the local part of it as its gradient."""
-    if not isinstance(param.grad, DTensor):
+def _twin(param: DTensor) -> torch.Tensor:
+    """Something whose gradient is the local part of the parameter's. Operations on DTensors would communicate too."""
+    if not isinstance(grad := param.grad, DTensor):
         return param
-    local = local_of(param.grad)
-    twin = local.detach()
-    twin.grad = local
+    twin = local_of(grad).detach()
+    twin.grad = local_of(grad)
     return twin
