@@ -65,7 +65,7 @@ def clip_local_shards(
         warnings.warn(
             f"clip_grad_norm_ found no gradient on rank {dist.get_rank(process_group)}; it returns the norm of all "
             f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return",
-            stacklevel=3,
+            stacklevel=4,  # whoever called the method that calls this, past the decorator
         )
         return total
     return total.to(reduce(torch.promote_types, (grad.dtype for grad in parts + rest)))
