@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard.device import move_to_device
 from fullshard.optim import ShardedGradScaler
 from fullshard.optim.clip import clip_local_shards
 
@@ -160,3 +161,16 @@ def test_clipping_gradients_on_two_devices(mesh: DeviceMesh) -> None:
     assert total.device.type == mesh.device_type
     assert total.item() == pytest.approx(5.0)
     assert [param.grad.item() for param in params] == pytest.approx([0.6, 0.8])  # type: ignore[union-attr]
+
+
+def test_gradients_and_buffers_move_along_with_parameters(mesh: DeviceMesh) -> None:
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    weight.grad = torch.ones(2, 2)
+    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+    move_to_device(model.parameters(), [model], device, torch.bfloat16)
+    assert model.weight is weight
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert {tensor.device for tensor in (weight, weight.grad, model.bias, model.steps)} == {device}
+    assert model.steps.dtype is torch.int64

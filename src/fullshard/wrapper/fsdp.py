@@ -24,7 +24,6 @@ from fullshard.group.flat import Fragment
 from fullshard.group.group import GroupOptions
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
-from fullshard.optim.clip import clip_local_shards
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.schedule import Schedule
@@ -43,7 +42,6 @@ from fullshard.wrapper.settings import (
     OptimStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
-    StateDictSettings,
     StateDictType,
     as_backward_prefetch,
     as_cpu_offload,
@@ -128,7 +126,9 @@ class FullyShardedDataParallel(nn.Module):
         precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
         offload, kept = as_cpu_offload(cpu_offload), self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
-        device = initialise.compute_device((param for param in module.parameters() if param not in kept), device_id, device_type)
+        device = initialise.compute_device(
+            (param for param in module.parameters() if param not in kept), device_id, device_type
+        )
         self.sharding_strategy, data = strategy_and_mesh(
             sharding_strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
         )
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(nn.Module):
         initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
         buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
         buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
-        move_to_device(found, modules, device)
+        move_to_device(found, modules, device, None)
         if sync_module_states:
             initialise.sync_module_states(found, [each._buffers[name] for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
@@ -321,6 +321,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: this is not the root.
         """
+        from fullshard.optim.clip import clip_local_shards
+
         self._expect_root("clip_grad_norm_")
         sharded: dict[nn.Parameter, None] = {}
         process_group: dist.ProcessGroup | None = None
@@ -399,9 +401,7 @@ def _unwrapped(name: str) -> str:
     return name.replace(f"{WRAPPED_NAME}.", "")
 
 
-def _auto_wrap(
-    root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool
-) -> None:
+def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool) -> None:
     """Wrap the modules inside of ``root`` that a policy wants, the innermost first.
 
     Raises:
@@ -409,7 +409,9 @@ def _auto_wrap(
     """
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other")
+            raise ValueError(
+                f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other"
+            )
     apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
     forced = {cls: {"mixed_precision": None} for cls in apart}
     chosen = targets(root, policy, kept.modules, kept.params, forced)
