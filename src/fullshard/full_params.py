@@ -129,7 +129,7 @@ def gather(
     Every rank of the group must call it.
 
     Args:
-        parts: for each parameter what this rank holds of the tensor that belongs to it, shaped as ``param.local``; zeros
+        parts: for each parameter what this rank has of the tensor that belongs to it, shaped as ``param.local``; zeros
             for ``None``.
         dtypes: of the tensors of each of the group's sections, the same on all ranks; those of the parameters by
             default.

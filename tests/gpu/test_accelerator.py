@@ -138,6 +138,19 @@ def test_a_deep_copy_shares_nothing(mesh: DeviceMesh) -> None:
     assert torch.equal(model[0].up.weight.full_tensor(), build().to(device)[0].up.weight)  # type: ignore[union-attr]
 
 
+def test_gradients_and_buffers_move_along_with_parameters(mesh: DeviceMesh) -> None:
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    weight.grad = torch.ones(2, 2)
+    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+    move_to_device(model.parameters(), [model], device, torch.bfloat16)
+    assert model.weight is weight
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert {tensor.device for tensor in (weight, weight.grad, model.bias, model.steps)} == {device}
+    assert model.steps.dtype is torch.int64
+
+
 @pytest.mark.parametrize("poisoned", [None, 0, 1], ids=["finite", "on the accelerator", "on the CPU"])
 def test_gradients_on_two_devices_share_one_scale(mesh: DeviceMesh, poisoned: int | None) -> None:
     params = [nn.Parameter(torch.ones(3, device=device)) for device in (mesh.device_type, "cpu")]
@@ -161,16 +174,3 @@ def test_clipping_gradients_on_two_devices(mesh: DeviceMesh) -> None:
     assert total.device.type == mesh.device_type
     assert total.item() == pytest.approx(5.0)
     assert [param.grad.item() for param in params] == pytest.approx([0.6, 0.8])  # type: ignore[union-attr]
-
-
-def test_gradients_and_buffers_move_along_with_parameters(mesh: DeviceMesh) -> None:
-    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    model = nn.Linear(2, 2)
-    weight = model.weight
-    weight.grad = torch.ones(2, 2)
-    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
-    move_to_device(model.parameters(), [model], device, torch.bfloat16)
-    assert model.weight is weight
-    assert weight.grad.tolist() == [[1, 1], [1, 1]]
-    assert {tensor.device for tensor in (weight, weight.grad, model.bias, model.steps)} == {device}
-    assert model.steps.dtype is torch.int64
