@@ -90,7 +90,7 @@ def finish(
 ) -> None:
     """What is left to do once the state dict of a wrapped module is made: local shards, buffers, and ranks that keep
     nothing."""
-    names = {module: plain_name(f"{name}.")[:] for name, module in wrapper.named_modules()}
+    names = {module: plain_name(name) for name, module in wrapper.named_modules()}
     buffers = [(module, name, _join(prefix, names[module], name)) for module, name in unit.buffers]
     kept = is_kept(unit, config)
     for group in unit.groups:
@@ -159,7 +159,7 @@ class Loading:
     """The hooks around a wrapped module's part of ``load_state_dict``."""
 
     def __init__(self, unit: WrappedUnit) -> None:
-        self._unit = unit
+        self.unit = unit
         self._shown: list[FullGroup] = []
 
     def before(
@@ -178,7 +178,7 @@ class Loading:
         keys = [key for key in values if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]
         for key in keys:
             values[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = values.pop(key)
-        for group in self._unit.groups:
+        for group in self.unit.groups:
             group.reshard()
             group.check_in()
             names = {_join(f"{prefix}{_PREFIX}", at.path, at.name): index for index, at in _locations(group)}
@@ -198,15 +198,16 @@ class Loading:
             local = shard.to_local()
             if held.shape != local.shape:
                 raise RuntimeError(
-                    f"'{plain_name(prefix)}{_flat_name(number)}' has {held.numel()} elements for this rank, which holds "
-                    f"{local.numel()}: a local state dict loads only into the sharding of which it was made"
+                    f"'{plain_name(prefix)}{_flat_name(number)}' has {held.numel()} elements for this rank, which "
+                    f"holds {local.numel()}: a local state dict loads only into the sharding of which it was made"
                 )
             local.copy_(held)
         for index, location in _locations(group):
             values[_join(prefix, location.path, location.name)] = self._blank(group, index).detach()
 
     def _whole(self, group: Group, index: int, value: DTensor) -> torch.Tensor:
-        full = value.to(group.device).full_tensor()
+        moved: Any = value.to(group.device)
+        full: torch.Tensor = moved.full_tensor()
         spec = group.params[index].unsharded_spec
         return full if spec is None else distribute_tensor(full, spec.mesh, spec.placements)
 

@@ -8,8 +8,7 @@ wrapped module is a unit like any other, and checkpoints to ``checkpoint``.
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.checkpoint.state_dict import Loading, finish, saving, unwrap_names
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters
@@ -39,21 +37,14 @@ from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
     as_backward_prefetch,
     as_cpu_offload,
     as_mixed_precision,
     as_sharding_strategy,
-    as_state_dict_config,
-    as_state_dict_type,
-    as_optim_state_dict_config,
 )
+from fullshard.wrapper.state_dicts import StateDictMethods
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
@@ -63,7 +54,7 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = 
 }
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
 
     ::
@@ -164,9 +155,6 @@ class FullyShardedDataParallel(nn.Module):
             }
             _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
         self._use_orig_params = use_orig_params
-        self._settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
@@ -191,10 +179,7 @@ class FullyShardedDataParallel(nn.Module):
             add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
-        self.__dict__["_loading"] = loading = Loading(unit)
-        self.register_state_dict_post_hook(unwrap_names)
-        self.register_load_state_dict_pre_hook(loading.before)
-        self.register_load_state_dict_post_hook(loading.after)
+        self._prepare_state_dicts(unit)
 
     # -- passed through to the module inside ---------------------------------------------------------------------------
 
@@ -372,80 +357,6 @@ class FullyShardedDataParallel(nn.Module):
             each.__dict__["_has_hook"] = True
             use_hook(each._unit.groups, state, hook)
 
-    # -- state dicts ---------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Say what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree speak of.
-
-        Returns:
-            what was set before.
-
-        Raises:
-            RuntimeError: a configuration of another type.
-            AssertionError: the wrappers in ``module`` have different settings.
-        """
-        warnings.warn(
-            "state_dict_type() and set_state_dict_type() are deprecated: get_state_dict() and set_state_dict() of "
-            "torch.distributed.checkpoint.state_dict know every parallelism, with `import fullshard.interop` this one",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return _set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set, in every wrapper in ``module``.
-
-        Raises:
-            AssertionError: the wrappers have different settings.
-        """
-        return settings_of(module)
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
-        """:meth:`set_state_dict_type` for the time of a context."""
-        before = FullyShardedDataParallel.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-                wrapper._settings = before
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: by the names of the plain model, with what :meth:`state_dict_type` says. All ranks call."""
-        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
-        with saving(self._unit, kind, config):
-            saved = super().state_dict(*args, **kwargs)
-        finish(self, self._unit, kind, config, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
-        return saved
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module: whole tensors or DTensors, by the names of the plain model. All ranks call."""
-        with_metadata = OrderedDict(state_dict)
-        known = getattr(state_dict, "_metadata", {})
-        names = {name: plain_name(name) for name, _ in self.named_modules()}
-        metadata = {name: known[plain] for name, plain in names.items() if plain in known}
-        with_metadata._metadata = {**known, **metadata}  # type: ignore[attr-defined]
-        try:
-            return super().load_state_dict(with_metadata, *args, **kwargs)
-        finally:
-            for wrapper in self.fsdp_modules(self):
-                wrapper._loading.close()
-
     # -- as a module ---------------------------------------------------------------------------------------------------
 
     @property
@@ -518,25 +429,3 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
         wrapped = FullyShardedDataParallel(module, **{**options, **overrides})
         for parent, name in places[module]:
             parent._modules[name] = wrapped
-
-
-def _set_state_dict_type(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    kind = as_state_dict_type(kind)
-    expected, expected_optim = CONFIGS[kind]
-    config = expected() if config is None else as_state_dict_config(config)
-    optim_config = expected_optim() if optim_config is None else as_optim_state_dict_config(optim_config)
-    for name, found, wanted in (
-        ("state_dict_config", config, expected),
-        ("optim_state_dict_config", optim_config, expected_optim),
-    ):
-        if type(found) is not wanted:
-            raise RuntimeError(f"{name} for {kind} must be a {wanted.__name__}, got a {type(found).__name__}")
-    before = settings_of(module)
-    for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-        wrapper._settings = StateDictSettings(kind, config, optim_config)
-    return before
