@@ -87,8 +87,8 @@ class Training:
 
     The reference divides the sum of the gradients of all ranks by `divisor`, or else by the number of data-parallel
     ranks, and rounds it to `mean_dtype`, or else to the dtype of the reduction. A parameter without a gradient on any
-    rank has none, or zeros if `unused_are_zero` (for some of them: a function of the name). To say by hand what a policy does to single modules, the reference
-    may have a model of its own, from `build_reference`.
+    rank has none, or zeros if `unused_are_zero` (for some of them: a function of the name). To say by hand what a
+    policy does to single modules, the reference may have a model of its own, from `build_reference`.
     """
 
     build: Callable[[], nn.Module]

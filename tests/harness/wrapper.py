@@ -85,3 +85,10 @@ def training(shard: ShardFunction, **changes: Any) -> Training:
 def no_sync_before(last: int) -> Callable[[Any, int], AbstractContextManager[object]]:
     """Micro-batches before the last one do not communicate gradients."""
     return lambda model, micro: model.no_sync() if micro < last else nullcontext()
+
+
+def assert_all_see(observe: Callable[[ModuleType], Any]) -> None:
+    """What there is to see, told in plain Python values, is the same with every library."""
+    seen = {name: observe(fsdp) for name, fsdp in WRAPPERS.items()}
+    for name, value in seen.items():
+        assert value == seen["torch"], f"{name} differs from torch"

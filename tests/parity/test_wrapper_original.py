@@ -1,4 +1,4 @@
-"""Parity of modules that keep their original parameters: what optimizers and users do to the fragments between steps."""
+"""Parity of modules that keep their original parameters: what optimizers and users do to fragments between steps."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from tests.harness.wrapper import (
     SHARDED,
     STRATEGIES,
     WRAPPERS,
+    assert_all_see,
     no_sync_before,
     training,
     wrap,
@@ -90,13 +91,12 @@ def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
 
     def shapes(fsdp: ModuleType) -> list[Any]:
         model = wrap_whole(strategy=strategy)(fsdp, seeded(lambda: OddParameters(scalar=False, non_contiguous=False)))
-        at_rest = {name: (list(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+        at_rest = {name: (p.tolist(), list(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()}
         mean_square(model, random_batch(4, 6)(world.rank)).backward()
         after = {name: p.grad if p.grad is None else list(p.grad.shape) for name, p in model.named_parameters()}
         return [at_rest, after, {name: list(p.shape) for name, p in model.named_parameters()}]
 
-    first, *others = (shapes(fsdp) for fsdp in WRAPPERS.values())
-    assert all(other == first for other in others)
+    assert_all_see(shapes)
 
 
 @ranks(2)
@@ -109,8 +109,7 @@ def test_what_parameters_look_like_after_forward(world: World, strategy: str) ->
         model(*random_batch(4, 6)(world.rank))
         return {name: list(parameter.shape) for name, parameter in model.named_parameters()}
 
-    first, *others = (shapes(fsdp) for fsdp in WRAPPERS.values())
-    assert all(other == first for other in others)
+    assert_all_see(shapes)
 
 
 @ranks(2, 3)
