@@ -1,4 +1,4 @@
-"""Lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
+"""Devices, lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
 
 A :class:`Lane` is a stream on devices that have streams and, on the CPU, the fact that communication runs by itself.
 A *mark* is a point in a lane that can be waited for. Nothing above this file knows which of the two it drives.
@@ -6,12 +6,15 @@ A *mark* is a point in a lane that can be waited for. Nothing above this file kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.comm.transport import Pending
+from fullshard.torch_private import is_traceable_subclass
 
 
 class Mark(Protocol):
@@ -118,3 +121,33 @@ def compute_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
+
+
+def default_device_type() -> str:
+    """The accelerator's where there is one, the CPU's otherwise."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device.type if device is not None else "cpu"
+
+
+def move_to_device(
+    params: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device, buffer_dtype: torch.dtype | None
+) -> None:
+    """Parameters, and the modules' own buffers, go to a device, those on meta excepted; buffers to a dtype as well."""
+    for param in params:
+        if param.device == device or param.is_meta or isinstance(param, DTensor):
+            continue
+        if is_traceable_subclass(param):
+            with torch.no_grad():
+                torch.utils.swap_tensors(param, nn.Parameter(param.to(device), requires_grad=param.requires_grad))
+        else:
+            param.data = param.to(device)
+            if param.grad is not None:
+                param.grad.data = param.grad.to(device)
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            dtype = buffer_dtype if buffer.is_floating_point() else None
+            if not buffer.is_meta or dtype is not None:
+                target = buffer.device if buffer.is_meta or isinstance(buffer, DTensor) else device
+                module._buffers[name] = buffer.to(device=target, dtype=dtype or buffer.dtype)

@@ -87,7 +87,7 @@ class _FullGroup:
         if group.memory.has_meta:
             raise RuntimeError(group.memory.meta_message())
         self._full: dict[int, nn.Parameter] = {}
-        values = self._gather([local_of(param.sharded) for param in group.params])  # type: ignore[arg-type]
+        values = self._gather([param.held for param in group.params])
         grads = self._gather([_local_gradient(param) for param in group.params]) if with_grads else {}
         if not shown:
             return
@@ -99,8 +99,7 @@ class _FullGroup:
             if param.sharded.grad is not None and index in grads:
                 full.grad = _shown(grads[index], param)
             self._full[index] = full
-            for location in param.locations:
-                location.module._parameters[location.name] = full
+        group.presentation.show_full(self._full)
 
     def _gather(self, locals_: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """All parts of tensors that are sharded as the parameters are, in memory of their own."""
@@ -128,19 +127,19 @@ class _FullGroup:
     @torch.no_grad()
     def write_back(self) -> None:
         rank = self._group.data.shard_rank
-        for index, full in self._full.items():
-            param = self._group.params[index]
-            local_of(param.sharded).copy_(param.chunk_of(_local(full), rank))  # type: ignore[arg-type]
-            if full.grad is not None and param.sharded.grad is not None:
-                grad = local_of(param.sharded.grad)  # type: ignore[arg-type]
+        for index in self._full:
+            param, full = self._group.params[index], self._group.presentation.shown_full(index)
+            if full is None:
+                continue
+            param.held.copy_(param.chunk_of(_local(full), rank))
+            grad = param.gradient
+            if full.grad is not None and grad is not None:
                 grad.copy_(param.chunk_of(_local(full.grad), rank))
 
     def close(self) -> None:
         self._group.summoned = False
-        for index in self._full:
-            param = self._group.params[index]
-            for location in param.locations:
-                location.module._parameters[location.name] = param.sharded
+        if self._full:
+            self._group.presentation.show_sharded()
         self._full.clear()
 
 
@@ -154,8 +153,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_gradient(param: ShardedParameter) -> torch.Tensor:
-    grad = param.sharded.grad
-    return torch.zeros_like(param.local) if grad is None else _local(grad)
+    grad = param.gradient
+    return torch.zeros_like(param.local) if grad is None else grad
 
 
 def _gather_extension(param: ShardedParameter, local: torch.Tensor) -> torch.Tensor:

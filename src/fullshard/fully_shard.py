@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.select import select_transport
-from fullshard.device import compute_device
+from fullshard.device import compute_device, move_to_device
 from fullshard.group.agreement import agree
 from fullshard.group.group import Group, GroupOptions
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
@@ -36,7 +36,6 @@ from fullshard.policies import (
 )
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.torch_private import is_traceable_subclass
 from fullshard.wrap import repeated_blocks, targets
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,23 +126,14 @@ def fully_shard(
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    params = _parameters(modules, set(ignored))
+    params = free_parameters(modules, set(ignored))
     _check_parameters(params, data, device)
-    _move_to_device(modules, params, device, mp_policy)
+    move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, mp_policy, auto_reshard)
     unit.ignored = {id(param) for param in ignored}
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
-        originals = [param.sharded for param in sharded]
-        tag = agree(sharded, place, device, mp_policy)
-        group_options = GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place))
-        process_group = place.shard_group or place.replicate_group
-        assert process_group is not None
-        prepare_offload(offload_policy, process_group, device)
-        transport = select_transport(process_group, device)
-        group = Group(sharded, modules, place, device, group_options, transport, tag)
-        unit.groups.append(group)
-        register(group, originals)
-    _borrow(unit)
+        add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
+    borrow(unit)
     attach(unit)
     for target in modules:
         target.__class__ = sharded_class(type(target))
@@ -151,6 +141,19 @@ def fully_shard(
 
 
 fully_shard.state = unit_of  # type: ignore[attr-defined]
+
+
+def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
+    """Let the modules of ``unit`` hold ``params`` sharded over ``data``; all its ranks must call it."""
+    originals = [param.sharded for param in params]
+    tag = agree(params, data, unit.device, options.mp_policy)
+    process_group = data.shard_group or data.replicate_group
+    assert process_group is not None
+    prepare_offload(options.offload, process_group, unit.device)
+    transport = select_transport(process_group, unit.device)
+    group = Group(params, unit.modules, data, unit.device, options, transport, tag)
+    unit.groups.append(group)
+    register(group, [param for param in originals if owner_of(param) is None])
 
 
 def fully_shard_blocks(model: M, **options: Any) -> M:
@@ -220,18 +223,18 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
     return True, None if choice == size else smaller_mesh(data, choice)
 
 
-def _parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
-    """The parameters that no earlier call has taken."""
+def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
+    """The parameters of ``modules`` that no earlier call has taken, with their places."""
     found: _Found = {}
     names = {id(inner): name for module in modules for name, inner in module.named_modules()}
-    for module in _managed_modules(modules):
+    for module in managed_modules(modules):
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and owner_of(param) is None:
                 found.setdefault(param, []).append(Location(module, name, names[id(module)]))
     return found
 
 
-def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Those that no call on a submodule has taken, parents before children."""
     managed: dict[nn.Module, None] = {}
     waiting = list(reversed(modules))
@@ -264,28 +267,6 @@ def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> N
             )
 
 
-def _move_to_device(
-    modules: Sequence[nn.Module], params: _Found, device: torch.device, mp_policy: MixedPrecisionPolicy
-) -> None:
-    """Parameters and buffers go to the compute device, those on meta excepted; buffers to their dtype as well."""
-    for param in params:
-        if param.device == device or param.is_meta or isinstance(param, DTensor):
-            continue
-        if is_traceable_subclass(param):
-            with torch.no_grad():
-                torch.utils.swap_tensors(param, nn.Parameter(param.to(device), requires_grad=param.requires_grad))
-        else:
-            param.data = param.to(device)
-    for module in _managed_modules(modules):
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            dtype = mp_policy.buffer_dtype if buffer.is_floating_point() else None
-            if not buffer.is_meta or dtype is not None:
-                target = buffer.device if buffer.is_meta or isinstance(buffer, DTensor) else device
-                module._buffers[name] = buffer.to(device=target, dtype=dtype or buffer.dtype)
-
-
 def _by_mesh(
     params: _Found, data: DataMesh, shard_placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> dict[DataMesh, list[ShardedParameter]]:
@@ -311,9 +292,9 @@ def _by_mesh(
     return groups
 
 
-def _borrow(unit: Unit) -> None:
+def borrow(unit: Unit) -> None:
     """Parameters that another group has already and these modules use too: show them here, and hold that group."""
-    for module in _managed_modules(unit.modules):
+    for module in managed_modules(unit.modules):
         for name, param in list(module._parameters.items()):
             owner = owner_of(param) if param is not None else None
             if owner is None:

@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -287,15 +288,8 @@ class FSDPModule:
         return lambda: observers.remove(observer)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self)
-        for group in unit.groups:
-            group.reshard()
-        watched = EmptiedBuffers(self)  # type: ignore[arg-type]
-        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        unit.emptied.append(watched)
-        for group in unit.groups:
-            group.take_in()
-        return applied
+        with shards_may_change(self):  # type: ignore[arg-type]
+            return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A sharded copy: it communicates nothing and shares nothing with this module."""
@@ -309,6 +303,19 @@ class FSDPModule:
         for name, value in self.__dict__.items():
             twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
+
+
+@contextmanager
+def shards_may_change(module: nn.Module) -> Iterator[None]:
+    """Where the shards of a module are replaced or converted, as by ``module.to()``."""
+    unit = _unit(module)
+    for group in unit.groups:
+        group.reshard()
+    watched = EmptiedBuffers(module)
+    yield
+    unit.emptied.append(watched)
+    for group in unit.groups:
+        group.take_in()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

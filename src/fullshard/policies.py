@@ -46,20 +46,8 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-            dtype = getattr(self, field)
-            if dtype is None:
-                continue
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(
-                    f"MixedPrecisionPolicy.{field} is {_describe(dtype)}; expected a floating-point torch.dtype or None"
-                )
-            if not dtype.is_floating_point:
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{field} is {dtype}, which is not floating-point; expected a dtype such as "
-                    "torch.bfloat16, or None"
-                )
-        _expect_bools(self, "cast_forward_inputs")
+        expect_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+        expect_bools(self, "cast_forward_inputs")
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     optimizer_state: bool = True
 
     def __post_init__(self) -> None:
-        _expect_bools(self, "pin_memory", "parameters", "optimizer_state")
+        expect_bools(self, "pin_memory", "parameters", "optimizer_state")
         if not self.optimizer_state:
             raise ValueError(
                 "CPUOffloadPolicy(optimizer_state=False) offloads "
@@ -122,7 +110,7 @@ class DataParallelMeshDims:
                 continue
             if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
                 raise TypeError(
-                    f"DataParallelMeshDims.{field} is {_describe(names)}; expected the name of a mesh dimension, a "
+                    f"DataParallelMeshDims.{field} is {describe(names)}; expected the name of a mesh dimension, a "
                     "tuple of names, or None"
                 )
             object.__setattr__(self, field, tuple(names))
@@ -240,7 +228,7 @@ class ShardPlacementResult:
     def __post_init__(self) -> None:
         if self.placement is not None and not isinstance(self.placement, Shard):
             raise InvalidShardPlacement(
-                f"ShardPlacementResult.placement is {_describe(self.placement)}; expected a torch.distributed.tensor "
+                f"ShardPlacementResult.placement is {describe(self.placement)}; expected a torch.distributed.tensor "
                 "Shard(dim) or None"
             )
         _ = self.device_mesh  # a mesh that does not fit is refused here and not at first use
@@ -253,7 +241,7 @@ class ShardPlacementResult:
             return _described_mesh(mesh)
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise InvalidShardPlacement(
-                f"ShardPlacementResult.mesh is {_describe(mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
+                f"ShardPlacementResult.mesh is {describe(mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
                 "with .mesh and .shard_mesh_dim, or None"
             )
         if mesh is not None and mesh.ndim not in (1, 2):
@@ -275,7 +263,7 @@ def _described_mesh(info: Any) -> DeviceMesh:
     shard, replicate = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
     if shard is None:
         raise ValueError(
-            f"ShardPlacementResult.mesh is {_describe(info)} without a shard_mesh_dim, over which nothing can be "
+            f"ShardPlacementResult.mesh is {describe(info)} without a shard_mesh_dim, over which nothing can be "
             "sharded; give it the dimension to shard over"
         )
     dims = (shard,) if replicate is None else (replicate, shard)
@@ -298,7 +286,7 @@ def _described_mesh(info: Any) -> DeviceMesh:
 
 def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
     """``policy`` as one of ours, or a TypeError."""
-    return _ours(
+    return as_ours(
         policy, MixedPrecisionPolicy, "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
     )
 
@@ -306,14 +294,14 @@ def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
 def as_offload_policy(policy: object) -> OffloadPolicy:
     """``policy`` as one of ours, or a TypeError."""
     # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
-    if isinstance(policy, OffloadPolicy) or not _is_foreign(policy, "CPUOffloadPolicy"):
-        return _ours(policy, OffloadPolicy, "offload_policy")
-    return _ours(policy, CPUOffloadPolicy, "offload_policy", "pin_memory")
+    if isinstance(policy, OffloadPolicy) or not is_foreign(policy, "CPUOffloadPolicy"):
+        return as_ours(policy, OffloadPolicy, "offload_policy")
+    return as_ours(policy, CPUOffloadPolicy, "offload_policy", "pin_memory")
 
 
 def as_mesh_dims(dims: object) -> DataParallelMeshDims:
     """``dims`` as one of ours, or a TypeError."""
-    return _ours(dims, DataParallelMeshDims, "dp_mesh_dims", "shard", "replicate")
+    return as_ours(dims, DataParallelMeshDims, "dp_mesh_dims", "shard", "replicate")
 
 
 def as_shard_placement(result: object) -> ShardPlacementResult:
@@ -322,42 +310,56 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
         return result
     if result is None or isinstance(result, Shard):
         return ShardPlacementResult(result)
-    if _is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
+    if is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
     raise InvalidShardPlacement(
-        f"shard_placement_fn returned {_describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
+        f"shard_placement_fn returned {describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
         "ShardPlacementResult (fullshard's or PyTorch's)"
     )
 
 
-def _ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
+def as_ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
     """``setting`` itself if it is ours, ours with the same values if it is PyTorch's."""
     if isinstance(setting, cls):
         return setting
-    if not _is_foreign(setting, cls.__name__, *fields):
+    if not is_foreign(setting, cls.__name__, *fields):
         names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
-        raise TypeError(f"{argument} is {_describe(setting)}; expected {names} (fullshard's or PyTorch's)")
+        raise TypeError(f"{argument} is {describe(setting)}; expected {names} (fullshard's or PyTorch's)")
     ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
     return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
 
 
-def _is_foreign(obj: object, class_name: str, *fields: str) -> bool:
+def is_foreign(obj: object, class_name: str, *fields: str) -> bool:
     """Whether it is PyTorch's: of a class with that name, or derived from one, with the fields that are read here."""
     named = any(cls.__name__ == class_name for cls in type(obj).__mro__)
     return named and all(hasattr(obj, field) for field in fields)
 
 
-def _describe(obj: object) -> str:
+def describe(obj: object) -> str:
+    """What a message says was found."""
     if isinstance(obj, type):
         return f"the class {obj.__qualname__} itself"
     return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"
 
 
-def _expect_bools(policy: object, *fields: str) -> None:
+def expect_dtypes(policy: object, *fields: str) -> None:
+    """Refuse what is neither a floating-point dtype nor ``None``."""
+    for field in fields:
+        dtype, name = getattr(policy, field), f"{type(policy).__name__}.{field}"
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name} is {describe(dtype)}; expected a floating-point torch.dtype or None")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"{name} is {dtype}, which is not floating-point; expected a dtype such as torch.bfloat16, or None"
+            )
+
+
+def expect_bools(policy: object, *fields: str) -> None:
+    """Refuse what is not a bool."""
     for field in fields:
         value = getattr(policy, field)
         if not isinstance(value, bool):
-            raise TypeError(f"{type(policy).__name__}.{field} is {_describe(value)}; expected True or False")
+            raise TypeError(f"{type(policy).__name__}.{field} is {describe(value)}; expected True or False")
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
+from torch.nn.modules.batchnorm import _BatchNorm  # every batch norm: what mixed precision leaves alone
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 StridedShard = _StridedShard
+BatchNorm = _BatchNorm
 
 __all__ = ["DTensorSpec", "StridedShard", "pytree"]
 

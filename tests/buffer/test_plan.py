@@ -112,17 +112,49 @@ def test_parameters_lie_in_order_without_overlap(plan: Plan) -> None:
 @given(plans())
 def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Plan) -> None:
     assert all(offset % plan.alignment == 0 for offset in (*plan.full_offsets, *plan.shard_offsets))
-    assert plan.shard_numel % plan.alignment == 0
+    assert plan.layout == "flat" or plan.shard_numel % plan.alignment == 0
     for param, (offset, following) in zip(plan.params, pairwise(plan.full_offsets), strict=False):
         assert following - offset - param.numel < plan.alignment
 
 
 @unhurried
 @given(flat_plans())
-def test_flat_pads_the_tail_by_less_than_a_unit_of_alignment_for_each_rank(plan: Plan) -> None:
+def test_flat_pads_the_tail_by_less_than_an_element_for_each_rank(plan: Plan) -> None:
     assert plan.full_numel == plan.world_size * plan.shard_numel
     end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
-    assert plan.full_numel - end < plan.alignment * (plan.world_size + 1)
+    assert 0 <= plan.full_numel - end < plan.world_size
+
+
+@unhurried
+@given(plans())
+def test_gaps_are_what_no_parameter_fills(plan: Plan) -> None:
+    filled = torch.zeros(plan.full_numel)
+    for param, offset in zip(plan.params, plan.full_offsets, strict=True):
+        filled[offset : offset + param.numel] += 1
+    for start, stop in plan.gaps:
+        filled[start:stop] += 1
+    assert bool((filled == 1).all())
+
+
+@unhurried
+@given(plans())
+def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
+    full = torch.arange(plan.full_numel)
+    for rank in {0, plan.world_size // 2, plan.world_size - 1}:
+        shard = torch.full((plan.shard_numel,), -1)
+        for extent in plan.extents(rank):
+            for source, target in places(extent):
+                shard[target] = full[source]
+        for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
+            begin, shape = plan.place(index, rank)
+            held = shard[begin : begin + torch.Size(shape).numel()]
+            whole = full[offset : offset + param.numel]
+            if plan.layout == "flat":
+                start, stop = plan.fragment(index, rank)
+                assert torch.equal(held, whole[start:stop])
+                assert shape == (param.shape if plan.world_size == 1 else (stop - start,))
+            else:
+                assert set(held.tolist()) <= set(whole.tolist())
 
 
 @unhurried
@@ -165,7 +197,7 @@ def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
                 expected = chunks[rank] if rank < len(chunks) else whole.narrow(param.dim, 0, 0)
             start = plan.shard_offsets[index]
             assert torch.equal(shard[start : start + expected.numel()], expected.flatten())
-            assert plan.chunk_shape(index, rank) == tuple(expected.shape)
+            assert plan.place(index, rank)[1] == tuple(expected.shape)
 
 
 @unhurried
@@ -222,13 +254,15 @@ def test_equal_arguments_give_the_same_plan(plan: Plan) -> None:
 def test_the_example_of_the_docstring() -> None:
     params = [ParamShape("a", (4, 5)), ParamShape("b", (3, 5)), ParamShape("c", (2, 5))]
     even = make_plan(params, 2)
-    assert [even.chunk_shape(1, rank) for rank in range(2)] == [(2, 5), (1, 5)]
+    assert [even.place(1, rank)[1] for rank in range(2)] == [(2, 5), (1, 5)]
     assert even.full_offsets == (0, 32, 48)
     assert even.shard_offsets == (0, 16, 32)
     assert even.extents(1) == (Extent(10, 0, 10, 1, 20), Extent(42, 16, 5, 1, 15), Extent(53, 32, 5, 1, 10))
     flat = make_plan(params, 2, "flat")
-    assert (flat.full_numel, flat.shard_numel) == (64, 32)
+    assert (flat.full_numel, flat.shard_numel) == (58, 29)
     assert [flat.fragment(1, rank) for rank in range(2)] == [(0, 0), (0, 15)]
+    assert [make_plan(params, 2, "flat", 1).fragment(1, rank) for rank in range(2)] == [(0, 3), (3, 15)]
+    assert make_plan(params, 2, "flat", 1).shard_numel == 23
 
 
 def test_a_cut_along_another_dim_is_strided() -> None:

@@ -14,9 +14,9 @@ The full buffer is parameter-major in every layout, so that an unsharded paramet
     shard of 0     a0 a1 | b0 b1 | c0
     shard of 1     a2 a3 | b2 .. | c1               every rank has the same offsets, those of rank 0, the largest
 
-    flat           0 0 0 0   0 0 1 1   1 1 1        one extent for each rank, wherever it falls
-    shard of 0     a0 a1 a2 a3 b0 b1
-    shard of 1     b2 .. c0 c1 .. ..                shard r is full[r * shard_numel : (r + 1) * shard_numel]
+    flat           0 0 0 0   0 1 1     1 1          one extent for each rank, wherever it falls
+    shard of 0     a0 a1 a2 a3 b0
+    shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
 A worked example of *even*: b has 3 rows of 5 elements. ``torch.chunk`` gives rank 0 two rows and rank 1 one row, so b
 takes 10 elements in each shard (16 with the alignment), of which rank 1 uses 5.
@@ -106,7 +106,7 @@ class Plan:
 
     Attributes:
         full_offsets: start of each parameter in the full buffer.
-        full_numel: size of the full buffer; at least ``world_size * shard_numel`` in *flat*.
+        full_numel: size of the full buffer; ``world_size * shard_numel`` in *flat*.
         shard_offsets: start of each parameter's chunk in every shard (*even* only; empty in *flat*).
         shard_numel: size of a shard, the same for every rank.
     """
@@ -141,15 +141,31 @@ class Plan:
         """What ``rank`` owns of the full buffer, in the order of its shard; nothing is said of padding."""
         return _extents(self, rank)
 
-    def chunk_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` holds of parameter ``index`` (*even*)."""
-        return self.params[index].chunk_shape(rank, self.world_size)
+    def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
+        """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part.
+
+        In *flat* that is a run of elements, of one dim; or all of the parameter, where one rank keeps everything.
+        """
+        param = self.params[index]
+        if self.layout == "even":
+            return self.shard_offsets[index], param.chunk_shape(rank, self.world_size)
+        start, stop = self.fragment(index, rank)
+        if self.world_size == 1:
+            return self.full_offsets[index], param.shape
+        return max(0, self.full_offsets[index] + start - rank * self.shard_numel) if start < stop else 0, (stop - start,)
 
     def fragment(self, index: int, rank: int) -> tuple[int, int]:
         """First and past-the-last element of parameter ``index`` that ``rank`` holds (*flat*); equal if none."""
         start = rank * self.shard_numel - self.full_offsets[index]
         numel = self.params[index].numel
         return min(max(start, 0), numel), min(max(start + self.shard_numel, 0), numel)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The parts of the full buffer that no parameter fills: where each begins and ends."""
+        ends = [start + param.numel for param, start in zip(self.params, self.full_offsets, strict=True)]
+        edges = zip([0, *ends], [*self.full_offsets, self.full_numel], strict=True)
+        return [(end, start) for end, start in edges if end < start]
 
     def select(self, indices: Iterable[int]) -> Plan:
         """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard.
@@ -184,7 +200,8 @@ def make_plan(
 def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
     if layout == "flat":
-        shard_numel = _align(-(-full_numel // world_size), alignment)
+        end = full_offsets[-1] + params[-1].numel if params else 0
+        shard_numel = -(-end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
         return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
     if layout != "even":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")

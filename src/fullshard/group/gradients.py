@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from fullshard.buffer.plan import Plan, make_plan
+from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
-from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
-from fullshard.torch_private import foreach_add, foreach_copy, local_of, make_dtensor, post_accumulate_hooks
+from fullshard.group.parameter import ShardedParameter, whole_views
+from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -81,6 +80,7 @@ class Gradients:
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
+        self._gaps: list[torch.Tensor] = []  # what no gradient fills and travels nevertheless
         self._choices: dict[frozenset[int], list[_Chosen]] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
         self._collects = False
@@ -176,32 +176,33 @@ class Gradients:
             with torch.inference_mode(False), torch.no_grad():
                 self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
                 for section, full in zip(self._sections, self._sections_full, strict=True):
-                    self._views.update(whole_views(group.params, section, full))
+                    views = dict(whole_views(group.params, section, full))
+                    self._views.update((index, view) for index, view in views.items() if trainable[index])
+                    if group.is_flat:
+                        self._gaps += [view for index, view in views.items() if not trainable[index]]
+                        self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
         """A section for each pair of reduce dtype and parameter dtype."""
         group = self._group
         self._trainable = trainable
+        if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
+            self._sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
+        else:
+            members: dict[torch.dtype, list[int]] = {}
+            for index in compress(range(len(trainable)), trainable):
+                members.setdefault(group.params[index].dtype, []).append(index)
+            chosen = members.items()
+            self._sections = tuple(Section(dtype, tuple(each), group.plan(each, dtype)) for dtype, each in chosen)
         wanted = group.options.mp_policy.reduce_dtype
-        members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        for index in compress(range(len(trainable)), trainable):
-            dtype = group.params[index].dtype
-            reduce_dtype = wanted if wanted is not None else group.compute_dtype(dtype)
-            members.setdefault((reduce_dtype, dtype), []).append(index)
-        self._dtypes = [reduce_dtype for reduce_dtype, _ in members]
-        self._sections = tuple(
-            Section(
-                dtype, tuple(chosen), make_plan([group.params[i].plan_shape for i in chosen], group.data.shard_size)
-            )
-            for (_, dtype), chosen in members.items()
-        )
+        self._dtypes = [wanted or group.compute_dtype(section.dtype) for section in self._sections]
         pool = group.memory.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._views = {}
+        self._views, self._gaps = {}, []
         self._choices = {}
 
     # -- reduction ---------------------------------------------------------------------------------------------------
@@ -217,10 +218,10 @@ class Gradients:
         if not self._collects:
             self._begin()
         wanted = self._arrived | set(self._partial)
-        if group.options.reduce_unused:
+        if group.options.reduce_unused or group.is_flat:
             wanted |= self._views.keys()
-        for index in wanted - self._arrived:
-            self._views[index].zero_()
+        for blank in (*(self._views[index] for index in wanted - self._arrived), *self._gaps):
+            blank.zero_()
         self._arrived = set()
         self._collects = False
         flight = _Reducing(self, self._choose(frozenset(wanted)))
@@ -230,22 +231,21 @@ class Gradients:
 
     def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
         """The parameters that take part, by section; as a rule the same in every step."""
+        group = self._group
         if wanted not in self._choices:
             chosen = []
             for at, section in enumerate(self._sections):
                 positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-                indices = tuple(section.members[position] for position in positions)
+                if not positions:
+                    continue
                 plan = section.plan.select(positions)
-                if indices:
-                    chosen.append(_Chosen(indices, plan, at, section.dtype, self._chunks(indices, plan)))
+                members = section.members if group.is_flat else [section.members[position] for position in positions]
+                shard = torch.empty(plan.shard_numel, device="meta")
+                homes = [(i, part) for i, part in group.presentation.homes(members, plan, shard) if i in wanted]
+                chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in homes)
+                chosen.append(_Chosen(tuple(i for i, _ in homes), plan, at, section.dtype, chunks))
             self._choices[wanted] = chosen
         return self._choices[wanted]
-
-    def _chunks(self, indices: Sequence[int], plan: Plan) -> tuple[tuple[torch.Size, tuple[int, ...], int], ...]:
-        group = self._group
-        shard = torch.empty(plan.shard_numel, device="meta")
-        locals_ = chunk_views(group.params, indices, plan, shard, group.data.shard_rank)
-        return tuple((local.shape, local.stride(), int(local.storage_offset())) for _, local in locals_)
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
@@ -278,8 +278,10 @@ class _Reducing:
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         transfers = []
         for choice in self._chosen:
-            dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
+            dtype = self._home_dtype(choice) if self._finishes_here else gradients._dtypes[choice.section]
             output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
+            if group.is_flat:  # all of the shard is shown, its padding too
+                output[sum(each.numel for each in choice.plan.extents(group.data.shard_rank)) :].zero_()
             self._outputs.append(output)
             transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
         if group.reduce_process_group is None:  # every rank keeps everything: the shard is the whole
@@ -320,7 +322,10 @@ class _Reducing:
         group = self._group
         if group.data.replicate_group is not None:
             for output in self._outputs:
-                dist.all_reduce(output, group=group.data.replicate_group)
+                if group.options.all_reduce is not None:
+                    group.options.all_reduce(output)
+                else:
+                    dist.all_reduce(output, group=group.data.replicate_group)
         hook, stream = group.options.all_reduce_hook, group.options.all_reduce_hook_stream
         if hook is not None:
             if stream is not None:
@@ -331,6 +336,10 @@ class _Reducing:
             if stream is not None:
                 torch.accelerator.current_stream(group.device).wait_stream(stream)
         return Done()
+
+    def _home_dtype(self, choice: _Chosen) -> torch.dtype:
+        keeps = self._group.options.keep_reduced_dtype
+        return self._gradients._dtypes[choice.section] if keeps else choice.dtype
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
@@ -346,19 +355,14 @@ class _Reducing:
         if not self._finishes_here or group.offloads:
             where = torch.device("cpu") if group.offloads else group.device
             moved = zip(self._outputs, self._chosen, strict=True)
-            self._outputs = [output.to(where, choice.dtype) for output, choice in moved]
+            self._outputs = [output.to(where, self._home_dtype(choice)) for output, choice in moved]
         sums: list[torch.Tensor] = []
         addends: list[torch.Tensor] = []
         homes = self._locals()
         for index, local in homes:
-            param = group.params[index]
-            sharded = param.sharded
-            grad = sharded.grad
-            if grad is None:
-                sharded.grad = make_dtensor(local, param.spec)
-            else:
-                assert isinstance(grad, DTensor), f"the gradient of '{param.name}' was replaced by a {type(grad)}"
-                sums.append(local_of(grad))
+            before = group.params[index].take_gradient(local)
+            if before is not None:
+                sums.append(before)
                 addends.append(local)
         if sums:
             foreach_add(sums, addends)

@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.plan import make_plan
+from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Transfer, Transport
 from fullshard.device import PASSED, Lanes, Mark, mark_now
 from fullshard.group.extension import ExtensionGather
+from fullshard.group.flat import FlatPresentation, Fragment
 from fullshard.group.gradients import Flight, Gradients
 from fullshard.group.memory import Memory, Pools
 from fullshard.group.mesh import DataMesh
@@ -39,7 +40,7 @@ from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fullshard.torch_private import in_backward, local_of, spec_of, version_of
+from fullshard.torch_private import in_backward, version_of
 
 _TAGS_APART = 1 << 16
 
@@ -90,8 +91,11 @@ class GroupOptions:
     reduce_unused: bool = False
     divide_factor: float | None = None
     sum_only: bool = False
+    keep_reduced_dtype: bool = False
     unshard_in_backward: bool = True
     max_gradient_buffers: int | None = None
+    #: What sums over replicas in place of the process group's all-reduce.
+    all_reduce: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
 
@@ -149,6 +153,11 @@ class Group:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     @property
+    def is_flat(self) -> bool:
+        """Whether parameters are runs of one shard, see :mod:`fullshard.group.flat`."""
+        return bool(self.params) and isinstance(self.params[0], Fragment)
+
+    @property
     def offloads(self) -> bool:
         offload = self.options.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.parameters
@@ -160,16 +169,18 @@ class Group:
 
     def _build(self) -> None:
         """Lay the parameters out and move what they hold into the group's shard."""
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
-                by_dtype.setdefault(param.dtype, []).append(index)
+                sections.setdefault(param.section, []).append(index)
+        dtypes = [self.params[members[0]].dtype for members in sections.values()]
         self.sections = tuple(
-            Section(
-                dtype, tuple(members), make_plan([self.params[i].plan_shape for i in members], self.data.shard_size)
-            )
-            for dtype, members in by_dtype.items()
+            Section(dtype, tuple(members), self.plan(members, dtype))
+            for dtype, members in zip(dtypes, sections.values(), strict=True)
         )
+        for section in self.sections:
+            for position, index in enumerate(section.members):
+                self.params[index].fit(section.plan, position, self.data.shard_rank)
         self.compute_dtypes = [self.compute_dtype(section.dtype) for section in self.sections]
         self._private_transport = self.transport.private
         self.memory = Memory(self)
@@ -192,9 +203,14 @@ class Group:
         for param in self.params:
             param.unsharded = None
         self.memory.take_in()
-        self.presentation = Presentation(self)
+        self.presentation = FlatPresentation(self) if self.is_flat else Presentation(self)
         self.presentation.show_sharded()
         register_sharded(self)
+
+    def plan(self, members: Sequence[int], dtype: torch.dtype) -> Plan:
+        """How parameters of one dtype lie."""
+        layout, alignment = self.params[members[0]].layout(dtype)
+        return make_plan([self.params[i].plan_shape for i in members], self.data.shard_size, layout, alignment)
 
     @torch.inference_mode(False)
     def _view_full(self) -> None:
@@ -218,8 +234,7 @@ class Group:
             if any(self._needs_other_memory(param) for param in self.params):
                 self.reshard()
                 for param in self.params:
-                    param.spec = spec_of(param.sharded)  # type: ignore[arg-type]
-                    param.dtype = local_of(param.sharded).dtype  # type: ignore[arg-type]
+                    param.adopt()
                 self._build()
             else:
                 self.memory.take_in()
@@ -231,7 +246,7 @@ class Group:
             self.presentation.show_sharded()
 
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
-        held = local_of(param.sharded)  # type: ignore[arg-type]
+        held = param.held
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
 
     def join(self, lanes: Lanes, flight: Flight, pools: Pools) -> None:
@@ -422,14 +437,17 @@ class Group:
         self.presentation.prepare()
         self.presentation.show_sharded()
 
+    def rebuild(self) -> None:
+        """Use other memory from now on: how or in which dtype parameters are gathered has changed."""
+        self.reshard()
+        self._build()
+
     def use_transport(self, gather: Transport | None = None, reduce: Transport | None = None) -> None:
         """Move by other means from now on."""
         self.reshard()
         if gather is not None:
             self.transport = gather
-            for param in self.params:
-                param.unsharded = None
-            self._build()
+            self.rebuild()
         if reduce is not None:
             self.reduce_transport = reduce
 

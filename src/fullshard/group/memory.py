@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.group.parameter import ShardedParameter, chunk_views
+from fullshard.group.parameter import chunk_views
 from fullshard.group.sharing import SharedChunks
-from fullshard.torch_private import foreach_copy, local_of, version_of
+from fullshard.torch_private import foreach_copy, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -65,7 +64,7 @@ class Memory:
     def __init__(self, group: Group) -> None:
         self._group = group
         device = group.device
-        held = [_held(param) for param in group.params]
+        held = [param.held for param in group.params]
         #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
         self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
         self.has_meta = any(tensor.is_meta for tensor in held)
@@ -76,6 +75,8 @@ class Memory:
         self.shared = self._share()
         #: Of each parameter's chunk, by its index in the group.
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
+        #: Of each section, where they are contiguous.
+        self.shards = self.views if self.shared is None else self.shared.shards
         self._written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
@@ -133,9 +134,9 @@ class Memory:
         group, rank = self._group, self._group.data.shard_rank
         for index, place in self.places.items():
             param = group.params[index]
-            held = _held(param)
-            if param.placed and held is place:
+            if param.lies_at(place):
                 continue
+            held = param.held
             if held.is_meta and not place.is_meta:
                 param.place(torch.empty_like(place, device="meta"))
                 continue
@@ -145,7 +146,7 @@ class Memory:
         for param in group.params:
             if param.extends and not param.placed:
                 param.place_extension(rank, group.offloads)
-        self.has_meta = any(_held(param).is_meta for param in group.params)
+        self.has_meta = any(param.held.is_meta for param in group.params)
 
     def publish(self, whatever: bool) -> None:
         """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
@@ -172,15 +173,8 @@ class Memory:
             foreach_copy(full_views, self.views)
 
     def meta_message(self) -> str:
-        names = [param.name for param in self._group.params if _held(param).is_meta]
+        names = [param.name for param in self._group.params if param.held.is_meta]
         return (
             f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
             f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
         )
-
-
-def _held(param: ShardedParameter) -> torch.Tensor:
-    """What a parameter holds now: all of it before it was placed, its chunk after."""
-    if isinstance(param.sharded, DTensor):
-        return local_of(param.sharded)
-    return param.sharded.detach()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.device import default_device_type
 from fullshard.policies import DataParallelMeshDims
 from fullshard.torch_private import concatenate_meshes, flatten_mesh
 
@@ -69,9 +70,7 @@ def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator where there is one and on the CPU otherwise."""
     if not dist.is_initialized():
         dist.init_process_group()
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    assert device is not None
-    return init_device_mesh(device.type, (dist.get_world_size(),))
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
 
 
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:
@@ -122,8 +121,8 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
 def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: call fully_shard "
-            f"on the ranks of the mesh only, or give each rank a mesh that it is in"
+            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: shard on the "
+            f"ranks of the mesh only, or give each rank a mesh that it is in"
         )
     try:
         return mesh.get_group(dim)

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fullshard.buffer.plan import ParamShape, Plan
+from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
 from fullshard.group.mesh import DataMesh
 from fullshard.torch_private import (
@@ -34,6 +34,16 @@ from fullshard.torch_private import (
 )
 
 
+#: Under these names the modules that wrap others hold them; names of parameters are told without.
+WRAPPED_NAME = "_fsdp_wrapped_module"
+CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
+
+
+def plain_name(name: str) -> str:
+    """A qualified name as it is in the model without any wrappers."""
+    return ".".join(part for part in name.split(".") if part not in (WRAPPED_NAME, CHECKPOINTED_NAME))
+
+
 @dataclass
 class Location:
     """A module that holds the parameter, and the name under which it does."""
@@ -44,7 +54,7 @@ class Location:
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return plain_name(f"{self.path}.{self.name}" if self.path else self.name)
 
 
 class ShardedParameter:
@@ -92,13 +102,29 @@ class ShardedParameter:
         dim = None if self.dim is None else self.order.index(self.dim)
         return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
 
+    def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
+        """How parameters of this kind and dtype are laid out, and to how many elements they are aligned."""
+        return "even", ALIGNMENT
+
+    @property
+    def section(self) -> object:
+        """Parameters with an equal one lie in one section."""
+        return self.dtype
+
+    def fit(self, plan: Plan, position: int, rank: int) -> None:
+        """Where it lies in the plan of its group was decided."""
+
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
         shaped = flat.view(tuple(memory_shape))
-        return shaped if self._is_contiguous else shaped.permute(self._inverse)
+        return shaped if self._is_contiguous or shaped.ndim < len(self.shape) else shaped.permute(self._inverse)
 
     def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
         """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""
+        return self.rows_of(whole, rank, world_size)
+
+    def rows_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
+        """The part that a DTensor sharded along ``dim`` has on ``rank``."""
         if self.dim is None:
             return whole
         start, stop = self._cut.chunk(rank, world_size or self.data.shard_size)
@@ -134,7 +160,35 @@ class ShardedParameter:
             )
         return before
 
-    # -- DTensors ----------------------------------------------------------------------------------------------------
+    # -- what stands for the parameter while it is sharded -----------------------------------------------------------
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What ``sharded`` holds now: all of the parameter before it was placed, this rank's part after."""
+        return local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
+
+    def lies_at(self, place: torch.Tensor) -> bool:
+        """Whether it was placed there and still is."""
+        return self.placed and self.held is place
+
+    def adopt(self) -> None:
+        """What ``sharded`` holds has another dtype or mesh from now on."""
+        self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
+        self.dtype = self.held.dtype
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's part of the gradient."""
+        grad = self.sharded.grad
+        assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
+        return None if grad is None else local_of(grad)
+
+    def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
+        """This rank's part of a gradient has come home; returns the one that is there already, to be added to."""
+        if self.sharded.grad is not None:
+            return self.gradient
+        self.sharded.grad = make_dtensor(local, self.spec)
+        return None
 
     def _sharded_spec(self, whole: torch.Tensor) -> DTensorSpec:
         if self.unsharded_spec is None:
@@ -193,10 +247,6 @@ class ShardedParameter:
                 flattened.append(placements[i])
         return altered_spec(before, concatenate_meshes(meshes), flattened)
 
-    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
-        """A local chunk, of the parameter or its gradient, as the DTensor that stands for all of it."""
-        return make_dtensor(local, self.spec)
-
     def place(self, local: torch.Tensor) -> None:
         """Let ``sharded`` hold ``local``, which has the values already; the first time it is made."""
         self.local = local
@@ -205,7 +255,7 @@ class ShardedParameter:
             return
         self.placed = True
         before = self.sharded
-        self.sharded = nn.Parameter(self.sharded_dtensor(local), requires_grad=before.requires_grad)
+        self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=before.requires_grad)
         set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
         self.sharded.__dict__.update(before.__dict__)
         for hook in tuple((post_accumulate_hooks(before) or {}).values()):
@@ -226,7 +276,7 @@ class ShardedParameter:
         twin = copy.copy(self)
         twin.locations = [Location(copy.deepcopy(at.module, memo), at.name) for at in self.locations]
         twin.sharded = self.copy_values(memo)
-        twin.local = local_of(twin.sharded)  # type: ignore[arg-type]
+        twin.local = twin.held
         twin.unsharded = twin.unsharded_local = None
         return twin
 
@@ -244,6 +294,11 @@ class ShardedParameter:
 
     # -- the leaf ----------------------------------------------------------------------------------------------------
 
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What users attached to the parameter."""
+        return self.sharded.__dict__
+
     def make_unsharded(self, local: torch.Tensor) -> None:
         """Make the leaf over ``local``, a view of the full buffer, or of what an extension made of it."""
         self.unsharded_local = local
@@ -251,7 +306,7 @@ class ShardedParameter:
         if self.unsharded_spec is not None:
             leaf = make_dtensor(local, altered_spec(self.unsharded_spec, dtype=local.dtype))
         self.unsharded = nn.Parameter(leaf, requires_grad=self.sharded.requires_grad)
-        self.unsharded.__dict__.update(self.sharded.__dict__)
+        self.unsharded.__dict__.update(self.attributes)
         for hook in self._gradient_hooks:
             self.unsharded.register_hook(hook)
 
@@ -282,7 +337,7 @@ def chunk_views(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """What ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):
-        shape, start = plan.chunk_shape(position, rank), plan.shard_offsets[position]
+        start, shape = plan.place(position, rank)
         yield index, params[index].view(shard[start : start + math.prod(shape)], shape)
 
 

@@ -6,14 +6,16 @@ look, before each step, at whether the parameters that stand there are still the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.buffer.plan import Plan
+from fullshard.group.parameter import Location, ShardedParameter, chunk_views
 from fullshard.torch_private import local_of
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ class Presentation:
         self._stand_ins: set[tuple[int, str]] = set()
         self.prepare()
 
+    def homes(
+        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
+    ) -> Iterable[tuple[int, torch.Tensor]]:
+        """Which parts of a reduced ``shard`` come home to which parameters."""
+        return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
+
     def prepare(self) -> None:
         """Prepare the updates anew: parameters, leaves or places have changed."""
         params = self._group.params
@@ -40,10 +48,14 @@ class Presentation:
         self._locals = [param.local for param in params]
         #: Which of the parameters require gradients, as far as it was looked at.
         self.trainable = tuple(map(_requires_grad, self.sharded))
-        self._places = [(param, at.module, at.name) for param in params for at in param.locations]
-        free = [place for place in self._places if (id(place[1]), place[2]) not in self._stand_ins]
-        self._sharded = updates([(module, name, param.sharded) for param, module, name in free])
-        self._unsharded = updates([(module, name, param.unsharded) for param, module, name in free])
+        free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
+        self._sharded = updates([(module, name, param.sharded) for _, param, module, name in free])
+        self._unsharded = updates([(module, name, param.unsharded) for _, param, module, name in free])
+
+    def _indexed(self) -> list[tuple[int, ShardedParameter, nn.Module, str]]:
+        """Every place where a parameter stands."""
+        params = enumerate(self._group.params)
+        return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
     def show_sharded(self) -> None:
         show(self._sharded)
@@ -51,16 +63,28 @@ class Presentation:
     def show_unsharded(self) -> None:
         show(self._unsharded)
 
+    def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
+        """Show full copies of parameters, by index, until something else is shown."""
+        show(updates([(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]))
+
+    def shown_full(self, index: int) -> torch.Tensor | None:
+        """The full copy that stands for a parameter now, which users may have replaced."""
+        location = self._group.params[index].locations[0]
+        return location.module._parameters.get(location.name)
+
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
         self.trainable = tuple(map(_requires_grad, self.sharded))
         if self._group.is_unsharded:
-            return not self._stand_ins and _stand(self._unsharded)
+            return not self._stand_ins and stand(self._unsharded)
         if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
                 leaf.requires_grad_(sharded.requires_grad)
-        held = map(local_of, self.sharded)  # type: ignore[arg-type]
-        return not self._stand_ins and _stand(self._sharded) and all(map(is_, held, self._locals))
+        return not self._stand_ins and stand(self._sharded) and self._keeps_place()
+
+    def _keeps_place(self) -> bool:
+        """Whether the parameters still hold their places in the shard."""
+        return all(map(is_, map(local_of, self.sharded), self._locals))  # type: ignore[arg-type]
 
     def take_in(self) -> bool:
         """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.
@@ -80,15 +104,20 @@ class Presentation:
                 self._follow(param, location)
             elif shown is param.sharded or shown is param.unsharded:
                 continue
-            elif isinstance(shown, DTensor):
-                self._check_replacement(param, shown)
-                assert isinstance(shown, nn.Parameter)
+            elif self._replaces(param, shown):
                 param.sharded = shown
             else:
                 self._stand_ins.add((id(location.module), location.name))
-        return local_of(param.sharded) is not param.local  # type: ignore[arg-type]
+        return not param.lies_at(param.local)
 
-    def _check_replacement(self, param: ShardedParameter, shown: DTensor) -> None:
+    def _replaces(self, param: ShardedParameter, shown: torch.Tensor) -> TypeGuard[nn.Parameter]:
+        """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while.
+
+        Raises:
+            RuntimeError: it is neither.
+        """
+        if not isinstance(shown, DTensor):
+            return False
         if not isinstance(shown, nn.Parameter):
             raise RuntimeError(
                 f"parameter '{param.name}' stands in its module as a sharded tensor and no Parameter, as "
@@ -100,6 +129,7 @@ class Presentation:
                 f"parameter '{param.name}' was replaced by a DTensor whose local shape is {found} where {expected} is "
                 f"expected: distribute it over the same mesh along the same dim"
             )
+        return True
 
     def _follow(self, param: ShardedParameter, location: Location) -> None:
         """The parameter left its place: find where it went in the module tree."""
@@ -122,7 +152,7 @@ def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     return list(modules.values())
 
 
-def _stand(prepared: Updates) -> bool:
+def stand(prepared: Updates) -> bool:
     """Whether parameters are in their places."""
     for module, tensors in prepared:
         shown = map(module._parameters.get, tensors)

@@ -29,6 +29,7 @@ class SharedChunks:
 
     Attributes:
         places: of each parameter's chunk, by its index in the group.
+        shards: of each section (*flat*).
     """
 
     @torch.inference_mode(False)
@@ -36,12 +37,23 @@ class SharedChunks:
     def __init__(self, group: Group, memory: SharedMemory) -> None:
         self.memory = memory
         self.places: dict[int, torch.Tensor] = {}
-        self._published: dict[int, torch.Tensor] = {}
+        self.shards: tuple[torch.Tensor, ...] = ()
+        self._published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._version: int | None = None
         rank, size = group.data.shard_rank, group.data.shard_size
         starts = full_starts(group.sections, group.compute_dtypes)
         for section, start, dtype in zip(group.sections, starts, group.compute_dtypes, strict=True):
+            if group.is_flat:
+                numel = section.plan.shard_numel
+                shown = shard = memory.tensor(start + rank * numel * dtype.itemsize, numel, dtype)
+                if section.dtype != dtype:
+                    shard = torch.zeros(numel, dtype=section.dtype, device="cpu")
+                    self._published.append((shown, shard))
+                self.shards += (shard,)
+                self.places.update(chunk_views(group.params, section.members, section.plan, shard, rank))
+                continue
             apart = []
+            published: dict[int, torch.Tensor] = {}
             for position, (index, shape) in enumerate(zip(section.members, section.plan.params, strict=True)):
                 param, begin = group.params[index], start + section.plan.full_offsets[position] * dtype.itemsize
                 if section.dtype == dtype and shape.dim == 0:
@@ -53,11 +65,12 @@ class SharedChunks:
                 apart.append(position)
                 if shape.dim is not None or rank == 0:
                     whole = param.view(memory.tensor(begin, shape.numel, dtype), shape.shape)
-                    self._published[index] = param.chunk_of(whole, rank)
+                    published[index] = param.chunk_of(whole, rank)
             plan = section.plan.select(apart)
             own = torch.zeros(plan.shard_numel if apart else 0, dtype=section.dtype, device="cpu")
             members = [section.members[position] for position in apart]
             self.places.update(chunk_views(group.params, members, plan, own, rank))
+            self._published += [(shown, self.places[index]) for index, shown in published.items()]
 
     @property
     def must_publish(self) -> bool:
@@ -68,4 +81,4 @@ class SharedChunks:
         """Let the ranks see what was written to the chunks since another ``version``, or ``whatever`` they hold."""
         if whatever or version != self._version:
             self._version = version
-            foreach_copy(list(self._published.values()), [self.places[index] for index in self._published])
+            foreach_copy([shown for shown, _ in self._published], [own for _, own in self._published])

@@ -19,6 +19,7 @@ from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
 from fullshard.group.memory import Pools
+from fullshard.group.parameter import plain_name
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
@@ -64,13 +65,13 @@ class Schedule:
         for unit in self.units:
             unit.join(self)
             for group in unit.groups:
-                group.name = ", ".join(names.get(id(member), "?") for member in unit.modules)
+                group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
                 group.clock = self.clock
                 group.join(self.lanes, self.flight, self.pools)
                 for param in group.params:
                     location = param.locations[0]
                     prefix = names.get(id(location.module), "")
-                    param.name = f"{prefix}.{location.name}" if prefix else location.name
+                    param.name = plain_name(f"{prefix}.{location.name}" if prefix else location.name)
         used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.size_slots()

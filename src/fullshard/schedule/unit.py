@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -76,6 +76,9 @@ class Unit:
         needed: both, once the unit is part of a tree.
     """
 
+    #: What a copy of the modules has copies of.
+    tree: tuple[str, ...] = ("modules", "groups", "borrowed", "forward_prefetch", "backward_prefetch")
+
     def __init__(
         self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
     ) -> None:
@@ -94,6 +97,10 @@ class Unit:
         self.emptied: list[EmptiedBuffers] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        #: Whether to gather ahead, and in backward whether before this unit computes its gradients or after.
+        self.prefetches_forward = True
+        self.prefetches_backward: Literal["before", "after", "never"] = "before"
+        self.casts_inputs = mp_policy.cast_forward_inputs
         self.phase = Phase.IDLE
         self._to_run: set[nn.Module] = set()
         self._in_method = False
@@ -136,7 +143,7 @@ class Unit:
         if first:
             self._hold()
             self._use = Use()
-            if not recomputes:
+            if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
             if torch.is_grad_enabled():
                 args, kwargs = self._mark_end(args, kwargs)
@@ -203,10 +210,10 @@ class Unit:
                 group.users -= 1
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        policy = self.mp_policy
-        if policy.param_dtype is None or not policy.cast_forward_inputs:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.casts_inputs:
             return args, kwargs
-        return tree.cast_floating(args, policy.param_dtype), tree.cast_floating(kwargs, policy.param_dtype)
+        return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
 
     def _cast_output(self, output: Any) -> Any:
         if self.mp_policy.output_dtype is None:
@@ -270,7 +277,8 @@ class Unit:
             if group.options.unshard_in_backward:
                 schedule.unshard(group)
         self._hold()
-        schedule.prefetch_backward(self)
+        if self.prefetches_backward == "before":
+            schedule.prefetch_backward(self)
 
     def post_backward(self, use: Use) -> None:
         """Runs when autograd has the gradients of the inputs."""
@@ -288,9 +296,9 @@ class Unit:
             )
         if self._entered > 0:
             return  # another forward call of these modules is still in its backward
-        self._finish_backward(schedule)
+        self._finish_backward(schedule, ahead=True)
 
-    def _finish_backward(self, schedule: Schedule) -> None:
+    def _finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         self._release()
         self.phase = Phase.IDLE
         for group in self.groups:
@@ -301,6 +309,8 @@ class Unit:
         for group in self.needed:
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)
+        if self.prefetches_backward == "after" and ahead:
+            schedule.prefetch_backward(self)
 
     def end_backward(self) -> None:
         """The backward of the whole tree ended."""
@@ -323,13 +333,12 @@ class Unit:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
-        twin = memo[id(self)] = Unit.__new__(Unit)
-        twin.__init__((), self.device, self.mp_policy, self.auto_reshard)  # type: ignore[misc]
-        twin.modules = tuple(copy.deepcopy(module, memo) for module in self.modules)
-        twin.groups = [copy.deepcopy(group, memo) for group in self.groups]
-        twin.borrowed = [copy.deepcopy(group, memo) for group in self.borrowed]
-        twin.forward_prefetch = [copy.deepcopy(unit, memo) for unit in self.forward_prefetch]
-        twin.backward_prefetch = [copy.deepcopy(unit, memo) for unit in self.backward_prefetch]
+        twin: Unit = copy.copy(self)
+        memo[id(self)] = twin
+        twin.schedule, twin.needed, twin.emptied = None, [], []
+        twin._to_run, twin._use, twin._holds = set(), Use(), False
+        for name in self.tree:
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
     # -- the root ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,319 @@
+"""Parameters that a rank holds as runs of one flat shard, and what the modules show of them between uses.
+
+Owns the second way to show a group, for which its parameters are laid out end to end and cut wherever the cut falls
+(layout *flat*)::
+
+    fragments     every parameter stands in its place and holds the run of its elements that is this rank's, 1-D, of
+                  size 0 where the rank has none; the same Parameter object that it was before, with its attributes
+    flat          one :class:`FlatParameter` for each dtype holds the whole shard; the parameters are gone from their
+                  modules, where attributes of their names have the values while the group is unsharded
+
+Where one rank keeps everything a fragment is the whole parameter, in its shape. Users may swap ``.data`` and ``.grad``
+of what is shown, and replace it: it is taken in before the next step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.buffer.plan import LayoutName, Plan
+from fullshard.buffer.sections import Section
+from fullshard.group.mesh import DataMesh
+from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.presentation import Presentation
+from fullshard.torch_private import altered_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fullshard.group.group import Group
+
+FLAT_NAME = "_flat_param"
+
+
+class ShardMetadata(NamedTuple):
+    """What this rank's shard of a flat parameter holds; one entry for each original parameter that has elements in it.
+
+    Attributes:
+        param_names: relative to the wrapped module.
+        param_shapes: of the whole parameters.
+        param_numels: elements that lie here.
+        param_offsets: first and last element, of the flattened parameter, that lies here.
+    """
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+class _IsFlat(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_IsFlat):
+    """This rank's shard of several parameters that were laid end to end: 1-D, padded at the end to one size for all.
+
+    What is constructed is an ``nn.Parameter`` that ``isinstance`` knows. Sharding fills in ``_fqns``, ``_shapes`` and
+    ``_numels`` of the parameters, ``_num_params``, the sizes ``_unpadded_unsharded_size``, ``_padded_unsharded_size``
+    and ``_sharded_size``, and ``shard_metadata``, a :class:`ShardMetadata`.
+    """
+
+    _fqns: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]
+    _numels: tuple[int, ...]
+    shard_metadata: ShardMetadata
+
+    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> FlatParameter:
+        param: Any = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        param._is_flat_param = True
+        return param  # type: ignore[no-any-return]
+
+
+class Fragment(ShardedParameter):
+    """A parameter of which each rank holds one run of elements.
+
+    Attributes:
+        home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
+        stands_in: what the attribute of a hidden parameter is between uses: right of shape, and without memory.
+    """
+
+    def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, home: nn.Module | None) -> None:
+        super().__init__(param, locations, data, None)
+        self.home = home
+        self.stored_as = self.dtype
+        self._attributes = param.__dict__
+        self._run = (0, 0)
+        self._place: tuple[int, tuple[int, ...]] = (0, ())
+        self.stands_in: torch.Tensor | None = None
+
+    def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
+        return "flat", 1 if self.home is not None else max(1, 16 // self.stored_as.itemsize)
+
+    @property
+    def section(self) -> object:
+        return self.stored_as, self.dtype  # a cut never moves once it was made
+
+    def fit(self, plan: Plan, position: int, rank: int) -> None:
+        self._run = plan.fragment(position, rank)
+        self._place = plan.place(position, rank)
+
+    def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
+        if self.data.shard_size == 1:
+            return whole
+        return whole.permute(self.order).reshape(-1)[slice(*self._run)]
+
+    @property
+    def flat(self) -> nn.Parameter | None:
+        """The flat parameter that stands for this one."""
+        return self.sharded if isinstance(self.sharded, FlatParameter) else None
+
+    @property
+    def held(self) -> torch.Tensor:
+        if not self.placed:
+            return super().held
+        if self.home is None:
+            return self.sharded.detach()
+        return self._part(self.flat) if self.flat is not None else self.local
+
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        start, shape = self._place
+        return self.view(flat.detach()[start : start + torch.Size(shape).numel()], shape)
+
+    def lies_at(self, place: torch.Tensor) -> bool:
+        return self.placed and same_memory(self.held, place)
+
+    def adopt(self) -> None:
+        self.dtype = self.held.dtype
+        self.spec = altered_spec(self.spec, dtype=self.dtype)
+
+    def place(self, local: torch.Tensor) -> None:
+        self.local = local
+        before, whole = self.sharded, not self.placed
+        self.placed = True
+        if self.home is not None:
+            if whole:
+                self._gradient_hooks = tuple((before._backward_hooks or {}).values())
+                self.stands_in = torch.empty(self.shape, dtype=self.dtype, device=local.device)
+                self.stands_in.untyped_storage().resize_(0)
+            return
+        grad = before.grad
+        if grad is not None and whole:
+            before.grad = None
+        if isinstance(before, DTensor) or before.is_meta != local.is_meta:
+            self.sharded = nn.Parameter(local, requires_grad=before.requires_grad)
+            self.sharded.__dict__.update(before.__dict__)
+        else:
+            before.data = local
+        if grad is not None and whole:
+            self.sharded.grad = self.chunk_of(grad, self.data.shard_rank).clone()
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        grad = self.sharded.grad
+        return grad if grad is None or self.home is None else self._part(grad)
+
+    def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
+        """In place of a flat parameter the first of its parameters is given all of its gradient."""
+        sharded = self.sharded
+        if sharded.grad is None and local.dtype == sharded.dtype:
+            sharded.grad = local
+        elif sharded.grad is None:  # of low precision, as it was reduced: autograd minds only when it is set
+            sharded.grad = torch.empty_like(sharded)
+            sharded.grad.data = local
+        else:
+            return sharded.grad
+        return None
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return self._attributes
+
+    def copy(self, memo: dict[int, Any]) -> ShardedParameter:
+        twin = super().copy(memo)
+        assert isinstance(twin, Fragment)
+        if self.home is not None and self.stands_in is not None:
+            twin.home = copy.deepcopy(self.home, memo)
+        return twin
+
+    def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
+        if self.stands_in is not None:
+            memo[id(self.stands_in)] = self.stands_in
+        return super().copy_values(memo)
+
+
+class FlatPresentation(Presentation):
+    """Shows the flat parameters of a group, or its fragments."""
+
+    def __init__(self, group: Group) -> None:
+        self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
+        self._shows_full = False
+        super().__init__(group)
+
+    def prepare(self) -> None:
+        self._flats = []
+        group, shards = self._group, self._group.memory.shards
+        for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
+            first = group.params[section.members[0]]
+            assert isinstance(first, Fragment)
+            if first.home is None:
+                continue
+            flat = first.flat
+            if flat is None or flat.is_meta != shard.is_meta:
+                flat = FlatParameter(shard, first.sharded.requires_grad)
+                describe(flat, [group.params[index] for index in section.members], section.plan, group.data.shard_rank)
+            elif not same_memory(flat, shard):
+                flat.data = shard
+            for index in section.members:
+                group.params[index].sharded = flat
+            self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
+        super().prepare()
+        if self._flats:
+            self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
+
+    def homes(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+        if self._flats:
+            return [(indices[0], shard)]
+        return [(index, part) for index, part in super().homes(indices, plan, shard) if part.numel()]
+
+    def show_sharded(self) -> None:
+        for _, param, module, name in self._indexed() if self._flats else ():
+            if self._shows_full:
+                module._parameters.pop(name, None)
+            module.__dict__[name] = param.stands_in  # type: ignore[attr-defined]
+        self._shows_full = False
+        super().show_sharded()
+
+    def show_unsharded(self) -> None:
+        if not self._flats:
+            return super().show_unsharded()
+        for _, param, module, name in self._indexed():
+            module.__dict__[name] = param.unsharded
+
+    def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
+        if self._flats and full:
+            self._shows_full = True
+            for home, name, _, _ in self._flats:
+                home._parameters.pop(name, None)
+            for _, _, module, name in self._indexed():
+                module.__dict__.pop(name, None)
+        super().show_full(full)
+
+    def _keeps_place(self) -> bool:
+        if os.environ.get("FSDP_SKIP_WRITEBACK_CHECK") == "1":
+            return True
+        if self._flats:
+            shards = self._group.memory.shards
+            return all(same_memory(flat, shard) for (_, _, flat, _), shard in zip(self._flats, shards, strict=True))
+        return all(param.lies_at(param.local) for param in self._group.params)
+
+    def take_in(self) -> bool:
+        if not self._flats:
+            return super().take_in()
+        for home, name, flat, section in self._flats:
+            shown = home._parameters.get(name)
+            if shown is None or shown is flat:
+                shown = flat
+            elif not isinstance(shown, FlatParameter):
+                shown._is_flat_param = True  # type: ignore[attr-defined]
+                shown.__dict__.update(flat.__dict__)
+            self._check_shape(name, shown, (section.plan.shard_numel,))
+            for index in section.members:
+                self._group.params[index].sharded = shown
+        return not self._keeps_place()
+
+    def _take_in(self, param: ShardedParameter) -> bool:
+        replaced = super()._take_in(param)
+        if replaced and param.local.numel():
+            self._check_shape(param.name, param.sharded, tuple(param.local.shape))
+        elif replaced:
+            param.sharded.data = param.local
+        return replaced and param.local.numel() > 0
+
+    def _replaces(self, param: ShardedParameter, shown: torch.Tensor) -> TypeGuard[nn.Parameter]:
+        return isinstance(shown, nn.Parameter)
+
+    @staticmethod
+    def _check_shape(name: str, found: torch.Tensor, expected: tuple[int, ...]) -> None:
+        if tuple(found.shape) != expected:
+            raise RuntimeError(
+                f"parameter '{name}' was given data of shape {tuple(found.shape)} where this rank holds {expected}: "
+                f"between steps give it data of that shape, or change all of it inside summon_full_params"
+            )
+
+
+def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan, rank: int) -> None:
+    """Write on a flat parameter what lies in it."""
+    runs = [plan.fragment(position, rank) for position in range(len(params))]
+    here = [(param, start, stop) for param, (start, stop) in zip(params, runs, strict=True) if start < stop]
+    end = plan.full_offsets[-1] + params[-1].shape.numel()
+    flat.__dict__.update(
+        _fqns=tuple(param.name for param in params),
+        _shapes=tuple(param.shape for param in params),
+        _numels=tuple(param.shape.numel() for param in params),
+        _num_params=len(params),
+        _unpadded_unsharded_size=torch.Size((end,)),
+        _padded_unsharded_size=torch.Size((plan.full_numel,)),
+        _sharded_size=torch.Size((plan.shard_numel,)),
+        shard_metadata=ShardMetadata(
+            tuple(param.name for param, _, _ in here),
+            tuple(param.shape for param, _, _ in here),
+            tuple(stop - start for _, start, stop in here),
+            tuple((start, stop - 1) for _, start, stop in here),
+        ),
+    )
+
+
+def same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether a tensor holds just this memory."""
+    if tensor.shape != place.shape or tensor.dtype != place.dtype or tensor.is_meta != place.is_meta:
+        return False
+    return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == place.data_ptr())

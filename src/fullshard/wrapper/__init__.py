@@ -1,0 +1,1 @@
+"""The wrapper front end: ``FullyShardedDataParallel`` and its settings."""

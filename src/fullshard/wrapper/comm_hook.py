@@ -1,0 +1,54 @@
+"""Gradients reduced by a function of the user's, in the form that ``torch.distributed.algorithms`` has them.
+
+Owns the step from such a hook to what the engine reduces with. Compression, sums and divisions are the hook's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
+from fullshard.group.group import Group
+
+Hook = Callable[..., Any]
+
+
+def use_hook(groups: Sequence[Group], state: object, hook: Hook) -> None:
+    """Reduce the gradients of ``groups`` by ``hook`` from now on."""
+    transport = _HookTransport(state, hook)
+    for group in groups:
+        if group.data.shard_group is None:
+            group.options.all_reduce = partial(hook, state)
+            group.options.divide_factor = 1.0
+        else:
+            group.use_transport(reduce=transport)
+
+
+class _HookTransport(MovesPrivately):
+    """Reduces flat sections by a hook; gathers are none of its business."""
+
+    name = "hook"
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+        raise NotImplementedError("a communication hook reduces and does not gather")
+
+    def reduce_scatter(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
+    ) -> Pending:
+        for transfer in transfers:
+            # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
+            reduced = torch.empty(transfer.shard.shape, dtype=transfer.full.dtype, device=transfer.full.device)
+            self._hook(self._state, transfer.full.detach(), reduced)
+            transfer.shard.copy_(reduced)
+        return Done()

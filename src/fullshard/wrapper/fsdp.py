@@ -1,0 +1,433 @@
+"""The wrapper front end: ``FullyShardedDataParallel`` shards a module as flat parameters.
+
+Owns the class that programs written for torch's wrapper use: its constructor, what it passes through to the module
+inside, and the methods that users call between steps. It leaves what happens in a step to the engine, to which a
+wrapped module is a unit like any other, and checkpoints to ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.device import move_to_device
+from fullshard.full_params import summon_full_params
+from fullshard.fully_shard import add_group, borrow, free_parameters
+from fullshard.group.flat import Fragment
+from fullshard.group.group import GroupOptions
+from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
+from fullshard.module import FSDPModule, shards_may_change
+from fullshard.optim.clip import clip_local_shards
+from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
+from fullshard.schedule.hooks import attach
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.unit import Phase
+from fullshard.wrap import targets
+from fullshard.wrapper import initialise
+from fullshard.wrapper.comm_hook import use_hook
+from fullshard.wrapper.initialise import Ignored
+from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
+from fullshard.wrapper.settings import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_backward_prefetch,
+    as_cpu_offload,
+    as_mixed_precision,
+)
+from fullshard.wrapper.unit import WrappedUnit, keep_precision
+
+_PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
+    BackwardPrefetch.BACKWARD_PRE: "before",
+    BackwardPrefetch.BACKWARD_POST: "after",
+    None: "never",
+}
+
+
+class FullyShardedDataParallel(nn.Module):
+    """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
+
+    ::
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = torch.optim.AdamW(model.parameters())   # after wrapping, unless use_orig_params=True
+
+    Every rank must make the same calls in the same order. torch's own enums and settings are taken as well.
+
+    Args:
+        module: what to wrap. Modules inside of it that are wrapped already keep their parameters.
+        process_group: the ranks to shard over; for a hybrid strategy a pair, to shard over and to replicate over.
+        sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default.
+        cpu_offload: whether shards rest on the CPU.
+        auto_wrap_policy: which modules inside are wrapped first, each on its own; see :mod:`fullshard.wrap`.
+        backward_prefetch: whether backward gathers the next module before or after it computes the gradients of one.
+        mixed_precision: dtypes of computation, reduction and buffers.
+        ignored_modules: modules that are left as they are.
+        param_init_fn: gives values to modules on the meta device; by default their ``reset_parameters()`` does.
+        device_id: the device to compute on, to which modules on the CPU are moved. A CPU job needs none.
+        sync_module_states: whether all ranks begin with the first one's parameters and buffers.
+        forward_prefetch: whether forward gathers the next module ahead. On the CPU, where nothing else runs ahead, it
+            always does.
+        limit_all_gathers: taken and not needed: a gather never runs further ahead than its buffers allow.
+        use_orig_params: whether modules show their own parameters, each as the part that is this rank's, and not one
+            :class:`FlatParameter`. Needed for parameter groups and for frozen beside trained parameters.
+        ignored_states: parameters or modules that are left as they are.
+        device_mesh: in place of ``process_group``: of one dim, or two (replicate, shard) for a hybrid strategy.
+
+    Raises:
+        ValueError: settings that exclude one another, parameters that cannot be flattened, sharded modules where a
+            policy is to wrap; parameters that differ between ranks.
+        RuntimeError: parameters on several devices.
+        TypeError: an argument of a wrong type.
+    """
+
+    _has_hook = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"a {type(module).__name__} has no forward, before which its parameters would be gathered: wrap its "
+                f"members",
+                stacklevel=2,
+            )
+        nested = [inner._ignored for inner in self.fsdp_modules(module)]
+        self._ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
+        precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
+        offload, kept = as_cpu_offload(cpu_offload), self._ignored.params
+        device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
+        device = initialise.compute_device((param for param in module.parameters() if param not in kept), device_id, device_type)
+        self.sharding_strategy, data = strategy_and_mesh(
+            sharding_strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
+        )
+        self.mixed_precision, self.cpu_offload, self.backward_prefetch = precision, offload, prefetch
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        if auto_wrap_policy is not None:
+            if self.sharding_strategy in HYBRID and device_mesh is None:
+                process_group = (data.shard_group, data.replicate_group)
+            options = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": offload,
+                "backward_prefetch": prefetch,
+                "mixed_precision": precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": kept,
+                "device_mesh": device_mesh,
+            }
+            _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
+        self._use_orig_params = use_orig_params
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        modules = initialise.managed_modules(module, self._ignored.modules)
+        initialise.materialize(modules, param_init_fn, device, self._ignored)
+        found = free_parameters((module,), kept)
+        initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
+        buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
+        buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
+        move_to_device(found, modules, device)
+        if sync_module_states:
+            initialise.sync_module_states(found, [each._buffers[name] for each, name in buffers], data, device)
+        self._fsdp_wrapped_module = module
+        auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+        unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
+        unit.ignored = {id(param) for param in kept}
+        unit.prefetches_backward = _PREFETCH[prefetch]
+        unit.prefetches_forward = forward_prefetch or device.type == "cpu"
+        if found:
+            home = None if use_orig_params else self.module
+            fragments = [Fragment(param, locations, data, home) for param, locations in found.items()]
+            policy = CPUOffloadPolicy() if offload.offload_params else OffloadPolicy()
+            group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
+            group_options.keep_reduced_dtype = precision.keep_low_precision_grads
+            add_group(unit, fragments, data, group_options)
+        borrow(unit)
+        attach(unit)
+
+    # -- passed through to the module inside ---------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; of one that is wrapped for activation checkpointing too, the module inside of that."""
+        inner = self._modules[WRAPPED_NAME]
+        assert inner is not None
+        return inner._modules.get(CHECKPOINTED_NAME) or inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if WRAPPED_NAME not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[WRAPPED_NAME], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._modules[WRAPPED_NAME].__getitem__(key)  # type: ignore[union-attr, operator]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    # -- what the tree looks like --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in ``module``, itself included; with ``root_only`` those that no other contains."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        if root_only:
+            inner = {other for each in found for other in each.modules() if other is not each}
+            found = [each for each in found if each not in inner]
+        return found
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
+        return self._schedule().root is self._unit
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield (_unwrapped(name) if self._is_summoned else name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield (_unwrapped(name) if self._is_summoned else name), buffer
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
+
+        All ranks must call it.
+
+        Raises:
+            ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
+        """
+        if self._is_summoned or self._unit.phase is not Phase.IDLE:
+            raise ValueError(
+                "apply() gathers the full parameters itself: call it between steps and outside of summon_full_params"
+            )
+        with self.summon_full_params(self, recurse=False):
+            super().apply(fn)
+        return self
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`.
+
+        Raises:
+            NotImplementedError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu`` or without
+                the original parameters; ``offload_to_cpu`` where nothing is sharded.
+            AssertionError: in a forward or backward, or inside of another one.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        refused = {
+            "writeback with rank0_only: ranks would be left with different parameters": writeback and rank0_only,
+            "with_grads with offload_to_cpu: gradients stay on their device": with_grads and offload_to_cpu,
+            "with_grads with rank0_only: gradients are gathered on all ranks": with_grads and rank0_only,
+            "with_grads without use_orig_params: there are no parameters to have them": with_grads
+            and not all(each._use_orig_params for each in wrappers),
+            "offload_to_cpu with NO_SHARD: all is there already": offload_to_cpu
+            and any(each.sharding_strategy is ShardingStrategy.NO_SHARD for each in wrappers),
+        }
+        for what, given in refused.items():
+            if given:
+                raise NotImplementedError(f"summon_full_params does not support {what}")
+        wrappers = wrappers if recurse else [each for each in wrappers if each is module]
+        for each in wrappers:
+            if each._unit.phase is not Phase.IDLE or each._is_summoned:
+                where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
+                raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
+        for each in wrappers:
+            each._schedule()
+        with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
+            for each in wrappers:
+                each._is_summoned = True
+            try:
+                yield
+            finally:
+                for each in wrappers:
+                    each._is_summoned = False
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        self._expect_root("no_sync")
+        groups = self._schedule().groups()
+        before = [group.options.reduce_gradients for group in groups]
+        for group in groups:
+            group.options.reduce_gradients = False
+        try:
+            yield
+        finally:
+            for group, reduces in zip(groups, before, strict=True):
+                group.options.reduce_gradients = reduces
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
+
+        All ranks must call it. Returns the norm before, a 0-dim tensor.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
+        self._expect_root("clip_grad_norm_")
+        sharded: dict[nn.Parameter, None] = {}
+        process_group: dist.ProcessGroup | None = None
+        for group in self._schedule().groups():
+            if group.data.shard_group is not None:
+                process_group = group.data.shard_group
+                sharded.update(dict.fromkeys(param.sharded for param in group.params))
+        whole = [param for param in self.parameters() if param not in sharded]
+        device = self._unit.device
+        return clip_local_shards(list(sharded), whole, float(max_norm), float(norm_type), process_group, device)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by ``hook``, here and in all modules inside.
+
+        Args:
+            state: its first argument.
+            hook: called with the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced one;
+                for ``NO_SHARD`` with the gradient alone, which it reduces in place. Both divide and sum.
+
+        Raises:
+            AssertionError: this is not the root; a hook was registered before; a hybrid strategy.
+            ValueError: the hook cannot be called.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook must be called on the root, which tells the modules inside of it")
+        if not callable(hook):
+            raise ValueError(f"a communication hook must be callable, got {hook!r}")
+        for each in self.fsdp_modules(self):
+            if each.sharding_strategy in HYBRID:
+                raise AssertionError(f"communication hooks do not know two groups, as {each.sharding_strategy} has")
+            if each._has_hook:
+                raise AssertionError("a communication hook is registered already: there can be one")
+        for each in self.fsdp_modules(self):
+            each.__dict__["_has_hook"] = True
+            use_hook(each._unit.groups, state, hook)
+
+    # -- state dicts ---------------------------------------------------------------------------------------------------
+
+    # -- as a module ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _unit(self) -> WrappedUnit:
+        unit: WrappedUnit = self.__dict__["_fullshard_unit"]
+        return unit
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether there are parameters that no wrapper inside has."""
+        return bool(self._unit.groups)
+
+    @property
+    def _is_summoned(self) -> bool:
+        return bool(self.__dict__.get("_summoned"))
+
+    @_is_summoned.setter
+    def _is_summoned(self, summoned: bool) -> None:
+        self.__dict__["_summoned"] = summoned
+
+    def _schedule(self) -> Schedule:
+        return self._unit.schedule or self._unit.start()
+
+    def _expect_root(self, method: str) -> None:
+        if not self.check_is_root():
+            raise RuntimeError(
+                f"{method}() was called on {self._unit!r}, which another instance contains: call it on the outermost"
+            )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        with shards_may_change(self):
+            return super()._apply(*args, **kwargs)
+
+    __deepcopy__ = FSDPModule.__deepcopy__
+
+
+def _unwrapped(name: str) -> str:
+    return name.replace(f"{WRAPPED_NAME}.", "")
+
+
+def _auto_wrap(
+    root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool
+) -> None:
+    """Wrap the modules inside of ``root`` that a policy wants, the innermost first.
+
+    Raises:
+        ValueError: there are wrappers already.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other")
+    apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
+    forced = {cls: {"mixed_precision": None} for cls in apart}
+    chosen = targets(root, policy, kept.modules, kept.params, forced)
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in chosen}
+    for module in root.modules():
+        for name, child in module._modules.items():
+            if child in places:
+                places[child].append((module, name))
+    precise = [module for module in chosen if isinstance(module, apart)] if apart else []
+    if precise:
+        warnings.warn(
+            f"modules of {sorted({type(module).__name__ for module in precise})} are wrapped on their own and keep "
+            f"their dtypes, as mixed_precision._module_classes_to_ignore says",
+            stacklevel=3,
+        )
+    for module in precise:
+        keep_precision(module)
+    for module, overrides in chosen.items():
+        wrapped = FullyShardedDataParallel(module, **{**options, **overrides})
+        for parent, name in places[module]:
+            parent._modules[name] = wrapped

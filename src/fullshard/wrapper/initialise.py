@@ -1,0 +1,284 @@
+"""What happens to a module before its parameters are flattened: it is checked, materialized, moved and synchronized.
+
+Owns these steps, one function each, in the order in which a constructor takes them. They know modules, tensors and
+ranks, and neither groups nor hooks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.device import compute_device as current_device
+from fullshard.device import default_device_type
+from fullshard.group.mesh import DataMesh
+from fullshard.group.registry import owner_of
+from fullshard.schedule.unit import unit_of
+from fullshard.torch_private import is_traceable_subclass
+
+_BUCKET_BYTES = 250 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What sharding leaves alone. The sets are not copied: tensors that are materialized are replaced in them."""
+
+    modules: set[nn.Module]
+    params: set[nn.Parameter]
+    buffers: set[Tensor]
+
+
+def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
+    """What the arguments of a constructor name, and everything inside of it that is not sharded already.
+
+    Args:
+        module: that is to be wrapped.
+        ignored_modules: modules, or ``None``.
+        ignored_states: parameters or modules, or ``None``.
+        nested: what the sharded modules inside of ``module`` ignore.
+
+    Raises:
+        ValueError: both are given; elements of other types or of two types; sharded modules among them.
+        TypeError: an argument that cannot be iterated over.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("ignored_modules and ignored_states are both given: give ignored_states, which takes either")
+    name = "ignored_modules" if ignored_states is None else "ignored_states"
+    given = ignored_modules if ignored_states is None else ignored_states
+    if given is not None and not isinstance(given, Iterable):
+        raise TypeError(f"{name} must be an iterable, got {type(given).__name__}")
+    elements = [] if given is None else list(given)
+    kinds = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
+    if not any(all(isinstance(element, kind) for element in elements) for kind in kinds):
+        expected = " or all ".join(f"nn.{kind.__name__}" for kind in kinds)
+        raise ValueError(f"{name} must be all {expected}, got {sorted({type(each).__name__ for each in elements})}")
+    roots = [element for element in elements if isinstance(element, nn.Module)]
+    for root in roots:
+        if unit_of(root) is not None:
+            raise ValueError(f"{name} has a {type(root).__name__} that is sharded already: it cannot be ignored")
+    modules = {inner for root in roots for inner in root.modules() if unit_of(inner) is None}
+    if module in modules:
+        warnings.warn(
+            f"{name} has the module that is to be wrapped, a {type(module).__name__}: nothing of it will be sharded",
+            stacklevel=3,
+        )
+    params = {element for element in elements if isinstance(element, nn.Parameter)}
+    params.update(param for inner in modules for param in inner.parameters())
+    buffers = {buffer for inner in modules for buffer in inner.buffers()}
+    for other in nested:
+        modules |= other.modules
+        params |= other.params
+        buffers |= other.buffers
+    return Ignored(modules, {param for param in params if owner_of(param) is None}, buffers)
+
+
+def managed_modules(root: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.Module]:
+    """``root`` and the modules inside of it that are not sharded already, parents first and level by level, as PyTorch
+    initializes them: the numbers that they draw follow from the order."""
+    found, seen = [root], {root, *but}
+    for module in found:  # which grows
+        for child in module.children():
+            if child not in seen and unit_of(child) is None:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
+def compute_device(
+    params: Iterable[Tensor], device_id: int | torch.device | str | None, device_type: str | None = None
+) -> torch.device:
+    """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device.
+
+    Args:
+        device_id: parameters on the CPU will be moved to it. On the CPU there is no need of it.
+        device_type: of the mesh, if the user gave one.
+
+    Raises:
+        ValueError: parameters lie on another device than ``device_id``.
+        RuntimeError: parameters lie on several devices, and ``device_id`` does not say which one counts.
+    """
+    lie = list(dict.fromkeys(param.device for param in params if not param.is_meta))
+    elsewhere = [device for device in lie if device.type != "cpu"]
+    if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
+        raise RuntimeError(
+            f"the parameters lie on several devices, {', '.join(map(str, lie))}: move them to one; with device_id, "
+            f"those on the CPU are moved to it"
+        )
+    if device_id is None:
+        return elsewhere[0] if elsewhere else current_device(device_type or default_device_type())
+    device = torch.device(device_id)
+    if device.type != "cpu" and device.index is None:
+        device = current_device(device.type)
+        warnings.warn(
+            f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index, or "
+            f"call torch.accelerator.set_device_index() before",
+            stacklevel=3,
+        )
+    if elsewhere and elsewhere[0] != device:
+        raise ValueError(f"device_id is {device}, but parameters lie on {elsewhere[0]}: they must agree")
+    return torch.device(device.type) if device.type == "cpu" else device
+
+
+def materialize(
+    modules: list[nn.Module],
+    param_init_fn: Callable[[nn.Module], object] | None,
+    device: torch.device,
+    but: Ignored | None = None,
+) -> None:
+    """Give memory and values to parameters and buffers on the meta device, if there are any.
+
+    ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
+    meta are emptied and their ``reset_parameters()`` is called. Tensors that several modules share stay shared, with
+    the values of the first.
+
+    Args:
+        modules: :func:`managed_modules`, the root first.
+        but: is not looked at; what of it lies on meta in the same modules as others is materialized with them.
+
+    Raises:
+        ValueError: ``param_init_fn`` is not callable.
+        RuntimeError: it left tensors on meta.
+        Exception: what a ``reset_parameters()`` raised, or an AttributeError where there is none, after a warning that
+            names the module.
+    """
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")
+    names = {module: name for name, module in modules[0].named_modules()}
+    spared: set[Tensor] = but.params | but.buffers if but is not None else set()
+
+    def on_meta(module: nn.Module) -> list[str]:
+        return [name for _, name, tensor in _own([module]) if tensor.is_meta and tensor not in spared]
+
+    before = [place for place in _own(modules) if place[2].is_meta]
+    if not any(map(on_meta, modules)):
+        return
+    for module in modules:
+        if param_init_fn is not None:
+            param_init_fn(module)
+        elif on_meta(module):
+            try:
+                with torch.no_grad():
+                    module.to_empty(device=device, recurse=False)
+                    module.reset_parameters()  # type: ignore[operator]
+            except BaseException as error:
+                warnings.warn(
+                    f"{_where(module, names)} has tensors on the meta device, and its reset_parameters() failed: "
+                    f"{error}. Write one that initializes what the module itself has, or give param_init_fn",
+                    stacklevel=3,
+                )
+                raise
+    made: dict[Tensor, Tensor] = {}
+    for tensors, name, old in before:
+        if (now := tensors.get(name)) is not None and not now.is_meta:
+            made.setdefault(old, now)
+    for tensors, name, old in before:
+        if old in made and name in tensors:
+            tensors[name] = made[old]
+    if but is not None:
+        for kept in (but.params, but.buffers):
+            known: set[Any] = {made.get(tensor, tensor) for tensor in kept}
+            kept.clear()
+            kept.update(known)
+    for module in modules:
+        if left := on_meta(module):
+            raise RuntimeError(
+                f"param_init_fn left {left} of {_where(module, names)} on the meta device: it is called with each "
+                f"module and has to initialize what the module itself has"
+            )
+
+
+def _own(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """The parameters and buffers of each module itself: the dict in which it stands, its name there, the tensor."""
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            yield from ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
+
+
+def _where(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
+    return f"'{names[module]}', a {type(module).__name__}," if names.get(module) else f"the {type(module).__name__}"
+
+
+def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool) -> None:
+    """Refuse parameters that cannot lie in one flat parameter. Dtypes may differ.
+
+    Args:
+        params: by names. Several DTensors are as good as plain ones.
+
+    Raises:
+        ValueError: a parameter that is not floating-point; parameters on several devices; frozen ones beside trainable
+            ones without ``use_orig_params``.
+    """
+    first = next(iter(params), "")
+    for name, param in params.items():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter '{name}' is {param.dtype}: only floating-point parameters are sharded. Make it a buffer, "
+                f"or give it in ignored_states"
+            )
+        if param.device != params[first].device:
+            raise ValueError(
+                f"parameter '{name}' lies on {param.device}, and '{first}' on {params[first].device}: parameters that "
+                f"are sharded together must lie on one device"
+            )
+        if param.requires_grad != params[first].requires_grad and not use_orig_params:
+            frozen, trained = (first, name) if param.requires_grad else (name, first)
+            raise ValueError(
+                f"parameter '{frozen}' is frozen and '{trained}' is not: with use_orig_params=False parameters that "
+                f"are sharded together must all be frozen or all be trained. Wrap them apart, or set it to True"
+            )
+
+
+def sync_module_states(
+    params: Iterable[Tensor], buffers: Iterable[Tensor], data: DataMesh, device: torch.device
+) -> None:
+    """Let all ranks of a mesh have the values of its first one. Each of them must call it.
+
+    A buffer travels once, however many calls have it: instances that contain one another all have the inner one's.
+
+    Args:
+        params: of any dtype and layout; of tensor subclasses the tensors that they consist of travel.
+        device: on which to send; tensors elsewhere are copied to it and back.
+    """
+    new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
+    for buffer in new:
+        buffer._fullshard_synced = True  # type: ignore[attr-defined]
+    # From the first rank along its column, and from there along each row; a row's first rank has to come first.
+    groups = [group for group in (data.replicate_group, data.shard_group) if group is not None and group.size() > 1]
+    if not groups:
+        return
+    with torch.no_grad():
+        plain = [part for tensor in (*new, *params) for part in _plain(tensor) if part.numel() > 0 and not part.is_meta]
+        bucket: list[Tensor] = []
+        for tensor in sorted(plain, key=lambda part: -part.itemsize):  # so that each is aligned where it lies
+            if bucket and sum(part.nbytes for part in bucket) + tensor.nbytes > _BUCKET_BYTES:
+                _broadcast(bucket, groups, device)
+                bucket = []
+            bucket.append(tensor)
+        if bucket:
+            _broadcast(bucket, groups, device)
+
+
+def _broadcast(bucket: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
+    """Send tensors in one message, as bytes: not every backend knows every dtype."""
+    pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
+    flat = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(device)
+    for group in groups:
+        dist.broadcast(flat, group=group, group_src=0)
+    for tensor, piece in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of which a tensor consists."""
+    if not is_traceable_subclass(tensor):
+        yield tensor.detach()
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        if isinstance(part := getattr(tensor, attribute), Tensor):
+            yield from _plain(part)

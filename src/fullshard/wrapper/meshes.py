@@ -1,0 +1,161 @@
+"""Over which ranks a wrapped module is sharded and replicated: from a strategy, process groups or a mesh to one mesh.
+
+Owns the node-local groups of hybrid strategies, which are made once for all instances, and the fall to ``NO_SHARD``
+where there is one rank to shard over. It leaves to ``group/mesh.py`` what a mesh has to look like.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.group.mesh import DataMesh, data_mesh
+from fullshard.wrapper.settings import ShardingStrategy, as_sharding_strategy
+
+T = TypeVar("T")
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_NAMES = ("replicate", "shard")
+
+_made: dict[Hashable, Any] = {}
+_made_in: object = None
+
+
+def strategy_and_mesh(
+    strategy: ShardingStrategy | None,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    has_auto_wrap_policy: bool,
+    device_type: str,
+) -> tuple[ShardingStrategy, DataMesh]:
+    """The strategy that counts, and the mesh over which it shards and replicates.
+
+    The mesh is the same object for the same groups, as long as the world process group is there. All ranks must call
+    it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one with a pair of groups
+    gathers which ranks they have.
+
+    Args:
+        process_group: over which to shard (all ranks by default), or, for a hybrid strategy, a pair: over which to
+            shard, and over which to replicate.
+        device_mesh: in place of it. Of two dims, as replicate by shard, for a hybrid strategy.
+        has_auto_wrap_policy: whether all instances are made by one call, so that they get the same groups.
+        device_type: of a mesh that is made from groups.
+
+    Raises:
+        ValueError: both a group and a mesh, or one that does not fit the strategy; a hybrid strategy with neither these
+            nor a policy; a world that does not divide into nodes; no default process group.
+    """
+    strategy = as_sharding_strategy(strategy)
+    hybrid = strategy in HYBRID
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
+    if not dist.is_initialized():
+        raise ValueError("there is no default process group: call torch.distributed.init_process_group() first")
+    if device_mesh is not None:
+        mesh = _fitting(device_mesh, strategy)
+    elif not hybrid:
+        group = process_group if process_group is not None else dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"process_group must be a ProcessGroup that has this rank for {strategy}, got {group!r}")
+        mesh = _once((group, device_type), lambda: DeviceMesh.from_group(group, device_type))
+    elif process_group is None:
+        if not has_auto_wrap_policy:
+            raise ValueError(
+                f"{strategy} without an auto_wrap_policy needs process_group or device_mesh, so that all instances "
+                f"share their groups: make a mesh of nodes by ranks once, and give it to each of them"
+            )
+        mesh = _once(("nodes", device_type), lambda: _mesh_of_nodes(device_type))
+    else:
+        pair = process_group if isinstance(process_group, tuple) else ()
+        if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
+            raise ValueError(
+                f"process_group for {strategy} must be a tuple of two process groups that have this rank, the one over "
+                f"which to shard and the one over which to replicate, got {process_group!r}"
+            )
+        mesh = _once((*pair, device_type), lambda: _mesh_of_groups(*pair, device_type))
+    data = data_mesh(mesh)
+    if data.shard_size == 1:
+        if strategy is not ShardingStrategy.NO_SHARD:
+            warnings.warn(f"NO_SHARD takes the place of {strategy}: there is one rank to shard over", stacklevel=3)
+        strategy = ShardingStrategy.NO_SHARD
+    elif strategy is ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
+        mesh = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 and mesh.mesh_dim_names else mesh
+        data = DataMesh(mesh, shards=False, replicates=True, replicate_group=mesh.get_group())
+    return strategy, _once((data.mesh, data.shards, data.shard_group, data.replicate_group), lambda: data)
+
+
+def _once(key: Hashable, make: Callable[[], T]) -> T:
+    """What ``make`` gives, once for each key and world process group: groups end with the one they were made in."""
+    global _made_in
+    if _made_in is not dist.group.WORLD:
+        _made.clear()
+        _made_in = dist.group.WORLD
+    if key not in _made:
+        _made[key] = make()
+    return _made[key]
+
+
+def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
+    """The dims of a user's mesh that a strategy uses, with names if there are two."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if strategy in HYBRID:
+        if mesh.ndim != 2:
+            raise ValueError(f"{strategy} expects a device_mesh of 2 dims, replicate by shard, got {mesh}")
+        if mesh.mesh_dim_names is None:
+            groups, rows = [mesh.get_group(dim) for dim in range(2)], mesh.mesh
+            return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=_NAMES)
+    elif mesh.ndim > 1:
+        if mesh.size() > mesh.size(0):
+            warnings.warn(
+                f"{strategy} uses the first dim of {mesh} only: ranks along the others are not kept in step. Give a "
+                f"mesh of one dim, or choose HYBRID_SHARD to replicate over the first and shard over the second",
+                stacklevel=4,
+            )
+        return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
+    return mesh
+
+
+def _mesh_of_nodes(device_type: str) -> DeviceMesh:
+    """Nodes by ranks: as many ranks a node as it has devices or, on the CPU, as the launcher says that it started."""
+    world = dist.get_world_size()
+    if device_type == "cpu":
+        size, source = int(os.environ.get("LOCAL_WORLD_SIZE", world)), "LOCAL_WORLD_SIZE"
+    else:
+        size, source = torch.accelerator.device_count(), "the number of devices"
+    if size < 1 or world % size != 0:
+        raise ValueError(
+            f"the world of {world} ranks does not divide into nodes of {size} ranks, as {source} says: give a hybrid "
+            f"strategy process_group or device_mesh"
+        )
+    return init_device_mesh(device_type, (world // size, size), mesh_dim_names=_NAMES)
+
+
+def _mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """The grid of which ``shard`` is this rank's row and ``replicate`` its column."""
+    row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
+    here = dist.get_rank()
+    # A fake backend gathers nothing: rows are then taken to look all alike.
+    rows = [[rank + other - here for rank in row] for other in column]
+    if dist.get_backend(replicate) != "fake":
+        dist.all_gather_object(rows, row, group=replicate)
+    place = row.index(here)
+    if set(row) & set(column) != {here} or [other[place] for other in rows if len(other) == len(row)] != column:
+        raise ValueError(
+            f"process_group is the ranks {row} to shard over and {column} to replicate over, which are no row and "
+            f"column of one grid of ranks: they must have rank {here} in common and no other, and all ranks "
+            f"that replicate must have the same place among those with which they shard"
+        )
+    return DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=_NAMES)

@@ -1,0 +1,237 @@
+"""The settings of ``FullyShardedDataParallel`` and of its state dicts: enums and plain data.
+
+Names, members, fields and defaults are those of PyTorch, fields are checked when an object is made, and PyTorch's own
+objects are turned into these by the ``as_...`` functions, which know them by class, member and field names and so
+import nothing. What a setting does is left to the front end and to the state dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.policies import as_ours, describe, expect_bools, expect_dtypes, is_foreign
+from fullshard.torch_private import BatchNorm
+
+E = TypeVar("E", bound=Enum)
+
+
+class ShardingStrategy(Enum):
+    """What each rank keeps whole, and when."""
+
+    #: Parameters are gathered around each use; parameters, gradients and optimizer state rest in shards.
+    FULL_SHARD = auto()
+    #: The same, but parameters stay whole from forward to the end of their backward.
+    SHARD_GRAD_OP = auto()
+    #: Everything is whole on every rank, and gradients are averaged, as by ``DistributedDataParallel``.
+    NO_SHARD = auto()
+    #: ``FULL_SHARD`` over the ranks of one node, replicated over nodes.
+    HYBRID_SHARD = auto()
+    #: ``SHARD_GRAD_OP`` over the ranks of one node, replicated over nodes.
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When backward starts to gather the parameters that it needs next. (Not at all: ``None`` in place of a member.)"""
+
+    #: Before it computes the current gradients: the most overlap, and two gathered units at a time.
+    BACKWARD_PRE = auto()
+    #: After it has computed them: the current parameters are freed first.
+    BACKWARD_POST = auto()
+
+
+@dataclass
+class MixedPrecision:
+    """The dtypes of computation and communication; the optimizer and checkpoints see the original ones.
+
+    Args:
+        param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
+        reduce_dtype: in which gradients are reduced. ``None``: that of the computation.
+        buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are.
+        keep_low_precision_grads: whether gradients are left in the dtype in which they were reduced.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
+        _module_classes_to_ignore: modules of these classes are wrapped on their own and keep their dtypes, if there is
+            a wrap policy.
+
+    Raises:
+        TypeError: for a field of another type than said.
+        ValueError: for a dtype that is not floating-point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
+
+    def __post_init__(self) -> None:
+        expect_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
+        expect_bools(self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
+        ignored, name = self._module_classes_to_ignore, "MixedPrecision._module_classes_to_ignore"
+        if not isinstance(ignored, Sequence) or not all(isinstance(cls, type) for cls in ignored):
+            raise TypeError(f"{name} is {describe(ignored)}; expected a sequence of module classes")
+
+
+class _Switches:
+    """Data of which every field is a bool."""
+
+    def __post_init__(self) -> None:
+        expect_bools(self, *self.__dataclass_fields__)  # type: ignore[attr-defined]
+
+
+@dataclass
+class CPUOffload(_Switches):
+    """Whether sharded parameters and their gradients rest on the CPU, where then the optimizer runs."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """What ``state_dict()`` and ``load_state_dict()`` of a wrapped model speak of."""
+
+    #: Whole parameters by their original names, as the model without the wrapper has them.
+    FULL_STATE_DICT = auto()
+    #: Each rank's flat parameters as they are.
+    LOCAL_STATE_DICT = auto()
+    #: Each rank's part of every parameter, by original names, which any sharding can load.
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass
+class StateDictConfig(_Switches):
+    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`.
+
+    Args:
+        offload_to_cpu: whether they are copied to the CPU.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Adds ``rank0_only``: whether ranks but the first get an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Adds nothing."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Adds ``_use_dtensor``, for PyTorch's sake: the values are DTensors always."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig(_Switches):
+    """How the tensors of an optimizer's state dict are given out; the counterpart of :class:`StateDictConfig`."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Adds ``rank0_only``: whether ranks but the first get an empty dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Leaves tensors where they are by default."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Adds ``_use_dtensor``, for PyTorch's sake: the values are DTensors always."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """The type of the state dicts of a model and its optimizer, and the configuration of each."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+    def __post_init__(self) -> None:
+        self.state_dict_type = as_state_dict_type(self.state_dict_type)
+        self.state_dict_config = as_state_dict_config(self.state_dict_config)
+        self.optim_state_dict_config = as_optim_state_dict_config(self.optim_state_dict_config)
+
+
+class OptimStateKeyType(Enum):
+    """By what an optimizer's state dict names parameters: their original names, or their places in the optimizer."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+def as_sharding_strategy(strategy: object) -> ShardingStrategy:
+    """``strategy`` as one of ours (``FULL_SHARD`` for ``None``), or a TypeError."""
+    return ShardingStrategy.FULL_SHARD if strategy is None else _member(strategy, ShardingStrategy, "sharding_strategy")
+
+
+def as_backward_prefetch(prefetch: object) -> BackwardPrefetch | None:
+    """``prefetch`` as one of ours (``None`` for ``None``), or a TypeError."""
+    return None if prefetch is None else _member(prefetch, BackwardPrefetch, "backward_prefetch")
+
+
+def as_mixed_precision(precision: object) -> MixedPrecision:
+    """``precision`` as one of ours (the default one for ``None``), or a TypeError."""
+    if precision is None:
+        return MixedPrecision()
+    return as_ours(precision, MixedPrecision, "mixed_precision", "param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+def as_cpu_offload(offload: object) -> CPUOffload:
+    """``offload`` as one of ours (the default one for ``None``), or a TypeError."""
+    return CPUOffload() if offload is None else as_ours(offload, CPUOffload, "cpu_offload", "offload_params")
+
+
+def as_state_dict_type(kind: object) -> StateDictType:
+    """``kind`` as one of ours, or a TypeError."""
+    return _member(kind, StateDictType, "state_dict_type")
+
+
+def as_state_dict_config(config: object) -> StateDictConfig:
+    """``config`` as one of ours, of the class with the same name, or a TypeError."""
+    return _configured(config, StateDictConfig, "state_dict_config")
+
+
+def as_optim_state_dict_config(config: object) -> OptimStateDictConfig:
+    """``config`` as one of ours, of the class with the same name, or a TypeError."""
+    return _configured(config, OptimStateDictConfig, "optim_state_dict_config")
+
+
+C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
+
+
+def _configured(config: object, base: type[C], argument: str) -> C:
+    derived = (cls for cls in base.__subclasses__() if is_foreign(config, cls.__name__))
+    return as_ours(config, next(derived, base), argument, "offload_to_cpu")
+
+
+def _member(found: object, cls: type[E], argument: str) -> E:
+    if isinstance(found, cls):
+        return found
+    if isinstance(found, Enum) and is_foreign(found, cls.__name__) and found.name in cls.__members__:
+        return cls[found.name]
+    raise TypeError(f"{argument} is {describe(found)}; expected one of {', '.join(map(str, cls))}")

@@ -1,0 +1,114 @@
+"""The unit of a wrapped module: what the wrapper asks of the engine when a tree begins to run.
+
+Owns what torch's wrapper does at its root only: casts of the root's inputs, casts of buffers, and full precision in
+evaluation where the environment asks for it. Everything else is the engine's :class:`~fullshard.schedule.unit.Unit`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fullshard import tree
+from fullshard.policies import MixedPrecisionPolicy
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.unit import Unit, unit_of
+from fullshard.wrapper.settings import MixedPrecision
+
+
+class WrappedUnit(Unit):
+    """One wrapped module.
+
+    Args:
+        wrapper: the instance that wraps it.
+        precision: its dtypes.
+        buffers: each with the module that has it and its name there.
+    """
+
+    tree = (*Unit.tree, "buffers", "buffer_dtypes")
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        device: torch.device,
+        precision: MixedPrecision,
+        auto_reshard: bool,
+        buffers: list[tuple[nn.Module, str]],
+    ) -> None:
+        policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs)
+        super().__init__((wrapper,), device, policy, auto_reshard)
+        self.precision = precision
+        self.buffers = buffers
+        #: Of buffers that were cast, by module and name: what state dicts restore.
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        self._in_full = False
+
+    def __repr__(self) -> str:
+        return f"the wrapped {type(self.modules[0].module).__name__}"
+
+    def start(self) -> Schedule:
+        schedule = super().start()
+        self.casts_inputs |= self.precision.cast_root_forward_inputs
+        for unit in schedule.units:
+            if isinstance(unit, WrappedUnit):
+                unit._cast_buffers()
+        return schedule
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        schedule = self.schedule or self.start()
+        if schedule.root is self and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+            for unit in schedule.units:
+                if isinstance(unit, WrappedUnit):
+                    unit._compute_in_full(not module.training)
+        return super().pre_forward(module, args, kwargs)
+
+    def _cast_buffers(self) -> None:
+        dtype = self.precision.buffer_dtype
+        for module, name in self.buffers if dtype is not None else ():
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_floating_point():
+                self.buffer_dtypes.setdefault((module, name), buffer.dtype)
+                module._buffers[name] = buffer.to(dtype)
+
+    def _compute_in_full(self, full: bool) -> None:
+        """Compute in the original dtypes from now on, or in those of the settings again."""
+        if full is self._in_full:
+            return
+        self._in_full = full
+        policy, self.mp_policy = self.mp_policy, MixedPrecisionPolicy()
+        if not full:
+            precision = self.precision
+            self.mp_policy = replace(policy, param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
+            self._cast_buffers()
+        for group in self.groups:
+            group.options.mp_policy = self.mp_policy
+            group.rebuild()
+        for (module, name), dtype in self.buffer_dtypes.items() if full else ():
+            module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
+
+
+def wrapped_unit(module: nn.Module) -> WrappedUnit | None:
+    """The unit of a wrapper, ``None`` for any other module."""
+    unit = unit_of(module)
+    return unit if isinstance(unit, WrappedUnit) else None
+
+
+def keep_precision(module: nn.Module) -> None:
+    """Let a module in a model of low precision compute in fp32, and give its outputs the dtype of its inputs."""
+    dtypes: list[torch.dtype] = []
+
+    def up(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        dtypes[:] = [tensor.dtype for tensor in tree.tensors(args) if tensor.is_floating_point()]
+        return tree.cast_floating(args, torch.float32)
+
+    def back(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tree.cast_floating(output, dtypes[0] if dtypes else None)
+
+    module.register_forward_pre_hook(up)
+    module.register_forward_hook(back)

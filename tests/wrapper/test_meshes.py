@@ -1,0 +1,298 @@
+"""From a strategy, groups or a mesh to one mesh: who shards with whom, what is refused, and what is made once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.group.mesh import DataMesh
+from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
+from fullshard.wrapper.settings import ShardingStrategy
+from tests.harness import World, fake_world, ranks
+
+STRATEGIES = list(ShardingStrategy)
+SHARDING = [strategy for strategy in STRATEGIES if strategy not in (*HYBRID, ShardingStrategy.NO_SHARD)]
+FULL, HYBRID_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD
+
+
+def resolve(
+    strategy: Any, process_group: Any = None, device_mesh: Any = None, policy: bool = False
+) -> tuple[ShardingStrategy, DataMesh]:
+    return strategy_and_mesh(strategy, process_group, device_mesh, policy, "cpu")
+
+
+def by_torch(strategy: Any, process_group: Any = None, device_mesh: Any = None, policy: bool = False) -> Any:
+    named = None if strategy is None else torch_fsdp.ShardingStrategy[strategy.name]
+    return torch_fsdp.FullyShardedDataParallel(
+        nn.Linear(4, 4),
+        process_group=process_group,
+        sharding_strategy=named,
+        device_mesh=device_mesh,
+        auto_wrap_policy=torch_fsdp.wrap.ModuleWrapPolicy([nn.Conv2d]) if policy else None,
+        device_id=torch.device("cpu"),
+    )
+
+
+def outcome(make: Any, *args: Any, **kwargs: Any) -> tuple[Any, list[type[Warning]]]:
+    """The strategy or the type of the error, and the categories of warnings that a call gives."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = make(*args, **kwargs)
+        except Exception as error:
+            return type(error), []
+    strategy = made[0] if isinstance(made, tuple) else made.sharding_strategy
+    return strategy.name, [warning.category for warning in caught if "sync" not in str(warning.message)]
+
+
+def ranks_of(data: DataMesh) -> tuple[Any, Any]:
+    """The ranks that replicate and the ranks that shard, as the groups say it; each has to work."""
+    found = []
+    for group in (data.replicate_group, data.shard_group):
+        if group is None:
+            found.append(None)
+            continue
+        mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        mine[dist.get_rank()] = 1
+        dist.all_reduce(mine, group=group)
+        assert mine.nonzero().flatten().tolist() == sorted(dist.get_process_group_ranks(group))
+        found.append(dist.get_process_group_ranks(group))
+    return found[0], found[1]
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("strategy", [None, *STRATEGIES], ids=str)
+@pytest.mark.parametrize("policy", [False, True])
+def test_strategies_warnings_and_errors_are_torchs(world: World, strategy: Any, policy: bool) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # what torch counts as the devices of a node without an accelerator
+    assert outcome(resolve, strategy, policy=policy) == outcome(by_torch, strategy, policy=policy)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("given", ["group", "pair", "list", "mesh", "hybrid mesh", "both"])
+def test_groups_and_meshes_fit_the_strategies_that_they_fit_in_torch(world: World, strategy: Any, given: str) -> None:
+    one, two = world.mesh(), world.mesh(1, world.size, names=("nodes", "ranks"))
+    pair = (two.get_group(1), two.get_group(0))
+    choices: dict[str, dict[str, Any]] = {
+        "group": {"process_group": dist.group.WORLD},
+        "pair": {"process_group": pair},
+        "list": {"process_group": list(pair)},
+        "mesh": {"device_mesh": one},
+        "hybrid mesh": {"device_mesh": two},
+        "both": {"device_mesh": one, "process_group": dist.group.WORLD},
+    }
+    ours, theirs = outcome(resolve, strategy, **choices[given]), outcome(by_torch, strategy, **choices[given])
+    if theirs[0] is AttributeError:  # which torch raises by accident
+        theirs = ValueError, []
+    if strategy not in HYBRID and given == "hybrid mesh":
+        theirs[1].append(UserWarning)  # torch leaves the second dim alone without a word
+        assert ours[0] == theirs[0]
+        assert set(ours[1]) <= set(theirs[1])
+        return
+    assert ours == theirs
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("strategy", [None, *SHARDING], ids=str)
+def test_all_ranks_shard_by_default(world: World, strategy: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, data = resolve(strategy)
+    every = list(range(world.size))
+    if world.size == 1:
+        assert found is NO_SHARD
+        assert ranks_of(data) == (every, None)
+        return
+    assert found is (strategy or FULL)
+    assert ranks_of(data) == (None, every)
+    assert data.shards
+    assert not data.replicates
+    assert data.mesh.mesh.tolist() == every
+    assert data.shard_group is dist.group.WORLD
+
+
+@ranks(2, 3, 4)
+def test_no_shard_replicates(world: World) -> None:
+    with pytest.warns(FutureWarning, match="DistributedDataParallel"):
+        _, data = resolve(NO_SHARD)
+    assert (data.shards, data.replicates, data.mesh.ndim) == (False, True, 1)
+    assert ranks_of(data) == (list(range(world.size)), None)
+
+
+@ranks(4)
+@pytest.mark.parametrize("strategy", HYBRID, ids=str)
+def test_nodes_are_made_once_and_shared(world: World, strategy: Any) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    found, data = resolve(strategy, policy=True)
+    node, place = divmod(world.rank, 2)
+    assert found is strategy
+    assert ranks_of(data) == ([place, place + 2], [2 * node, 2 * node + 1])
+    assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert data.mesh.mesh_dim_names == ("replicate", "shard")
+    assert data.shard_mesh.mesh.tolist() == [2 * node, 2 * node + 1]
+    assert data.shard_mesh.get_group() is data.shard_group
+    for other in HYBRID:
+        assert resolve(other, policy=True)[1] is data
+    pair = (data.shard_group, data.replicate_group)
+    assert resolve(strategy, pair)[1] is resolve(strategy, pair)[1]
+    assert resolve(strategy, pair)[1].shard_group is data.shard_group
+
+
+@ranks(2, 3)
+def test_without_a_launcher_all_ranks_are_one_node(world: World) -> None:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    _, data = resolve(HYBRID_SHARD, policy=True)
+    assert ranks_of(data) == ([world.rank], list(range(world.size)))
+
+
+@pytest.mark.parametrize(("size", "node"), [(8, 3), (8, 16), (8, 0)])
+def test_a_world_that_does_not_divide_into_nodes(monkeypatch: pytest.MonkeyPatch, size: int, node: int) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
+    with fake_world(size), pytest.raises(ValueError, match=f"{size} ranks .* {node} ranks"):
+        resolve(HYBRID_SHARD, policy=True)
+
+
+def test_a_node_has_as_many_ranks_as_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr("fullshard.wrapper.meshes.init_device_mesh", lambda _, *args, **kw: init("cpu", *args, **kw))
+    init = init_device_mesh
+    with fake_world(1024, 9):
+        _, data = strategy_and_mesh(HYBRID_SHARD, None, None, True, "cuda")
+        assert dist.get_process_group_ranks(data.shard_group) == list(range(8, 16))
+        assert dist.get_process_group_ranks(data.replicate_group) == list(range(1, 1024, 8))
+
+
+@ranks(4)
+@pytest.mark.parametrize("grid", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]], [[0, 1, 2, 3]]], ids=str)
+def test_a_pair_of_groups_becomes_their_grid(world: World, grid: list[list[int]]) -> None:
+    rows = {rank: row for row in grid for rank in row}
+    columns = {rank: list(column) for column in zip(*grid, strict=True) for rank in column}
+    shard, _ = dist.new_subgroups_by_enumeration(grid)
+    replicate, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*grid, strict=True)])
+    _, data = resolve(HYBRID_SHARD, (shard, replicate))
+    assert (data.shard_group, data.replicate_group) == (shard, replicate)
+    assert ranks_of(data) == (sorted(columns[world.rank]), sorted(rows[world.rank]))
+    mesh = data.mesh.mesh.tolist()
+    assert sorted(map(sorted, mesh)) == sorted(map(sorted, grid))
+    assert sorted(map(sorted, zip(*mesh, strict=True))) == sorted(map(sorted, columns.values()))[:: len(grid)]
+    assert resolve(HYBRID_SHARD, (shard, replicate))[1] is data
+
+
+@ranks(4)
+@pytest.mark.parametrize("columns", [[[0, 1], [2, 3]], [[0, 1, 2, 3]], [[0, 3], [1, 2]]], ids=str)
+def test_groups_that_are_no_row_and_column(world: World, columns: list[list[int]]) -> None:
+    """The last would add up gradients of different parts of the parameters: 0 is the first of its row, 3 the last."""
+    shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    replicate, _ = dist.new_subgroups_by_enumeration(columns)
+    with pytest.raises(ValueError, match=f"rank {world.rank} in common"):
+        resolve(HYBRID_SHARD, (shard, replicate))
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["named", "nameless", "child"])
+def test_hybrid_meshes(world: World, kind: str) -> None:
+    if kind == "named":
+        mesh = world.mesh(2, 2, names=("a", "b"))
+    elif kind == "nameless":
+        mesh = world.mesh(2, 2)
+    else:
+        mesh = world.mesh(2, 2, 1, names=("a", "b", "tp"))["a", "b"]
+    _, data = resolve(HYBRID_SHARD, device_mesh=mesh)
+    assert (data.replicate_group, data.shard_group) == (mesh.get_group(0), mesh.get_group(1))
+    assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert data.shard_mesh.mesh.tolist() == mesh.mesh[world.rank // 2].tolist()
+    assert (data.mesh is mesh) is (kind != "nameless")
+    assert resolve(HYBRID_SHARD, device_mesh=mesh)[1] is data
+
+
+@ranks(4)
+@pytest.mark.parametrize("strategy", [FULL, NO_SHARD], ids=str)
+def test_a_child_of_a_mesh(world: World, strategy: Any) -> None:
+    mesh = world.mesh(2, 2, names=("dp", "tp"))["dp"]
+    _, data = resolve(strategy, device_mesh=mesh)
+    assert data.mesh is mesh
+    assert (data.shard_group or data.replicate_group) is mesh.get_group()
+    assert data.shards is (strategy is FULL)
+    assert resolve(strategy, device_mesh=mesh)[1] is data
+
+
+@ranks(4)
+@pytest.mark.parametrize("names", [("a", "b"), None], ids=str)
+def test_the_first_dim_of_a_larger_mesh_is_used_with_a_warning(world: World, names: Any) -> None:
+    with pytest.warns(UserWarning, match="first dim"):
+        _, data = resolve(FULL, device_mesh=world.mesh(2, 2, names=names))
+    assert ranks_of(data) == (None, [world.rank % 2, world.rank % 2 + 2])
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("given", ["mesh", "pair", "nodes"])
+def test_replicas_remain_where_one_rank_shards(world: World, given: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    mesh = world.mesh(world.size, 1, names=("replicate", "shard"))
+    choices: dict[str, dict[str, Any]] = {
+        "mesh": {"device_mesh": mesh},
+        "pair": {"process_group": (mesh.get_group(1), mesh.get_group(0))},
+        "nodes": {"policy": True},
+    }
+    with pytest.warns(UserWarning, match="one rank to shard over"):
+        strategy, data = resolve(HYBRID_SHARD, **choices[given])
+    assert strategy is NO_SHARD
+    assert ranks_of(data) == (list(range(world.size)), None)
+
+
+@ranks(2)
+def test_warnings_point_at_the_caller_of_the_constructor(world: World) -> None:
+    def constructor() -> None:
+        resolve_here()
+
+    def resolve_here() -> None:
+        strategy_and_mesh(NO_SHARD, None, None, False, "cpu")
+
+    with pytest.warns(FutureWarning) as caught:
+        constructor()
+    assert caught[0].lineno == constructor.__code__.co_firstlineno + 1
+
+
+@ranks(2)
+def test_a_mesh_without_this_rank(world: World) -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the mesh"):
+            resolve(FULL, device_mesh=mesh)
+    group = dist.new_group([0])
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="process_group must be a ProcessGroup that has this rank"):
+            resolve(FULL, group)
+
+
+@pytest.mark.parametrize("wrong", ["gloo", 3, [0, 1]])
+@pytest.mark.parametrize("argument", ["process_group", "device_mesh"])
+@pytest.mark.parametrize("strategy", [FULL, HYBRID_SHARD], ids=str)
+def test_neither_a_group_nor_a_mesh(wrong: Any, argument: str, strategy: Any) -> None:
+    with fake_world(4), pytest.raises(ValueError, match=argument):
+        resolve(strategy, **{argument: wrong})
+
+
+def test_no_default_process_group() -> None:
+    for call in (resolve, by_torch):
+        with pytest.raises(ValueError, match=r"[Dd]efault process group"):
+            call(FULL)
+
+
+def test_meshes_end_with_the_world() -> None:
+    made = []
+    for _ in range(2):
+        with fake_world(4):
+            made.append(resolve(FULL)[1])
+            assert resolve(FULL)[1] is made[-1]
+            assert made[-1].shard_group is dist.group.WORLD
+    assert made[0] is not made[1]

@@ -1,0 +1,264 @@
+"""The settings of the wrapper: names, members, fields and defaults are PyTorch's, and PyTorch's own are accepted."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+
+from fullshard.wrapper import settings
+from fullshard.wrapper.settings import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_backward_prefetch,
+    as_cpu_offload,
+    as_mixed_precision,
+    as_optim_state_dict_config,
+    as_sharding_strategy,
+    as_state_dict_config,
+    as_state_dict_type,
+)
+
+ENUMS = ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"]
+MODEL_CONFIGS = ["StateDictConfig", "FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig"]
+OPTIM_CONFIGS = [name.replace("State", "OptimState") for name in MODEL_CONFIGS]
+SWITCHES = ["CPUOffload", *MODEL_CONFIGS, *OPTIM_CONFIGS]
+ALL_DATA = ["MixedPrecision", "StateDictSettings", *SWITCHES]
+
+AS: dict[str, Callable[[object], Any]] = {
+    "sharding_strategy": as_sharding_strategy,
+    "backward_prefetch": as_backward_prefetch,
+    "mixed_precision": as_mixed_precision,
+    "cpu_offload": as_cpu_offload,
+    "state_dict_type": as_state_dict_type,
+    "state_dict_config": as_state_dict_config,
+    "optim_state_dict_config": as_optim_state_dict_config,
+}
+
+
+def pair(name: str) -> tuple[Any, Any]:
+    return getattr(settings, name), getattr(torch_fsdp, name)
+
+
+# -- what they are called ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_members_and_values_are_torchs(name: str) -> None:
+    ours, theirs = pair(name)
+    assert [(m.name, m.value) for m in ours] == [(m.name, m.value) for m in theirs]
+
+
+@pytest.mark.parametrize("name", ALL_DATA)
+def test_fields_order_and_defaults_are_torchs(name: str) -> None:
+    ours, theirs = pair(name)
+    assert [(f.name, f.default) for f in dataclasses.fields(ours)] == [
+        (f.name, f.default) for f in dataclasses.fields(theirs)
+    ]
+
+
+@pytest.mark.parametrize("name", ENUMS + ALL_DATA)
+def test_descent_is_torchs(name: str) -> None:
+    ours, theirs = pair(name)
+    named = set(ENUMS + ALL_DATA)
+    assert [c.__name__ for c in ours.__mro__ if c.__name__ in named] == [
+        c.__name__ for c in theirs.__mro__ if c.__name__ in named
+    ]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_data_is_writable_comparable_and_survives_copies(name: str) -> None:
+    """Programs change the settings that they made, as they may with torch's."""
+    ours = pair(name)[0]()
+    for field in dataclasses.fields(ours):
+        setattr(ours, field.name, not getattr(ours, field.name))
+    assert ours != type(ours)()
+    assert copy.deepcopy(ours) == ours == pickle.loads(pickle.dumps(ours))
+
+
+# -- what they refuse ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_a_switch_is_a_bool(name: str, value: object) -> None:
+    cls = pair(name)[0]
+    for field in dataclasses.fields(cls):
+        with pytest.raises(TypeError, match=rf"{name}\.{field.name} is {value!r} .*expected True or False"):
+            cls(**{field.name: value})
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "buffer_dtype"])
+def test_a_dtype_is_a_floating_point_dtype(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"MixedPrecision\.{field} is 'bf16' .*expected a floating-point torch.dtype"):
+        MixedPrecision(**{field: "bf16"})
+    with pytest.raises(ValueError, match=rf"MixedPrecision\.{field} is torch.int8, which is not floating-point"):
+        MixedPrecision(**{field: torch.int8})
+
+
+@pytest.mark.parametrize("field", ["keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs"])
+def test_a_switch_of_mixed_precision_is_a_bool(field: str) -> None:
+    with pytest.raises(TypeError, match=rf"MixedPrecision\.{field} is 0 .*expected True or False"):
+        MixedPrecision(**{field: 0})
+
+
+@pytest.mark.parametrize("ignored", [nn.BatchNorm1d, None, [nn.LayerNorm(2)], "LayerNorm"])
+def test_ignored_classes_are_a_sequence_of_classes(ignored: Any) -> None:
+    with pytest.raises(TypeError, match=r"MixedPrecision\._module_classes_to_ignore is .*expected a sequence of mod"):
+        MixedPrecision(_module_classes_to_ignore=ignored)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d])
+def test_batch_norms_are_ignored_by_default(norm: type[nn.Module]) -> None:
+    assert issubclass(norm, tuple(MixedPrecision()._module_classes_to_ignore))
+
+
+def test_settings_hold_ours_whichever_were_given() -> None:
+    theirs = (
+        torch_fsdp.StateDictType.SHARDED_STATE_DICT,
+        torch_fsdp.ShardedStateDictConfig(offload_to_cpu=True),
+        torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
+    assert StateDictSettings(*theirs) == StateDictSettings(
+        StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True), ShardedOptimStateDictConfig(False)
+    )
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_settings_refuse_what_stands_in_the_wrong_place(place: int) -> None:
+    given: list[Any] = [StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()]
+    given[place] = given[place - 1]
+    with pytest.raises(TypeError, match=dataclasses.fields(StateDictSettings)[place].name):
+        StateDictSettings(*given)
+
+
+# -- what is accepted ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argument", "cls"),
+    [
+        ("sharding_strategy", "ShardingStrategy"),
+        ("backward_prefetch", "BackwardPrefetch"),
+        ("state_dict_type", "StateDictType"),
+    ],
+)
+def test_members_of_both_are_accepted(argument: str, cls: str) -> None:
+    ours, theirs = pair(cls)
+    for member in ours:
+        assert AS[argument](member) is AS[argument](theirs[member.name]) is member
+
+
+def test_mixed_precision_of_torch_keeps_every_field() -> None:
+    values = {
+        "param_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float32,
+        "buffer_dtype": torch.float16,
+        "keep_low_precision_grads": True,
+        "cast_forward_inputs": True,
+        "cast_root_forward_inputs": False,
+        "_module_classes_to_ignore": [nn.LayerNorm],
+    }
+    assert as_mixed_precision(torch_fsdp.MixedPrecision(**values)) == MixedPrecision(**values)
+    assert as_mixed_precision(torch_fsdp.MixedPrecision()) == MixedPrecision()
+    ours = MixedPrecision()
+    assert as_mixed_precision(ours) is ours
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_cpu_offload_of_torch_is_accepted(offload: bool) -> None:
+    assert as_cpu_offload(torch_fsdp.CPUOffload(offload)) == CPUOffload(offload)
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS + OPTIM_CONFIGS)
+@pytest.mark.parametrize("flip", [False, True])
+def test_configurations_of_torch_keep_class_and_fields(name: str, flip: bool) -> None:
+    ours, theirs = pair(name)
+    convert = as_state_dict_config if name in MODEL_CONFIGS else as_optim_state_dict_config
+    values = {field.name: field.default ^ flip for field in dataclasses.fields(theirs)}
+    converted = convert(theirs(**values))
+    assert type(converted) is ours
+    assert converted == ours(**values)
+    assert convert(converted) is converted
+
+
+def test_classes_derived_from_torchs_are_accepted() -> None:
+    class Mine(torch_fsdp.FullStateDictConfig):
+        pass
+
+    assert as_state_dict_config(Mine(rank0_only=True)) == FullStateDictConfig(rank0_only=True)
+
+
+def test_none_stands_for_what_the_constructor_defaults_to() -> None:
+    assert as_sharding_strategy(None) is ShardingStrategy.FULL_SHARD
+    assert as_backward_prefetch(None) is None
+    assert as_mixed_precision(None) == MixedPrecision()
+    assert as_cpu_offload(None) == CPUOffload()
+
+
+class Other(Enum):
+    FULL_SHARD = 1
+
+
+Impostor = Enum("ShardingStrategy", ["ZERO_5"])
+
+
+@pytest.mark.parametrize("argument", AS)
+@pytest.mark.parametrize(
+    "wrong",
+    ["FULL_SHARD", 1, Other.FULL_SHARD, SimpleNamespace(offload_params=True), MixedPrecision, object()],
+    ids=["text", "number", "enum", "namespace", "class", "object"],
+)
+def test_anything_else_is_refused_by_name(argument: str, wrong: object) -> None:
+    with pytest.raises(TypeError, match=rf"^{argument} is .*; expected "):
+        AS[argument](wrong)
+
+
+@pytest.mark.parametrize("argument", ["state_dict_type", "state_dict_config", "optim_state_dict_config"])
+def test_state_dict_settings_have_no_default(argument: str) -> None:
+    with pytest.raises(TypeError, match=f"{argument} is None"):
+        AS[argument](None)
+
+
+def test_an_enum_of_that_name_without_that_member_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"ZERO_5.*expected one of ShardingStrategy\.FULL_SHARD, "):
+        as_sharding_strategy(Impostor["ZERO_5"])
+
+
+def test_a_setting_of_one_kind_is_not_taken_for_another() -> None:
+    with pytest.raises(TypeError, match="sharding_strategy"):
+        as_sharding_strategy(BackwardPrefetch.BACKWARD_PRE)
+    with pytest.raises(TypeError, match="expected OptimStateDictConfig or FullOptimStateDictConfig or Local"):
+        as_optim_state_dict_config(LocalStateDictConfig())
+    with pytest.raises(TypeError, match="expected StateDictConfig or FullStateDictConfig or Local"):
+        as_state_dict_config(torch_fsdp.LocalOptimStateDictConfig())
+    assert not issubclass(LocalOptimStateDictConfig, StateDictConfig)
+    assert not issubclass(ShardedStateDictConfig, OptimStateDictConfig)
+
+
+def test_fields_of_foreign_settings_are_checked_too() -> None:
+    with pytest.raises(TypeError, match=r"CPUOffload\.offload_params is 'yes'"):
+        as_cpu_offload(torch_fsdp.CPUOffload("yes"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"MixedPrecision\.param_dtype is torch.int32"):
+        as_mixed_precision(torch_fsdp.MixedPrecision(param_dtype=torch.int32))
