@@ -38,7 +38,7 @@ def test_flat_parameters_have_torchs_names_sizes_and_values(world: World, strate
     assert_all_see(observe)
 
 
-@ranks(2, 3)
+@ranks(2, 3, transport="host")
 @EACH_STRATEGY
 def test_so_do_their_gradients(world: World, strategy: str) -> None:
     def observe(fsdp: ModuleType) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_so_do_their_gradients(world: World, strategy: str) -> None:
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_a_flat_parameter_is_known_by_its_class(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -65,7 +65,7 @@ def test_a_flat_parameter_is_known_by_its_class(world: World, library: str) -> N
         assert not any(isinstance(p, fsdp.FlatParameter) for p in model.parameters())
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_STRATEGY
 def test_modules_have_tensors_where_their_parameters_were(world: World, strategy: str) -> None:
     def observe(fsdp: ModuleType) -> list[Any]:
@@ -119,7 +119,7 @@ def test_frozen_units(world: World, frozen: list[int]) -> None:
     compare(world, training(wrap_blocks(original=False), build=build))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_trained_and_frozen_parameters_cannot_be_in_one(world: World, library: str) -> None:
     model = seeded(lambda: OddParameters(scalar=False, non_contiguous=False))
@@ -127,7 +127,7 @@ def test_trained_and_frozen_parameters_cannot_be_in_one(world: World, library: s
         wrap(WRAPPERS[library], model, original=False)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @pytest.mark.parametrize("original", [False, True])
 def test_integer_parameters_are_refused(world: World, library: str, original: bool) -> None:
@@ -182,7 +182,7 @@ def test_values_that_a_user_sets_in_a_flat_parameter(world: World, library: str,
         mean_square(model, batch).backward()
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_a_unit_without_parameters(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]

@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, bool], bool]] = [
 ]
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_combinations_that_are_refused(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -161,7 +161,7 @@ def test_combinations_that_are_refused(world: World, library: str) -> None:
         pass
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @ORIGINAL
 def test_it_is_refused_inside_of_itself_and_of_a_step(world: World, library: str, original: bool) -> None:
@@ -194,7 +194,7 @@ def test_it_is_refused_inside_of_itself_and_of_a_step(world: World, library: str
         pass
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @ORIGINAL
 def test_of_a_plain_module_around_units(world: World, library: str, original: bool) -> None:
@@ -230,7 +230,7 @@ def test_apply_sees_whole_parameters(world: World, strategy: str, original: bool
                 model.apply(initialize)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 def test_names_inside_and_outside(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType) -> Any:
@@ -254,7 +254,7 @@ def test_names_inside_and_outside(world: World, original: bool) -> None:
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_roots_and_units(world: World) -> None:
     def observe(fsdp: ModuleType) -> Any:
         wrapper = fsdp.FullyShardedDataParallel
@@ -267,7 +267,7 @@ def test_roots_and_units(world: World) -> None:
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @ORIGINAL
 def test_attributes_and_indices_pass_through(world: World, library: str, original: bool) -> None:

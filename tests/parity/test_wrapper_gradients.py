@@ -39,7 +39,7 @@ def after_a_forward(fsdp: ModuleType, **options: Any) -> Any:
     return model
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_no_sync_is_of_the_root_only(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -66,7 +66,7 @@ def test_no_sync_ends_with_an_error_inside_of_it(world: World, library: str, ori
         assert torch.allclose(gradient, torch.as_tensor(reference.get_parameter(name).grad), rtol=1e-6, atol=1e-8)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_STRATEGY
 @ORIGINAL
 def test_gradients_that_were_not_communicated_are_whole(world: World, strategy: str, original: bool) -> None:
@@ -143,7 +143,7 @@ def test_clipped_gradients_with_parameters_that_are_ignored(
     compare(world, training(shard, **step))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -151,7 +151,7 @@ def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
         model.blocks[0].clip_grad_norm_(1.0)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_clipping_without_gradients_warns_and_returns_zero(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -160,7 +160,7 @@ def test_clipping_without_gradients_warns_and_returns_zero(world: World, library
     assert (norm.item(), norm.dtype) == (0.0, torch.float32)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_dtype_of_a_norm(world: World, original: bool, keep: bool) -> None:
@@ -206,10 +206,12 @@ def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, origin
     compare(world, training(hooked(plain_state, hook, strategy=strategy, original=original)))
 
 
-@ranks(2)
-@EACH_STRATEGY
+@ranks(2, transport="host")
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [*((strategy, torch.bfloat16) for strategy in STRATEGIES), ("FULL_SHARD", torch.float16)],
+)
 @ORIGINAL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_hooks_that_compress(world: World, strategy: str, original: bool, dtype: torch.dtype) -> None:
     hooks = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
 
@@ -256,7 +258,7 @@ def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_hooks_that_are_refused(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -270,7 +272,7 @@ def test_hooks_that_are_refused(world: World, library: str) -> None:
         model.register_comm_hook([], sum_by_hand)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @pytest.mark.parametrize("strategy", HYBRID)
 def test_hooks_of_hybrids_are_refused(world: World, library: str, strategy: str) -> None:

@@ -44,12 +44,9 @@ def transformer(shard: Any, **changes: Any) -> Any:
 @ranks(2)
 @CHECKPOINTING
 @SOME_STRATEGIES
-@ORIGINAL
 @pytest.mark.parametrize("order", ["wrapper around checkpoint", "checkpoint around wrapper"])
-def test_checkpoint_wrapper(
-    world: World, checkpointing: Checkpointing, strategy: str, original: bool, order: str
-) -> None:
-    options: dict[str, Any] = {"strategy": strategy, "original": original}
+def test_checkpoint_wrapper(world: World, checkpointing: Checkpointing, strategy: str, order: str) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "original": strategy == "FULL_SHARD"}
 
     def shard(fsdp: ModuleType, model: Any) -> Any:
         for index, block in enumerate(model.blocks):
@@ -98,7 +95,7 @@ def test_checkpoints_in_bf16_over_micro_batches(world: World, checkpointing: Che
     compare(world, transformer(shard, precision=precision, micro_batches=2))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_the_wrapped_module_is_found_behind_a_checkpoint(world: World) -> None:
     for fsdp in WRAPPERS.values():
         linear = nn.Linear(6, 3)

@@ -71,7 +71,7 @@ def test_an_optimizer_built_before_wrapping(world: World, strategy: str) -> None
     compare(world, case)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_the_parameters_stay_the_same_objects(world: World) -> None:
     for fsdp in WRAPPERS.values():
         model = seeded(MLP)
@@ -99,7 +99,7 @@ def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
     assert_all_see(shapes)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_STRATEGY
 def test_what_parameters_look_like_after_forward(world: World, strategy: str) -> None:
     """Unsharded where nothing was resharded, which a program may have come to rely on."""
@@ -305,7 +305,7 @@ def test_two_forwards_before_one_backward(world: World, units: Any, strategy: st
     compare(world, training(units(strategy=strategy), loss=loss))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 def test_data_of_another_shape_is_refused(world: World, library: str) -> None:
     model = wrap(WRAPPERS[library], seeded(MLP))

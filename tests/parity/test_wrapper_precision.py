@@ -46,7 +46,7 @@ def compare_with_torch(world: World, case: Any) -> None:
         assert difference is None, f"{name} differs from torch in {difference}"
 
 
-@ranks(1, 2)
+@ranks(1, 2, transport="host")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ORIGINAL
 @pytest.mark.parametrize("dtypes", [(BF16, None), (BF16, FP32), (None, BF16), (BF16, torch.float16)])
@@ -107,7 +107,7 @@ class Noting(nn.Module):
         return self.scale * (y + self.blocks[1](x, **rest))
 
 
-@ranks(1, 2)
+@ranks(1, 2, transport="host")
 @pytest.mark.parametrize("cast", BOOLEANS)
 @pytest.mark.parametrize("cast_root", BOOLEANS)
 @pytest.mark.parametrize("original", BOOLEANS)
@@ -160,7 +160,7 @@ def wrap_automatically(ignored: tuple[str, ...] | None, buffer_dtype: torch.dtyp
     return shard
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("ignored", [None, (), ("LayerNorm",), ("BatchNorm1d", "LayerNorm")])
 @ORIGINAL
 def test_modules_that_keep_full_precision(world: World, ignored: tuple[str, ...] | None, original: bool) -> None:
@@ -184,7 +184,7 @@ def test_modules_that_keep_full_precision(world: World, ignored: tuple[str, ...]
     compare_with_torch(world, training(shard, build=lambda: seeded(Normalized)))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("buffer_dtype", [None, BF16, torch.float64])
 @ORIGINAL
 def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, original: bool) -> None:
@@ -204,7 +204,7 @@ def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, origi
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType) -> Any:
@@ -217,7 +217,7 @@ def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: Worl
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("full", ["0", "1"])
 @ORIGINAL
 def test_full_precision_in_evaluation(world: World, full: str, original: bool) -> None:

@@ -158,7 +158,7 @@ def test_cpu_offload_in_bf16(world: World, original: bool) -> None:
     compare(world, training(shard, precision=precision), with_torch=False)
 
 
-@ranks(1, 2)
+@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
 @pytest.mark.parametrize("without_communication", [False, True])
@@ -179,7 +179,7 @@ def test_some_micro_batches_communicate(world: World, strategy: str, quiet: set[
     compare(world, training(wrap_blocks(strategy=strategy), micro_batches=LAST + 2, around_micro=around))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: bool) -> None:
