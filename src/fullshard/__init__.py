@@ -3,6 +3,7 @@
 from fullshard import optim as optim
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks
+from fullshard.group.flat import FlatParameter
 from fullshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from fullshard.policies import (
     AllGather,
@@ -14,17 +15,52 @@ from fullshard.policies import (
     ReduceScatter,
     ShardPlacementResult,
 )
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from fullshard.wrapper.settings import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 __all__ = [
     "AllGather",
+    "BackwardPrefetch",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Comm",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ReduceScatter",
     "ShardPlacementResult",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "UnshardHandle",
     "fully_shard",
     "fully_shard_blocks",

@@ -130,7 +130,10 @@ def default_device_type() -> str:
 
 
 def move_to_device(
-    params: Iterable[nn.Parameter], modules: Iterable[nn.Module], device: torch.device, buffer_dtype: torch.dtype | None
+    params: Iterable[nn.Parameter],
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    buffer_dtype: torch.dtype | None = None,
 ) -> None:
     """Parameters, and the modules' own buffers, go to a device, those on meta excepted; buffers to a dtype as well."""
     for param in params:

@@ -6,7 +6,7 @@ used, so that a copy is never another group's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -87,8 +87,8 @@ class _FullGroup:
         if group.memory.has_meta:
             raise RuntimeError(group.memory.meta_message())
         self._full: dict[int, nn.Parameter] = {}
-        values = self._gather([param.held for param in group.params])
-        grads = self._gather([_local_gradient(param) for param in group.params]) if with_grads else {}
+        values = gather(group, [param.held for param in group.params])
+        grads = gather(group, [_local_gradient(param) for param in group.params]) if with_grads else {}
         if not shown:
             return
         for index, value in values.items():
@@ -100,29 +100,6 @@ class _FullGroup:
                 full.grad = _shown(grads[index], param)
             self._full[index] = full
         group.presentation.show_full(self._full)
-
-    def _gather(self, locals_: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """All parts of tensors that are sharded as the parameters are, in memory of their own."""
-        group = self._group
-        found: dict[int, torch.Tensor] = {}
-        dtypes = [section.dtype for section in group.sections]
-        memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-        staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-        transfers = []
-        fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
-        for section, full, shard in zip(group.sections, fulls, shards, strict=True):
-            transfers.append(Transfer(section.plan, full, shard))
-            for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
-                place.copy_(locals_[index])
-            found.update(whole_views(group.params, section, full))
-        if group.data.shard_group is None:
-            foreach_copy(fulls, shards)
-        elif transfers:
-            group.transport.all_gather(transfers, group.data.shard_group, 2 * group.tag).finish()
-        for index, param in enumerate(group.params):
-            if param.extends:
-                found[index] = _gather_extension(param, locals_[index])
-        return found
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -143,6 +120,45 @@ class _FullGroup:
         self._full.clear()
 
 
+@torch.no_grad()
+def gather(
+    group: Group, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
+) -> dict[int, torch.Tensor]:
+    """All of tensors that are sharded as the parameters of ``group`` are, in memory of their own, which they share.
+
+    Every rank of the group must call it.
+
+    Args:
+        parts: for each parameter what this rank has of the tensor that belongs to it, shaped as ``param.local``; zeros
+            for ``None``.
+        dtypes: of the tensors of each of the group's sections, the same on all ranks; those of the parameters by
+            default.
+
+    Returns:
+        the whole tensors by the index of their parameter, in the parameter's shape, on the compute device.
+    """
+    found: dict[int, torch.Tensor] = {}
+    dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
+    memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
+    staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
+    transfers = []
+    fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
+    for section, full, shard in zip(group.sections, fulls, shards, strict=True):
+        transfers.append(Transfer(section.plan, full, shard))
+        for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
+            part = parts[index]
+            place.zero_() if part is None else place.copy_(part)
+        found.update(whole_views(group.params, section, full))
+    if group.data.shard_group is None:
+        foreach_copy(fulls, shards)
+    elif transfers:
+        group.transport.private.all_gather(transfers, group.data.shard_group, 2 * group.tag).finish()
+    for index, param in enumerate(group.params):
+        if param.extends:
+            found[index] = _gather_extension(param, parts[index])
+    return found
+
+
 def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
     """Beside tensor parallel, where all that a group has is a part, as the DTensor that the parameter was."""
     return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
@@ -157,9 +173,10 @@ def _local_gradient(param: ShardedParameter) -> torch.Tensor:
     return torch.zeros_like(param.local) if grad is None else grad
 
 
-def _gather_extension(param: ShardedParameter, local: torch.Tensor) -> torch.Tensor:
+def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:
     """A subclass that gathers in a form of its own is summoned as its plain values."""
     group, dim = param.data.shard_group, param.dim or 0
+    local = param.local if part is None else part
     plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=local.device)
     plain.narrow(dim, 0, local.shape[dim]).copy_(local)
     if group is None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -168,6 +169,16 @@ def foreach_add(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]
     torch._foreach_add_(list(targets), list(addends))
 
 
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The norm of each, computed in ``dtype``, in one call. None may be empty if the norm is that of the maximum."""
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+
+
+def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each in place by a 0-dim tensor, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -256,6 +267,29 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
     import torch.distributed._symmetric_memory as symm_mem
 
     symm_mem.rendezvous(tensor, group=group.group_name)
+
+
+class OpenGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` of which subclasses may say which gradients are unscaled, and what is made of what was found.
+
+    torch has no public place for it: ``unscale_`` refuses fp16, and a fused optimizer's step does not pass through it.
+    """
+
+    def unscale_gradients(
+        self, params: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply the gradients by ``inv_scale`` in place; returns 1 for each device where one was not finite, or 0.
+
+        ``found_inf`` is zero, on the device of the scale.
+        """
+        optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return self.unscale_gradients(params, inv_scale, found_inf)
 
 
 def timeout_of(process_group: Any) -> float:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fullshard.device import move_to_device
+from fullshard.optim import ShardedGradScaler
+from fullshard.optim.clip import clip_local_shards
 
 pytestmark = [
     pytest.mark.gpu,
@@ -133,3 +136,41 @@ def test_a_deep_copy_shares_nothing(mesh: DeviceMesh) -> None:
     twin = copy.deepcopy(model)
     steps_agree(twin, build().to(device), device, 1e-5)
     assert torch.equal(model[0].up.weight.full_tensor(), build().to(device)[0].up.weight)  # type: ignore[union-attr]
+
+
+def test_gradients_and_buffers_move_along_with_parameters(mesh: DeviceMesh) -> None:
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    weight.grad = torch.ones(2, 2)
+    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+    move_to_device(model.parameters(), [model], device, torch.bfloat16)
+    assert model.weight is weight
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+    assert {tensor.device for tensor in (weight, weight.grad, model.bias, model.steps)} == {device}
+    assert model.steps.dtype is torch.int64
+
+
+@pytest.mark.parametrize("poisoned", [None, 0, 1], ids=["finite", "on the accelerator", "on the CPU"])
+def test_gradients_on_two_devices_share_one_scale(mesh: DeviceMesh, poisoned: int | None) -> None:
+    params = [nn.Parameter(torch.ones(3, device=device)) for device in (mesh.device_type, "cpu")]
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), ShardedGradScaler(mesh.device_type, init_scale=8.0)
+    scaler.scale(torch.ones((), device=mesh.device_type))
+    for param in params:
+        param.grad = torch.full_like(param, 8.0)
+    if poisoned is not None:
+        params[poisoned].grad[0] = torch.inf  # type: ignore[index]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (8.0 if poisoned is None else 4.0)
+    assert all((param == (0.0 if poisoned is None else 1.0)).all() for param in params)
+
+
+def test_clipping_gradients_on_two_devices(mesh: DeviceMesh) -> None:
+    params = [nn.Parameter(torch.ones(1, device=device)) for device in (mesh.device_type, "cpu")]
+    for param, value in zip(params, (3.0, 4.0), strict=True):
+        param.grad = torch.full_like(param, value)
+    total = clip_local_shards(params[:1], params[1:], 1.0, 2.0, None, torch.device(mesh.device_type))
+    assert total.device.type == mesh.device_type
+    assert total.item() == pytest.approx(5.0)
+    assert [param.grad.item() for param in params] == pytest.approx([0.6, 0.8])  # type: ignore[union-attr]

@@ -152,7 +152,8 @@ class Plan:
         start, stop = self.fragment(index, rank)
         if self.world_size == 1:
             return self.full_offsets[index], param.shape
-        return max(0, self.full_offsets[index] + start - rank * self.shard_numel) if start < stop else 0, (stop - start,)
+        begin = self.full_offsets[index] + start - rank * self.shard_numel
+        return begin if start < stop else 0, (stop - start,)
 
     def fragment(self, index: int, rank: int) -> tuple[int, int]:
         """First and past-the-last element of parameter ``index`` that ``rank`` holds (*flat*); equal if none."""

@@ -75,7 +75,7 @@ class FlatParameter(nn.Parameter, metaclass=_IsFlat):
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> FlatParameter:
         param: Any = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
         param._is_flat_param = True
-        return param  # type: ignore[no-any-return]
+        return param
 
 
 class Fragment(ShardedParameter):
@@ -195,7 +195,7 @@ class FlatPresentation(Presentation):
 
     def __init__(self, group: Group) -> None:
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
-        self._shows_full = False
+        self._shows_full = True  # what the modules had before
         super().__init__(group)
 
     def prepare(self) -> None:
@@ -278,7 +278,7 @@ class FlatPresentation(Presentation):
             param.sharded.data = param.local
         return replaced and param.local.numel() > 0
 
-    def _replaces(self, param: ShardedParameter, shown: torch.Tensor) -> TypeGuard[nn.Parameter]:
+    def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
         return isinstance(shown, nn.Parameter)
 
     @staticmethod

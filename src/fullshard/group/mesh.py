@@ -121,8 +121,8 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
 def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: shard on the "
-            f"ranks of the mesh only, or give each rank a mesh that it is in"
+            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: call fully_shard "
+            f"on the ranks of the mesh only, or give each rank a mesh that it is in"
         )
     try:
         return mesh.get_group(dim)

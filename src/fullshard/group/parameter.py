@@ -33,7 +33,6 @@ from fullshard.torch_private import (
     spec_of,
 )
 
-
 #: Under these names the modules that wrap others hold them; names of parameters are told without.
 WRAPPED_NAME = "_fsdp_wrapped_module"
 CHECKPOINTED_NAME = "_checkpoint_wrapped_module"

@@ -34,9 +34,7 @@ class Presentation:
         self._stand_ins: set[tuple[int, str]] = set()
         self.prepare()
 
-    def homes(
-        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
-    ) -> Iterable[tuple[int, torch.Tensor]]:
+    def homes(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
         """Which parts of a reduced ``shard`` come home to which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
@@ -104,13 +102,13 @@ class Presentation:
                 self._follow(param, location)
             elif shown is param.sharded or shown is param.unsharded:
                 continue
-            elif self._replaces(param, shown):
+            elif self._replaces(shown, param):
                 param.sharded = shown
             else:
                 self._stand_ins.add((id(location.module), location.name))
         return not param.lies_at(param.local)
 
-    def _replaces(self, param: ShardedParameter, shown: torch.Tensor) -> TypeGuard[nn.Parameter]:
+    def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
         """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while.
 
         Raises:

@@ -43,11 +43,11 @@ from fullshard.wrapper.settings import (
     OptimStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
-    StateDictSettings,
     StateDictType,
     as_backward_prefetch,
     as_cpu_offload,
     as_mixed_precision,
+    as_sharding_strategy,
 )
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
@@ -123,23 +123,28 @@ class FullyShardedDataParallel(nn.Module):
                 f"members",
                 stacklevel=2,
             )
-        nested = [inner._ignored for inner in self.fsdp_modules(module)]
-        self._ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
+        nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
+        self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
         precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
         offload, kept = as_cpu_offload(cpu_offload), self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
-        device = initialise.compute_device((param for param in module.parameters() if param not in kept), device_id, device_type)
+        own = (param for param in module.parameters() if param not in kept)
+        device, strategy = (
+            initialise.compute_device(own, device_id, device_type),
+            as_sharding_strategy(sharding_strategy),
+        )
         self.sharding_strategy, data = strategy_and_mesh(
-            sharding_strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
+            strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
         )
         self.mixed_precision, self.cpu_offload, self.backward_prefetch = precision, offload, prefetch
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         if auto_wrap_policy is not None:
-            if self.sharding_strategy in HYBRID and device_mesh is None:
-                process_group = (data.shard_group, data.replicate_group)
+            if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
+                both = data.shard_group, data.replicate_group
+                process_group = both if self.sharding_strategy in HYBRID else data.replicate_group
             options = {
                 "process_group": process_group,
-                "sharding_strategy": sharding_strategy,
+                "sharding_strategy": self.sharding_strategy,
                 "cpu_offload": offload,
                 "backward_prefetch": prefetch,
                 "mixed_precision": precision,
@@ -160,12 +165,12 @@ class FullyShardedDataParallel(nn.Module):
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
-        initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
         buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
         buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
         move_to_device(found, modules, device)
+        initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
         if sync_module_states:
-            initialise.sync_module_states(found, [each._buffers[name] for each, name in buffers], data, device)
+            initialise.sync_module_states(found, [each.get_buffer(name) for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
@@ -200,7 +205,8 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._modules[WRAPPED_NAME].__getitem__(key)  # type: ignore[union-attr, operator]
+        inner: Any = self._modules[WRAPPED_NAME]
+        return inner[key]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
@@ -390,7 +396,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):
-            return super()._apply(*args, **kwargs)
+            return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     __deepcopy__ = FSDPModule.__deepcopy__
 
@@ -399,9 +405,7 @@ def _unwrapped(name: str) -> str:
     return name.replace(f"{WRAPPED_NAME}.", "")
 
 
-def _auto_wrap(
-    root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool
-) -> None:
+def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool) -> None:
     """Wrap the modules inside of ``root`` that a policy wants, the innermost first.
 
     Raises:
@@ -409,7 +413,9 @@ def _auto_wrap(
     """
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other")
+            raise ValueError(
+                f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other"
+            )
     apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
     forced = {cls: {"mixed_precision": None} for cls in apart}
     chosen = targets(root, policy, kept.modules, kept.params, forced)

@@ -27,7 +27,7 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Ignored:
-    """What sharding leaves alone. The sets are not copied: tensors that are materialized are replaced in them."""
+    """What sharding leaves alone; :func:`materialize` replaces the tensors that it makes in these sets."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -96,6 +96,7 @@ def compute_device(
     """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device.
 
     Args:
+        params: those that are sharded already, and may be offloaded, do not count.
         device_id: parameters on the CPU will be moved to it. On the CPU there is no need of it.
         device_type: of the mesh, if the user gave one.
 
@@ -103,7 +104,7 @@ def compute_device(
         ValueError: parameters lie on another device than ``device_id``.
         RuntimeError: parameters lie on several devices, and ``device_id`` does not say which one counts.
     """
-    lie = list(dict.fromkeys(param.device for param in params if not param.is_meta))
+    lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
         raise RuntimeError(
@@ -139,7 +140,7 @@ def materialize(
 
     Args:
         modules: :func:`managed_modules`, the root first.
-        but: is not looked at; what of it lies on meta in the same modules as others is materialized with them.
+        but: no reason to initialize a module. What of it lies in one that is initialized is replaced in these sets.
 
     Raises:
         ValueError: ``param_init_fn`` is not callable.
@@ -208,7 +209,7 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
     """Refuse parameters that cannot lie in one flat parameter. Dtypes may differ.
 
     Args:
-        params: by names. Several DTensors are as good as plain ones.
+        params: by names; DTensors of tensor parallel are as good as plain ones.
 
     Raises:
         ValueError: a parameter that is not floating-point; parameters on several devices; frozen ones beside trainable
@@ -255,11 +256,13 @@ def sync_module_states(
     with torch.no_grad():
         plain = [part for tensor in (*new, *params) for part in _plain(tensor) if part.numel() > 0 and not part.is_meta]
         bucket: list[Tensor] = []
+        size = 0
         for tensor in sorted(plain, key=lambda part: -part.itemsize):  # so that each is aligned where it lies
-            if bucket and sum(part.nbytes for part in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
                 _broadcast(bucket, groups, device)
-                bucket = []
+                bucket, size = [], 0
             bucket.append(tensor)
+            size += tensor.nbytes
         if bucket:
             _broadcast(bucket, groups, device)
 

@@ -39,7 +39,9 @@ class WrappedUnit(Unit):
         auto_reshard: bool,
         buffers: list[tuple[nn.Module, str]],
     ) -> None:
-        policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs)
+        policy = MixedPrecisionPolicy(
+            precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs
+        )
         super().__init__((wrapper,), device, policy, auto_reshard)
         self.precision = precision
         self.buffers = buffers

@@ -1,0 +1,89 @@
+"""Clipping by the norm of all gradients, where each rank has a part of them.
+
+Owns the arithmetic and its one message. Which parameters are sharded, and over which ranks, is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import reduce
+
+import torch
+import torch.distributed as dist
+
+from fullshard.torch_private import foreach_norm, foreach_scale
+
+
+@torch.no_grad()
+def clip_local_shards(
+    sharded: Iterable[torch.Tensor],
+    whole: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm, seen as one vector, is at most ``max_norm``.
+
+    All ranks of ``process_group`` must call. No parameter may be given twice.
+
+    Args:
+        sharded: parameters of whose gradients this rank has a part: a plain tensor, perhaps of 0 elements, or ``None``.
+        whole: parameters whose gradients are the same on every rank.
+        max_norm: the norm above which gradients are scaled.
+        norm_type: any p above 0; ``math.inf``, or ``"inf"``, for the largest absolute value.
+        process_group: the ranks that have the other parts.
+        device: where the norm is put together, and which ``process_group`` can reach.
+
+    Returns:
+        The norm before scaling, 0-dim on ``device``, the same on all ranks. It is computed in fp32 and given in the
+        dtype to which those of this rank's gradients promote, fp32 if it has none, of which a UserWarning tells.
+
+    Raises:
+        ValueError: for a ``norm_type`` that is not above 0.
+    """
+    max_norm, p = float(max_norm), float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; expected a number above 0, such as 2.0 or math.inf")
+    parts, rest = ([param.grad for param in params if param.grad is not None] for params in (sharded, whole))
+    total, besides = _norm(parts, p, device), _norm(rest, p, device)
+    if p == math.inf:
+        # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
+        total = torch.maximum(total, besides).abs()
+        dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
+    else:
+        total = total**p
+        dist.all_reduce(total, group=process_group)
+        total = (total + besides**p) ** (1 / p)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for (where, dtype), grads in _by_kind(parts + rest).items():
+        foreach_scale(grads, factor.to(where, dtype))
+    if not parts and not rest:
+        warnings.warn(
+            f"clip_grad_norm_ found no gradient on rank {dist.get_rank(process_group)}; it returns the norm of all "
+            f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return",
+            stacklevel=3,
+        )
+        return total
+    return total.to(reduce(torch.promote_types, (grad.dtype for grad in parts + rest)))
+
+
+def _norm(grads: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
+    """The norm of all of them as one vector, in fp32."""
+    norms = [torch.zeros((), device=device)]
+    for (_, dtype), same in _by_kind(grads).items():
+        each = foreach_norm(same, p, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.linalg.vector_norm(torch.stack(each), p).to(device, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms), p) if len(norms) > 1 else norms[0]
+
+
+def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Those that have elements, by device and dtype: what one foreach call takes."""
+    kinds = defaultdict(list)
+    for grad in grads:
+        if grad.numel():
+            kinds[grad.device, grad.dtype].append(grad)
+    return kinds

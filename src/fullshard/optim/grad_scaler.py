@@ -1,0 +1,80 @@
+"""Gradient scaling for sharded gradients: a step that overflows on one rank is skipped by all.
+
+Owns what is shared: that ranks agree on whether a gradient is infinite or NaN. How the loss is scaled, a step skipped
+and the scale adapted is ``torch.amp.GradScaler``'s, and the same on all ranks once they agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fullshard.torch_private import OpenGradScaler, local_of
+
+
+class ShardedGradScaler(OpenGradScaler):
+    """A ``torch.amp.GradScaler`` for gradients of which each rank has a part, or none.
+
+    ``unscale_`` and ``step`` (the first of them for an optimizer) must be called by all ranks of ``process_group``,
+    since they communicate: one number, once for each optimizer. Gradients may be plain tensors, of 0 elements too, and
+    DTensors, of any floating dtype, on several devices.
+
+    Args:
+        device: type of the device of the losses, and of what communicates.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled: those of ``torch.amp.GradScaler``.
+        process_group: the ranks that skip a step together; ``None`` for all. Besides these, the ranks of the meshes of
+            the DTensors do.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self.process_group = process_group
+        self._communicates_on = torch.device(device)
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, a tensor or nested iterables of tensors, times the scale, each in its own dtype."""
+        if isinstance(outputs, torch.Tensor) and self.is_enabled():
+            scaled: torch.Tensor = super().scale(outputs)
+            return scaled.to(outputs.dtype)  # a 0-dim loss in fp16, as forward gives it, would become fp32
+        if not isinstance(outputs, Iterable) or not self.is_enabled():
+            return super().scale(outputs)
+        each = map(self.scale, outputs)
+        return type(outputs)(each) if isinstance(outputs, list | tuple) else each
+
+    def unscale_gradients(
+        self, params: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
+    ) -> dict[torch.device, torch.Tensor]:
+        plain = [_twin(param) if isinstance(param, DTensor) else param for param in params]
+        found = super().unscale_gradients(plain, inv_scale, found_inf)
+        # One call, also on ranks without gradients or with others on the CPU, which not every backend reaches.
+        device = self._communicates_on if found_inf.is_cpu else found_inf.device
+        worst = torch.stack([each.to(device) for each in (found_inf, *found.values())]).amax()
+        groups = [self.process_group]
+        if self.process_group not in (None, dist.group.WORLD):
+            meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+            groups += [group for mesh in meshes for group in mesh.get_all_groups()]
+        for group in groups:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+        return {where: worst.to(where, copy=True) for where in found or (found_inf.device,)}
+
+
+def _twin(param: DTensor) -> torch.Tensor:
+    """Something whose gradient is the local part of the parameter's. Operations on DTensors would communicate too."""
+    if not isinstance(grad := param.grad, DTensor):
+        return param
+    twin = local_of(grad).detach()
+    twin.grad = local_of(grad)
+    return twin

@@ -1,0 +1,207 @@
+"""Clipping parts of gradients is clipping the gradients."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+from fullshard.optim.clip import clip_local_shards
+from tests.harness import World, ranks
+
+CPU = torch.device("cpu")
+NORMS = pytest.mark.parametrize("p", [1, 2, 2.0, 3, 0.5, math.inf, "inf"])
+#: Sizes of gradients: most ranks have nothing of the first, and one parameter is empty.
+SHARDED, WHOLE = (1, 17, 0, 64, 5), (3, 0, 8)
+
+
+def gradients(sizes: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def with_gradient(grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad.clone()
+    return param
+
+
+def cut(grad: Tensor, world: World) -> Tensor:
+    """This rank's part; nothing where there are fewer parts than ranks."""
+    chunks = grad.chunk(world.size)
+    return chunks[world.rank] if world.rank < len(chunks) else grad[:0]
+
+
+class Case:
+    """Gradients whole, and as parts, of which some are missing."""
+
+    def __init__(self, world: World, dtype: torch.dtype = torch.float32, whole: tuple[int, ...] = WHOLE) -> None:
+        self.world = world
+        self.reference = [with_gradient(g) for g in gradients(SHARDED, dtype, 0) + gradients(whole, dtype, 1)]
+        self.sharded = [with_gradient(cut(g, world)) for g in gradients(SHARDED, dtype, 0)]
+        self.whole = [with_gradient(g) for g in gradients(whole, dtype, 1)]
+        for params in (self.sharded, self.whole):
+            params.append(nn.Parameter(torch.ones(2)))  # unused in forward
+
+    def clip(self, max_norm: float, p: Any, group: dist.ProcessGroup | None = None) -> Tensor:
+        return clip_local_shards(self.sharded, self.whole, max_norm, p, group, CPU)
+
+    def parts_of_reference(self) -> list[Tensor]:
+        grads = [param.grad for param in self.reference]
+        return [cut(grad, self.world) for grad in grads[: len(SHARDED)]] + grads[len(SHARDED) :]  # type: ignore[misc]
+
+    def parts(self) -> list[Tensor]:
+        return [param.grad for param in self.sharded + self.whole if param.grad is not None]
+
+
+@ranks(1, 2, 3)
+@NORMS
+@pytest.mark.parametrize("max_norm", [0.1, 1, 1e6])
+@pytest.mark.parametrize("whole", [WHOLE, ()], ids=["both", "sharded"])
+def test_norm_and_gradients_are_those_of_clipping_unsharded(
+    world: World, p: Any, max_norm: float, whole: tuple[int, ...]
+) -> None:
+    case = Case(world, whole=whole)
+    expected = nn.utils.clip_grad_norm_(
+        [param for param in case.reference if param.numel()], max_norm, float(p), foreach=False
+    )
+    before = case.parts()[1].clone()
+    total = case.clip(max_norm, p)
+    torch.testing.assert_close(total, expected)
+    assert total.ndim == 0
+    for mine, theirs in zip(case.parts(), case.parts_of_reference(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert (max_norm == 1e6) == torch.equal(case.parts()[1], before)
+    assert_alike(total)
+
+
+def assert_alike(total: Tensor) -> None:
+    """To the bit, NaN too: ranks whose factors differ drift apart."""
+    bits = total.float().view(torch.int32)
+    others = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, bits)
+    assert all(torch.equal(bits, other) for other in others)
+
+
+@ranks(2)
+@NORMS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_accumulated_in_full_precision_and_returned_as_they_are(
+    world: World, dtype: torch.dtype, p: Any
+) -> None:
+    case = Case(world, dtype)
+    exact = torch.linalg.vector_norm(torch.cat([param.grad.double() for param in case.reference]), float(p))  # type: ignore[union-attr]
+    total = case.clip(1.0, p)
+    assert total.dtype == dtype
+    torch.testing.assert_close(total, exact.float().to(dtype), rtol=torch.finfo(torch.float16).eps, atol=0)
+    factor = min(1.0, 1.0 / exact.item())
+    for mine, theirs in zip(case.parts(), case.parts_of_reference(), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, (theirs.double() * factor).to(dtype), rtol=2e-2, atol=1e-6)
+
+
+@ranks(2)
+def test_the_norm_of_many_small_halves_does_not_stall(world: World) -> None:
+    """In fp16 a sum of 40,000 ones ends at 2,048."""
+    param = with_gradient(torch.ones(20_000, dtype=torch.float16))
+    assert clip_local_shards([param], [], 1e6, 1, None, CPU) == 40_000
+
+
+@ranks(2)
+def test_dtypes_that_differ_promote_as_torchs_do(world: World) -> None:
+    low, full = with_gradient(torch.full((2,), 3.0, dtype=torch.bfloat16)), with_gradient(torch.full((2,), 4.0))
+    total = clip_local_shards([low], [full], 1.0, 1, None, CPU)
+    assert total.dtype == torch.float32
+    assert total == 2 * 6 + 8
+    assert low.grad is not None
+    assert full.grad is not None
+    assert low.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(full.grad, torch.full((2,), 0.2))
+
+
+@ranks(2, 3)
+@NORMS
+def test_a_rank_without_gradients_warns_and_has_the_norm_of_the_others(world: World, p: Any) -> None:
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))]
+    if world.rank == 0:
+        params[0].grad = torch.tensor([3.0, -4.0])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            total = clip_local_shards(params, [], 1.0, p, None, CPU)
+        assert total == torch.linalg.vector_norm(torch.tensor([3.0, -4.0]), float(p))
+    else:
+        with pytest.warns(UserWarning, match=f"no gradient on rank {world.rank}; .* as torch.float32"):
+            total = clip_local_shards(params, [], 1.0, p, None, CPU)
+    assert_alike(total)
+
+
+@ranks(1, 2)
+@NORMS
+def test_without_gradients_anywhere_the_norm_is_zero(world: World, p: Any) -> None:
+    with pytest.warns(UserWarning, match="found no gradient"):
+        total = clip_local_shards([nn.Parameter(torch.ones(2))], [], 1.0, p, None, CPU)
+    assert total == 0
+    assert total.dtype == torch.float32
+
+
+@ranks(2, 3)
+@NORMS
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+@pytest.mark.parametrize("culprit", [0, -1], ids=["first", "last"])
+def test_what_is_not_finite_on_one_rank_is_so_on_all(world: World, p: Any, poison: float, culprit: int) -> None:
+    """A maximum of floats may lose a NaN, and on some ranks only."""
+    case = Case(world)
+    if world.rank == culprit % world.size:
+        case.parts()[1][0] = poison
+    total = case.clip(1.0, p)
+    assert total.isnan() if math.isnan(poison) else total.isinf()
+    assert_alike(total.nan_to_num())
+
+
+@ranks(2, 3)
+@NORMS
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "fragments"])
+def test_sharded_gradients_come_out_as_in_torchs_wrapper(world: World, p: Any, orig: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    for index, layer in enumerate(model):
+        model[index] = FSDP(layer, dist.group.WORLD, use_orig_params=orig, device_id=CPU)
+    model = FSDP(model, dist.group.WORLD, use_orig_params=orig, device_id=CPU)
+    (model(torch.ones(2, 3)) * (1 + world.rank)).sum().backward()
+    ours = [with_gradient(param.grad) for param in model.parameters() if param.grad is not None]
+    total = clip_local_shards(ours, [], 0.5, p, None, CPU)
+    expected = model.clip_grad_norm_(0.5, p)
+    torch.testing.assert_close(total, expected)
+    theirs = [param.grad for param in model.parameters() if param.grad is not None]
+    for mine, torchs in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, torchs)
+
+
+@ranks(4)
+def test_only_the_ranks_of_the_group_count(world: World) -> None:
+    """As where parts are replicated over nodes: ranks 0 and 1 have the same as 2 and 3."""
+    shard = world.mesh(2, 2, names=("replicate", "shard"))["shard"]
+    param = with_gradient(torch.full((1,), 3.0 + shard.get_local_rank()))
+    assert clip_local_shards([param], [], 1.0, 2, shard.get_group(), CPU) == 5.0
+
+
+@ranks(2)
+def test_one_number_is_communicated(world: World) -> None:
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        reduce = dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda t, *a, **k: (calls.append(t.numel()), reduce(t, *a, **k))[1])
+        Case(world).clip(1.0, 2)
+        Case(world).clip(1.0, math.inf)
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("p", [0, -1, -math.inf, math.nan])
+def test_norms_that_are_none_are_refused(p: float) -> None:
+    with pytest.raises(ValueError, match=r"norm_type is .*; expected a number above 0"):
+        clip_local_shards([], [], 1.0, p, None, CPU)
