@@ -67,11 +67,11 @@ def summon_full_params(
                 group.reshard()
                 group.check_in()
                 whole = _whole(group, offload_to_cpu, with_grads)
-                shown = not rank0_only or group.data.shard_rank == 0
+                shown = not rank0_only or is_first(group)
                 summoned.append(FullGroup(group, whole if shown else {}))
         yield
-        if writeback:
-            for full in summoned:
+        for full in summoned:
+            if writeback or full.is_all_there_is:
                 full.write_back()
     finally:
         for full in summoned:
@@ -84,6 +84,8 @@ class FullGroup:
     def __init__(self, group: Group, shown: Mapping[int, nn.Parameter]) -> None:
         self._group = group
         self._full = dict(shown)
+        #: With flat parameters of which each rank has all, writes stay anyway, as users of torch's wrapper expect.
+        self.is_all_there_is = group.is_flat and group.data.shard_group is None
         group.summoned = True
         group.presentation.show_full(self._full)
 
@@ -165,6 +167,12 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
             full.grad = _shown(grads[index], param)
         shown[index] = full
     return shown
+
+
+def is_first(group: Group) -> bool:
+    """Whether this is the first of the ranks that have a group together."""
+    ranks = group.data.shard_group or group.data.replicate_group
+    return ranks is None or ranks.rank() == 0
 
 
 def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:

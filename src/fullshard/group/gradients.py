@@ -338,8 +338,8 @@ class _Reducing:
         return Done()
 
     def _home_dtype(self, choice: _Chosen) -> torch.dtype:
-        keeps = self._group.options.keep_reduced_dtype
-        return self._gradients._dtypes[choice.section] if keeps else choice.dtype
+        keeps = self._group.options.keep_computed_dtype
+        return self._group.compute_dtype(choice.dtype) if keeps else choice.dtype
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""

@@ -130,6 +130,11 @@ class Schedule:
         self.order.begin_forward()
         return True
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun that has not ended."""
+        return self._in_backward
+
     def refuse_forward(self, unit: Unit) -> NoReturn:
         """``unit`` is still in an earlier forward."""
         raise RuntimeError(
@@ -178,7 +183,7 @@ class Schedule:
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
         self._in_backward = False
-        for unit in self.units:
+        for unit in reversed(self.units):
             unit.end_backward()
         if self.is_last_backward:
             self.flight.keep_at_most(0)

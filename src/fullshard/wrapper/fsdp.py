@@ -175,7 +175,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             fragments = [Fragment(param, locations, data, home) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
-            group_options.keep_reduced_dtype = precision.keep_low_precision_grads
+            group_options.keep_computed_dtype = precision.keep_low_precision_grads
             add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
@@ -199,12 +199,16 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
-        inner: Any = self._modules[WRAPPED_NAME]
-        return inner[key]
+        inner: Any = self._fsdp_wrapped_module
+        return inner.__getitem__(key)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        """Run the wrapped module with its parameters gathered. After an error in a step the next one begins anew."""
+        try:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            self._unit.failed = True
+            raise
 
     # -- what the tree looks like --------------------------------------------------------------------------------------
 
@@ -350,7 +354,9 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             raise ValueError(f"a communication hook must be callable, got {hook!r}")
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
-                raise AssertionError(f"communication hooks do not know two groups, as {each.sharding_strategy} has")
+                raise AssertionError(
+                    f"communication hooks do not know the two groups of a hybrid strategy, {each.sharding_strategy}"
+                )
             if each._has_hook:
                 raise AssertionError("a communication hook is registered already: there can be one")
         for each in self.fsdp_modules(self):

@@ -53,7 +53,7 @@ class MixedPrecision:
         param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
         reduce_dtype: in which gradients are reduced. ``None``: that of the computation.
         buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are.
-        keep_low_precision_grads: whether gradients are left in the dtype in which they were reduced.
+        keep_low_precision_grads: whether gradients stay in ``param_dtype``.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
         _module_classes_to_ignore: modules of these classes are wrapped on their own and keep their dtypes, if there is
