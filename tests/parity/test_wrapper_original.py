@@ -14,6 +14,7 @@ from tests.harness import World, ranks
 from tests.harness.compare import (
     Batch,
     Call,
+    Precision,
     Training,
     adamw,
     compare,
@@ -97,6 +98,18 @@ def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
         return [at_rest, after, {name: list(p.shape) for name, p in model.named_parameters()}]
 
     assert_all_see(shapes)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (None, torch.bfloat16)])
+def test_fragments_are_those_of_torch_in_low_precision(world: World, dtypes: Any) -> None:
+    """Parameters begin at multiples of 16 bytes in the dtype in which they are gathered, which moves the cuts."""
+
+    def sizes(fsdp: ModuleType) -> dict[str, int]:
+        model = wrap_whole(precision=Precision(*dtypes))(fsdp, seeded(MLP))
+        return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+    assert_all_see(sizes)
 
 
 @ranks(2, transport="host")
@@ -192,7 +205,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("widths", [(3, 5, 7), (7, 1, 3), (1, 1, 1), (5, 5, 2)])
+@pytest.mark.parametrize("widths", [(3, 5, 7), (7, 1, 3), (2, 1, 3), (5, 5, 2)])
 @UNITS
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
     case = training(units(), build=lambda: seeded(lambda: MLP(widths)), batch=random_batch(4, widths[0]))
