@@ -37,18 +37,14 @@ from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
     as_backward_prefetch,
     as_cpu_offload,
     as_mixed_precision,
     as_sharding_strategy,
 )
+from fullshard.wrapper.state_dicts import StateDictMethods
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
@@ -58,7 +54,7 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = 
 }
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
 
     ::
@@ -159,9 +155,6 @@ class FullyShardedDataParallel(nn.Module):
             }
             _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
         self._use_orig_params = use_orig_params
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config: StateDictConfig = FullStateDictConfig()
-        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
@@ -186,6 +179,7 @@ class FullyShardedDataParallel(nn.Module):
             add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
+        self._prepare_state_dicts(unit)
 
     # -- passed through to the module inside ---------------------------------------------------------------------------
 
@@ -362,8 +356,6 @@ class FullyShardedDataParallel(nn.Module):
         for each in self.fsdp_modules(self):
             each.__dict__["_has_hook"] = True
             use_hook(each._unit.groups, state, hook)
-
-    # -- state dicts ---------------------------------------------------------------------------------------------------
 
     # -- as a module ---------------------------------------------------------------------------------------------------
 
