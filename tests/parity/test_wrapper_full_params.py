@@ -54,9 +54,14 @@ def test_full_parameters_are_those_of_the_plain_module(world: World, strategy: s
 
 
 @ranks(2)
-@EACH_STRATEGY
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        *((strategy, {"recurse": False}) for strategy in STRATEGIES),
+        *((strategy, {"rank0_only": True, "writeback": False}) for strategy in SHARDED),
+    ],
+)
 @ORIGINAL
-@pytest.mark.parametrize("options", [{"recurse": False}, {"rank0_only": True, "writeback": False}])
 def test_options_that_show_less(world: World, strategy: str, original: bool, options: dict[str, bool]) -> None:
     """Without `recurse` only the parameters of the unit itself, with `rank0_only` nothing on other ranks."""
 
@@ -119,7 +124,7 @@ def test_offloaded_to_cpu(world: World, strategy: str, original: bool, rank0_onl
             assert after[name][-1] == [scale * value for value in values]
 
 
-@ranks(2, 3)
+@ranks(2)
 @WRITES
 def test_full_gradients(world: World, strategy: str, writeback: bool) -> None:
     def grads(model: nn.Module) -> dict[str, Any]:

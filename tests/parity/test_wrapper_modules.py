@@ -242,7 +242,7 @@ def test_after_an_error_in_forward_the_next_step_is_right(world: World, original
 def test_after_an_error_in_backward_the_next_step_is_refused(world: World, original: bool) -> None:
     # torch thinks for ever that it is in backward: it takes one more step, and shows no full parameters any more.
     for fsdp in OUR_WRAPPER.values():
-        with pytest.raises(RuntimeError, match="backward .* did not end"):
+        with pytest.raises(RuntimeError, match=r"backward .* did not end"):
             after_a_step(world, fsdp, original, fails="backward")
 
 
