@@ -27,7 +27,7 @@ EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 UNITS = pytest.mark.parametrize("units", [wrap_blocks, wrap_whole])
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, 3, 4, transport="host")
 @EACH_STRATEGY
 @UNITS
 def test_flat_parameters_have_torchs_names_sizes_and_values(world: World, strategy: str, units: Any) -> None:
@@ -87,7 +87,7 @@ def test_modules_have_tensors_where_their_parameters_were(world: World, strategy
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_STRATEGY
 def test_a_forward_sees_the_whole_parameters_of_its_module(world: World, strategy: str) -> None:
     class Looks(nn.Linear):
@@ -106,7 +106,7 @@ def test_a_forward_sees_the_whole_parameters_of_its_module(world: World, strateg
         assert torch.equal(plain.seen, whole)
 
 
-@ranks(2, 3)
+@ranks(2, 3, transport="host")
 @pytest.mark.parametrize("frozen", [[0], [3], [0, 1], [1, 2, 3]])
 def test_frozen_units(world: World, frozen: list[int]) -> None:
     def build() -> nn.Module:
@@ -136,7 +136,7 @@ def test_integer_parameters_are_refused(world: World, library: str, original: bo
         wrap(WRAPPERS[library], model, original=original)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_unused_parameters_have_gradients_of_zero(world: World) -> None:
     def batch(seed: int) -> tuple[Tensor, ...]:
         return (*random_batch(4, 6)(seed), torch.tensor([1, 1, 0]))
@@ -159,7 +159,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
     compare(world, case)
 
 
-@ranks(2, 3)
+@ranks(2, 3, transport="host")
 @pytest.mark.parametrize("widths", [(3, 5, 7), (2, 1, 3), (5, 5, 2)])
 @UNITS
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
@@ -167,7 +167,7 @@ def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
     compare(world, training(units(original=False), **build))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @EACH_STRATEGY
 def test_values_that_a_user_sets_in_a_flat_parameter(world: World, library: str, strategy: str) -> None:

@@ -39,7 +39,7 @@ def look(model: nn.Module) -> dict[str, Any]:
     return {name: (list(p.shape), p.dtype, p.requires_grad, p.tolist()) for name, p in model.named_parameters()}
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, 3, transport="host")
 @EACH_STRATEGY
 @ORIGINAL
 def test_full_parameters_are_those_of_the_plain_module(world: World, strategy: str, original: bool) -> None:
@@ -53,7 +53,7 @@ def test_full_parameters_are_those_of_the_plain_module(world: World, strategy: s
             assert look(model) == before
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -104,7 +104,7 @@ def test_writes_that_stay(world: World, strategy: str, original: bool, writeback
         assert found["scale"][-1] == pytest.approx((scale * seeded(MLP).scale).tolist())
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ORIGINAL
 @pytest.mark.parametrize("rank0_only", BOOLEANS)
@@ -220,7 +220,7 @@ def test_of_a_plain_module_around_units(world: World, library: str, original: bo
         assert list(plain.weight.shape) == [3, 3]
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_STRATEGY
 @ORIGINAL
 def test_apply_sees_whole_parameters(world: World, strategy: str, original: bool) -> None:

@@ -65,7 +65,7 @@ def test_low_precision_gradients_are_kept(world: World, strategy: str, original:
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("last", [1, 2])
 def test_bf16_accumulated_without_communication(world: World, last: int) -> None:
     precision = Precision(BF16, FP32)
@@ -74,7 +74,7 @@ def test_bf16_accumulated_without_communication(world: World, last: int) -> None
     compare(world, case, with_torch=False)  # torch adds up in bf16
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_bf16_accumulated_with_communication(world: World) -> None:
     precision = Precision(BF16, FP32)
     compare_with_torch(world, training(wrap_blocks(precision=precision), micro_batches=3))
@@ -240,7 +240,7 @@ def test_full_precision_in_evaluation(world: World, full: str, original: bool) -
     assert_all_see(observe)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 def test_full_parameters_have_full_precision(world: World, original: bool) -> None:
     for fsdp in WRAPPERS.values():
@@ -251,7 +251,7 @@ def test_full_parameters_have_full_precision(world: World, original: bool) -> No
             assert torch.equal(whole[name], parameter)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("cache", BOOLEANS)
 @ORIGINAL
 def test_autocast(world: World, cache: bool, original: bool) -> None:
