@@ -52,8 +52,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
     if in_parity and transports == [None]:
         transports = ["host", "p2p", "collective"]
-    worlds = [(size, transport) for size in mark.args for transport in transports if (size, transport) != (1, "host")]
     named = len(transports) > 1
+    worlds = [(size, transport) for size in mark.args for transport in transports]
+    if named:
+        worlds = [world for world in worlds if world != (1, "host")]
     ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
     metafunc.parametrize("world", worlds, ids=ids)
 

