@@ -307,7 +307,7 @@ class Unit:
             if group.options.reduce_gradients:
                 schedule.reduce(group)
             else:
-                group.gradients.settle()
+                group.gradients.wait_for_more()
         for group in self.needed:
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)

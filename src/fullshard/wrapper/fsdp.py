@@ -172,7 +172,8 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
         if found:
             home = None if use_orig_params else self.module
-            fragments = [Fragment(param, locations, data, home) for param, locations in found.items()]
+            computed_as = precision.param_dtype
+            fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
