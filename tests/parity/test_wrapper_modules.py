@@ -226,24 +226,17 @@ class Fails(nn.Module):
 
 @ranks(2, transport="host")
 @ORIGINAL
-def test_after_an_error_in_forward_the_next_step_is_right(world: World, original: bool) -> None:
-    for fsdp in WRAPPERS.values():
-        gradients, parameters = after_a_step(world, fsdp, original, fails="forward")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_an_error_in_a_step_the_next_one_is_right(world: World, original: bool, where: str) -> None:
+    # After an error in backward torch thinks for ever that it is in backward, and shows no full parameters any more.
+    for fsdp in (WRAPPERS if where == "forward" else OUR_WRAPPER).values():
+        gradients, parameters = after_a_step(world, fsdp, original, fails=where)
         wanted, values = after_a_step(world, fsdp, original, fails=None)
         assert list(gradients) == list(wanted)
         for name, gradient in gradients.items():
             assert gradient is not None
             assert torch.equal(gradient, torch.as_tensor(wanted[name])), name
             assert torch.equal(parameters[name], values[name]), name
-
-
-@ranks(2, transport="host")
-@ORIGINAL
-def test_after_an_error_in_backward_the_next_step_is_refused(world: World, original: bool) -> None:
-    # torch thinks for ever that it is in backward: it takes one more step, and shows no full parameters any more.
-    for fsdp in OUR_WRAPPER.values():
-        with pytest.raises(RuntimeError, match=r"backward .* did not end"):
-            after_a_step(world, fsdp, original, fails="backward")
 
 
 def after_a_step(world: World, fsdp: ModuleType, original: bool, *, fails: str | None) -> tuple[Any, Any]:
