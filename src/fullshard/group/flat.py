@@ -44,7 +44,7 @@ class ShardMetadata(NamedTuple):
     Attributes:
         param_names: relative to the wrapped module.
         param_shapes: of the whole parameters.
-        param_numels: elements that lie here.
+        param_numels: elements of the whole parameters.
         param_offsets: first and last element, of the flattened parameter, that lies here.
     """
 
@@ -235,6 +235,7 @@ class FlatPresentation(Presentation):
                 group.params[index].sharded = flat
             self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
         super().prepare()
+        self._shows_full = True  # in places that are new
         if self._flats:
             self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
 
@@ -293,9 +294,10 @@ class FlatPresentation(Presentation):
         replaced = super()._take_in(param)
         if replaced and param.local.numel():
             self._check_shape(param.name, param.sharded, tuple(param.local.shape))
-        elif replaced:
+        elif replaced and param.sharded.dtype == param.local.dtype:
             param.sharded.data = param.local
-        return replaced and param.local.numel() > 0
+            return False
+        return replaced
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
         return isinstance(shown, nn.Parameter)
@@ -325,7 +327,7 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
         shard_metadata=ShardMetadata(
             tuple(param.name for param, _, _ in here),
             tuple(param.shape for param, _, _ in here),
-            tuple(stop - start for _, start, stop in here),
+            tuple(param.shape.numel() for param, _, _ in here),
             tuple((start, stop - 1) for _, start, stop in here),
         ),
     )
