@@ -1,4 +1,4 @@
-"""What the tests of optimizer state share: wrapped models of either library, optimizers by name, settings, comparison."""
+"""What the tests of optimizer state share: wrapped models of either library, optimizers by name, comparison."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ TORCHS = SimpleNamespace(
     settings=torch_fsdp,
     strategy=torch_fsdp.ShardingStrategy,
 )
+LIBRARIES = {"ours": OURS, "torch": TORCHS}
 KINDS = ("FULL", "SHARDED", "LOCAL")
 
 
