@@ -6,7 +6,6 @@ by names, or, as old calls do, by the places in what was given to the optimizer.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +15,7 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.names import shown_parameters
-from fullshard.checkpoint.optim_state import Key, local_state, whole_state
+from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
 from fullshard.wrapper.settings import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -174,19 +173,14 @@ class OptimStateMethods:
         if not kinds - {wanted}:
             return optim_state_dict
         new: dict[Any, Any] = {}
-        places = shown_parameters(model)
+        shown = shown_parameters(model)
         for key, param in _params_given(model, optim_input, optim).items():
-            if len(places[param]) > 1:
-                raise RuntimeError(f"a model without flat parameters can be rekeyed, but one has {places[param]}")
-            name = places[param][0].name
+            if len(shown[param]) > 1:
+                raise RuntimeError(f"{shown[param]} lie in one flat parameter: they have no key for each")
+            name = shown[param][0].name
             new.update({key: name} if wanted is str else {name: key})
-        return {
-            "state": {new[key]: state for key, state in optim_state_dict["state"].items()},
-            "param_groups": [
-                {**copy.deepcopy(group), "params": sorted(new[key] for key in group["params"])}
-                for group in optim_state_dict["param_groups"]
-            ],
-        }
+        state = {new[key]: value for key, value in optim_state_dict["state"].items()}
+        return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
@@ -229,8 +223,7 @@ def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[
     if not is_named:
         return dict(enumerate(params))
     names = {param: name for name, param in model.named_parameters()}
-    if unknown := [param.shape for param in params if param not in names]:
-        raise KeyError(f"the optimizer has parameters that are not the model's, of shapes {list(map(tuple, unknown))}")
+    expect(names, params, "the model has no such parameter of the optimizer's")
     return {names[param]: param for param in params}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -24,13 +24,14 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fullshard.buffer.sections import Section
 from fullshard.checkpoint.names import Place, shown_parameters
 from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views
-from fullshard.torch_private import altered_spec, local_of, make_dtensor, spec_of
+from fullshard.torch_private import altered_spec, local_of, make_dtensor, pytree, spec_of
+
+tree_map_only = pytree.tree_map_only
 
 #: What a state dict calls a parameter: by its place among those of the optimizer, or by a name.
 Key = int | str
@@ -56,17 +57,11 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _section(places: Sequence[Place]) -> Section:
-    group = places[0].group
-    assert group is not None
-    return next(section for section in group.sections if places[0].index in section.members)
-
-
 def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The parts in a tensor like the flat parameter in which ``places`` lie."""
-    group = places[0].group
+    """The parts of ``places`` in a tensor that is like their flat parameter."""
+    first, group = places[0].index, places[0].group
     assert group is not None
-    section = _section(places)
+    section = next(section for section in group.sections if first in section.members)
     views = dict(chunk_views(group.params, section.members, section.plan, flat, group.data.shard_rank))
     return [views[place.index] for place in places]
 
@@ -77,6 +72,21 @@ def _checked_in(model: nn.Module) -> _Shown:
         if group is not None:
             group.check_in()
     return shown_parameters(model)
+
+
+def expect(known: Collection[Any], keys: Iterable[Any], problem: str) -> None:
+    """A KeyError unless all keys are known."""
+    if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
+        raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
+
+
+def with_groups(state_dict: Mapping[str, Any], state: Any, renamed: Callable[[Any], Any]) -> dict[str, Any]:
+    """A state dict of ``state`` with the parameter groups of another, if that has any."""
+    result = {"state": state}
+    if "param_groups" in state_dict:
+        groups = copy.deepcopy(state_dict["param_groups"])
+        result["param_groups"] = [{**options, "params": renamed(options["params"])} for options in groups]
+    return result
 
 
 # -- save ------------------------------------------------------------------------------------------------------------
@@ -111,61 +121,47 @@ def whole_state(
     """
     shown, states = _checked_in(model), state_dict["state"]
     saves = not rank0_only or dist.get_rank(process_group) == 0
-    for key, param in params.items():
-        if param not in shown:
-            raise _unknown(key)
+    inside = {key: shown[param] for key, param in params.items() if param in shown}
+    expect(inside, params, "the model has no such parameter of the optimizer's")
     mine: dict[str, State] = {}
     for key, param in params.items():
         if key in states:
-            mine.update(_split(param, shown[param], states[key]))
-    places = {place.name: place for inside in shown.values() for place in inside}
-    agreed = _agree(places, mine, is_flat, process_group)
+            mine.update(_split(param, inside[key], states[key]))
+    places = {place.name: place for all_of_one in shown.values() for place in all_of_one}
     saved: dict[Any, Any] = {}
+    groups: dict[Group, dict[int, str]] = {}
+    agreed = _agree(places, mine, is_flat, process_group)
     for name, state in agreed.items():
-        if places[name].group is not None:
+        place = places[name]
+        if place.group is not None:
             saved[name] = _copied({key: each for key, each in state.items() if not isinstance(each, _Part)}, to_cpu)
+            groups.setdefault(place.group, {})[place.index] = name
         elif name in mine:
             saved[name] = _copied(mine[name], to_cpu)
-    for group in dict.fromkeys(places[name].group for name in agreed):
-        if group is not None:
-            here = {place.index: place.name for name in agreed if (place := places[name]).group is group}
-            for index, key, gathered in _gathered(group, here, agreed, mine):
-                value = _given_out(gathered, group.params[index], as_dtensors, to_cpu)
-                if saves:
-                    saved[here[index]][key] = value
+    for group, names in groups.items():
+        for index, key, gathered in _gathered(group, names, agreed, mine):
+            value = _given_out(gathered, group.params[index], as_dtensors, to_cpu)
+            if saves:
+                saved[names[index]][key] = value
     if not saves:
         return {}
     for key, value in states.items():
         if key not in params and key not in saved:
-            warnings.warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it", stacklevel=3)
+            warnings.warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it", stacklevel=4)
             saved[key] = value
-    result: dict[str, Any] = {"state": saved}
-    if "param_groups" in state_dict:
-        result["param_groups"] = [
-            {**copy.deepcopy(options), "params": _names(shown, params, options["params"])}
-            for options in state_dict["param_groups"]
-        ]
-    return result
 
+    def renamed(keys: Sequence[Key]) -> list[str]:
+        expect(inside, keys, "the optimizer has no such parameter of its own parameter groups")
+        return [place.name for key in keys for place in inside[key]]
 
-def _unknown(key: object) -> KeyError:
-    return KeyError(
-        f"parameter {key!r} of the optimizer is not one of the model's: make the optimizer from the parameters() of "
-        f"this model, after it was sharded"
-    )
-
-
-def _names(shown: _Shown, params: Mapping[Key, nn.Parameter], keys: Iterable[Key]) -> list[str]:
-    for key in keys:
-        if key not in params:
-            raise _unknown(key)
-    return [place.name for key in keys for place in shown[params[key]]]
+    return with_groups(state_dict, saved, renamed)
 
 
 def _copied(state: State, to_cpu: bool) -> State:
     """A state that shares nothing with the optimizer's, and no ``step`` with another parameter's."""
-    tensors = {key: value.detach().clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return {**state, **{key: value.cpu() if to_cpu else value for key, value in tensors.items()}}
+    device = "cpu" if to_cpu else None
+    copied: State = tree_map_only(torch.Tensor, lambda each: each.detach().to(device or each.device, copy=True), state)
+    return copied
 
 
 def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
@@ -283,7 +279,8 @@ def local_state(
     """
     shown = _checked_in(model)
     groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
-    receive = partial(_received, process_group, groups[0].device if groups else torch.device("cpu"))
+    device = groups[0].device if groups else torch.device("cpu")
+    receive = partial(tree_map_only, _Sent, lambda sent: sent.receive(process_group, device))
     state_dict = _from_first_rank(state_dict, process_group) if rank0_only else state_dict
     if "state" not in state_dict:
         raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
@@ -293,31 +290,23 @@ def local_state(
         cut = [_cut(place, states.get(place.name), param, receive) for place in places]
         if param not in keys or all(each is None for each in cut):
             continue
-        state = _join(places, cut) if isinstance(param, FlatParameter) else cut[0]
-        first = places[0].param
-        if first is not None and not isinstance(param, FlatParameter) and not _holds_some(first):
+        first, is_flat = places[0], isinstance(param, FlatParameter)
+        state = _join(param.shape, places, cut) if is_flat else cut[0]
+        if first.param is not None and not is_flat and not _holds_some(first.param):
             state = None if named is None else copy.deepcopy(named.state.get(param))
             if state is None and named is not None:
-                warnings.warn(f"this rank has no state of '{places[0].name}' that it could keep", stacklevel=3)
+                warnings.warn(f"this rank has no state of '{first.name}' that it could keep", stacklevel=4)
         if state:
             loaded[keys[param]] = state
-    known = {place.name for inside in shown.values() for place in inside}
+    known: dict[str, Any] = {place.name: keys.get(param) for param, places in shown.items() for place in places}
     loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in known)
-    result: dict[str, Any] = {"state": loaded}
-    if "param_groups" in state_dict:
-        by_name = {place.name: keys[param] for param, inside in shown.items() if param in keys for place in inside}
-        result["param_groups"] = [
-            {**copy.deepcopy(options), "params": _keys(by_name, options["params"])}
-            for options in state_dict["param_groups"]
-        ]
-    return result
+    known = {name: key for name, key in known.items() if key is not None}
 
+    def renamed(names: Sequence[str]) -> list[Key]:
+        expect(known, names, "the optimizer to load into has no such parameter of a parameter group")
+        return sorted({known[name] for name in names})
 
-def _keys(by_name: Mapping[str, Any], names: Iterable[str]) -> list[Key]:
-    for name in names:
-        if name not in by_name:
-            raise KeyError(f"the optimizer to load into has no parameter '{name}', which is in a parameter group")
-    return sorted({by_name[name] for name in names})
+    return with_groups(state_dict, loaded, renamed)
 
 
 class _Sent:
@@ -339,28 +328,11 @@ class _Sent:
 
 def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Mapping[str, Any]:
     """What the first rank gave. Tensors come one by one, when all ranks ask for them."""
-
-    def sent(value: Any) -> Any:
-        return _Sent(value) if isinstance(value, torch.Tensor) and value.ndim else value
-
-    box: list[Any] = [None]
-    if dist.get_rank(process_group) == 0:
-        box = [dict(state_dict)]
-        for name, state in state_dict.get("state", {}).items():
-            box[0].setdefault("sent", {})[name] = (
-                {key: sent(value) for key, value in state.items()} if isinstance(state, dict) else sent(state)
-            )
-        if "state" in box[0]:
-            box[0]["state"] = box[0].pop("sent", {})
+    box = [dict(state_dict)]
+    if "state" in state_dict:
+        box[0]["state"] = tree_map_only(torch.Tensor, lambda each: _Sent(each) if each.ndim else each, box[0]["state"])
     dist.broadcast_object_list(box, group=process_group, group_src=0)
-    found: Mapping[str, Any] = box[0]
-    return found
-
-
-def _received(process_group: dist.ProcessGroup | None, device: torch.device, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _received(process_group, device, each) for key, each in value.items()}
-    return value.receive(process_group, device) if isinstance(value, _Sent) else value
+    return box[0]
 
 
 def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]) -> State | None:
@@ -382,19 +354,16 @@ def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callab
 def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.Tensor:
     if value.shape != param.spec.shape:
         raise ValueError(f"{what} has the shape {tuple(value.shape)}; expected {tuple(param.spec.shape)}")
-    is_flat, spec, before = (
-        isinstance(param, Fragment),
-        altered_spec(param.spec, dtype=value.dtype),
-        param.unsharded_spec,
-    )
-    if not is_flat and isinstance(value, DTensor) and spec_of(value) == spec:
+    spec, before = altered_spec(param.spec, dtype=value.dtype), param.unsharded_spec
+    shows_dtensor = not isinstance(param, Fragment)
+    if shows_dtensor and isinstance(value, DTensor) and spec_of(value) == spec:
         return value.clone()
     whole = _full(value)
     if before is not None:
         replicated = DTensor.from_local(whole, before.mesh, [Replicate()] * before.mesh.ndim, run_check=False)
         whole = replicated.redistribute(placements=before.placements).to_local()
     part = param.chunk_of(whole, param.data.shard_rank).clone()
-    return part if is_flat else make_dtensor(part, spec)
+    return make_dtensor(part, spec) if shows_dtensor else part
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -404,34 +373,32 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
 
 
-def _join(places: Sequence[Place], states: Sequence[State | None]) -> State:
-    """One state for a flat parameter. Where one of its parameters has none, its part is zeros."""
+def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | None]) -> State:
+    """The state of a flat parameter of this shape. Where one of its parameters has none, its part is zeros."""
     keys = {frozenset(state) for state in states if state is not None}
     if len(keys) > 1:
         raise _unlike(places, f"states of different names: {[sorted(each) for each in keys]}")
-    return {
-        key: _joined(key, places, [None if state is None else state[key] for state in states]) for key in keys.pop()
-    }
-
-
-def _joined(key: str, places: Sequence[Place], values: Sequence[Any]) -> Any:
-    there = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
-    if not there:
-        return None
-    first = there[0][1]
-    parts = {_is_part(key, value, place.param.shape) for place, value in there if place.param is not None}
-    kinds = {(type(value), value.dtype if isinstance(value, torch.Tensor) else None) for _, value in there}
-    if len(parts) > 1 or len(kinds) > 1:
-        raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
-    if not parts.pop():
-        if len(there) < len(values) or not all(_equal(first, value) for value in values):
+    joined: State = {}
+    for key in keys.pop():
+        values = [None if state is None else state[key] for state in states]
+        there = [value for value in values if value is not None]
+        kinds = {(type(value), value.dtype if isinstance(value, torch.Tensor) else None) for value in there}
+        parts = {
+            _is_part(key, value, place.param.shape)
+            for place, value in zip(places, values, strict=True)
+            if place.param is not None and value is not None
+        }
+        if len(parts) > 1 or len(kinds) > 1:
+            raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
+        joined[key] = there[0] if there else None
+        if parts == {True}:
+            joined[key] = there[0].new_zeros(shape)
+            for view, value in zip(_views(places, joined[key]), values, strict=True):
+                if value is not None:
+                    view.copy_(value)
+        elif there and not all(_equal(there[0], value) for value in values):
             raise _unlike(places, f"different values of '{key}': {values}")
-        return first
-    flat = first.new_zeros(_section(places).plan.shard_numel)
-    for view, value in zip(_views(places, flat), values, strict=True):
-        if value is not None:
-            view.copy_(value)
-    return flat
+    return joined
 
 
 def _unlike(places: Sequence[Place], what: str) -> ValueError:
