@@ -43,16 +43,19 @@ def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
 
-    A transport in the environment is the only one.
+    A transport that the mark names, or the environment, is the only one.
     """
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
     transports = [mark.kwargs["transport"]]
-    if metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ:
+    in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
+    if in_parity and transports == [None]:
         transports = ["host", "p2p", "collective"]
-    worlds = [(size, transport) for size in mark.args for transport in transports if (size, transport) != (1, "host")]
     named = len(transports) > 1
+    worlds = [(size, transport) for size in mark.args for transport in transports]
+    if named:
+        worlds = [world for world in worlds if world != (1, "host")]
     ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
     metafunc.parametrize("world", worlds, ids=ids)
 

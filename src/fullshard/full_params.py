@@ -6,7 +6,7 @@ used, so that a copy is never another group's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -58,47 +58,35 @@ def summon_full_params(
         if unit.phase is not Phase.IDLE:
             phase = unit.phase.name.lower()
             raise RuntimeError(f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps")
-    summoned: list[_FullGroup] = []
+    summoned: list[FullGroup] = []
     try:
         for unit in units:
             for group in unit.groups:
                 if group.summoned:
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
-                shown = not rank0_only or group.data.shard_rank == 0
-                summoned.append(_FullGroup(group, shown, offload_to_cpu, with_grads))
+                group.check_in()
+                whole = _whole(group, offload_to_cpu, with_grads)
+                shown = not rank0_only or is_first(group)
+                summoned.append(FullGroup(group, whole if shown else {}))
         yield
-        if writeback:
-            for full in summoned:
+        for full in summoned:
+            if writeback or full.is_all_there_is:
                 full.write_back()
     finally:
         for full in summoned:
             full.close()
 
 
-class _FullGroup:
-    """The full parameters of one group, shown from construction to :meth:`close`."""
+class FullGroup:
+    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`."""
 
-    @torch.no_grad()
-    def __init__(self, group: Group, shown: bool, offload_to_cpu: bool, with_grads: bool) -> None:
+    def __init__(self, group: Group, shown: Mapping[int, nn.Parameter]) -> None:
         self._group = group
-        group.check_in()
+        self._full = dict(shown)
+        #: With flat parameters of which each rank has all, writes stay anyway, as users of torch's wrapper expect.
+        self.is_all_there_is = group.is_flat and group.data.shard_group is None
         group.summoned = True
-        if group.memory.has_meta:
-            raise RuntimeError(group.memory.meta_message())
-        self._full: dict[int, nn.Parameter] = {}
-        values = gather(group, [param.held for param in group.params])
-        grads = gather(group, [_local_gradient(param) for param in group.params]) if with_grads else {}
-        if not shown:
-            return
-        for index, value in values.items():
-            param = group.params[index]
-            value = value.to("cpu") if offload_to_cpu else value
-            full = nn.Parameter(_shown(value, param), requires_grad=param.sharded.requires_grad)
-            full.__dict__.update(param.sharded.__dict__)
-            if param.sharded.grad is not None and index in grads:
-                full.grad = _shown(grads[index], param)
-            self._full[index] = full
         group.presentation.show_full(self._full)
 
     @torch.no_grad()
@@ -159,6 +147,34 @@ def gather(
     return found
 
 
+@torch.no_grad()
+def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
+    if group.memory.has_meta:
+        raise RuntimeError(group.memory.meta_message())
+    values = gather(group, [param.held for param in group.params])
+    grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
+    has_grad = [param.sharded.grad is not None for param in group.params]
+    if with_grads and group.data.shard_group is not None:  # a rank that holds nothing of a parameter does not know
+        has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
+        dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)
+        has_grad = has_any.bool().tolist()
+    shown = {}
+    for index, value in values.items():
+        param = group.params[index]
+        full = nn.Parameter(_shown(value.to("cpu") if offload_to_cpu else value, param), param.sharded.requires_grad)
+        full.__dict__.update(param.attributes)
+        if with_grads and has_grad[index]:
+            full.grad = _shown(grads[index], param)
+        shown[index] = full
+    return shown
+
+
+def is_first(group: Group) -> bool:
+    """Whether this is the first of the ranks that have a group together."""
+    ranks = group.data.shard_group or group.data.replicate_group
+    return ranks is None or ranks.rank() == 0
+
+
 def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
     """Beside tensor parallel, where all that a group has is a part, as the DTensor that the parameter was."""
     return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
@@ -166,11 +182,6 @@ def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _local_gradient(param: ShardedParameter) -> torch.Tensor:
-    grad = param.gradient
-    return torch.zeros_like(param.local) if grad is None else grad
 
 
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:

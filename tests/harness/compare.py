@@ -11,7 +11,9 @@ reference. That is about eight roundings of fp32; what remains above zero is the
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -27,11 +29,12 @@ from tests.harness.rank import World
 TOLERANCE = 1e-6
 OURS = {"fullshard": fullshard}
 LIBRARIES = {**OURS, "torch": torch.distributed.fsdp}
+WRAPPER = "FullyShardedDataParallel"
 Batch = tuple[Tensor, ...]
 Call = Callable[..., Any]
 """The model as a loss sees it: something to call with the tensors of a batch."""
 ShardFunction = Callable[[ModuleType, Any], object]
-"""Shards a model with the library it is given: a module that has torch's `fully_shard` and policies."""
+"""Shards a model with the library it is given, a module that has torch's names; returns the model if it is another."""
 
 
 def mean_square(call: Call, batch: Batch) -> Tensor:
@@ -77,15 +80,16 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training run, told in such a way that it can be done unsharded and with any library that has `fully_shard`.
+    """A training run, told in such a way that it can be done unsharded and with any library that has torch's names.
 
-    `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model,
-    `after_backward(model)` before each step of the optimizer on any, and what it returns is compared too.
+    `batch(seed)` makes one micro-batch. `set_up_micro(model, micro)` is called before each on a sharded model, and
+    `around_micro(model, micro)` entered; `after_backward(model)` is called before each step of the optimizer on any,
+    and what it returns is compared too.
 
     The reference divides the sum of the gradients of all ranks by `divisor`, or else by the number of data-parallel
     ranks, and rounds it to `mean_dtype`, or else to the dtype of the reduction. A parameter without a gradient on any
-    rank has none, or zeros if `unused_are_zero`. To say by hand what a policy does to single modules, the reference
-    may have a model of its own, from `build_reference`.
+    rank has none, or zeros if `unused_are_zero` (for some of them: a function of the name). To say by hand what a
+    policy does to single modules, the reference may have a model of its own, from `build_reference`.
     """
 
     build: Callable[[], nn.Module]
@@ -99,10 +103,11 @@ class Training:
     steps: int = 3
     micro_batches: int = 1
     set_up_micro: Callable[[Any, int], object] = lambda model, micro: None
+    around_micro: Callable[[Any, int], AbstractContextManager[object]] = lambda model, micro: nullcontext()
     after_backward: Callable[[nn.Module], Tensor | None] = lambda model: None
     divisor: float | None = None
     mean_dtype: torch.dtype | None = None
-    unused_are_zero: bool = False
+    unused_are_zero: bool | Callable[[str], bool] = False
 
     def micro(self, step: int, rank: int, size: int, micro: int) -> Batch:
         """The micro-batch of a rank, different from all others."""
@@ -126,27 +131,32 @@ def compare(
     with_torch: bool = True,
     data_parallel: tuple[int, int] | None = None,
 ) -> None:
-    """Train unsharded, with fullshard, and (unless the case is beyond it) with torch's fully_shard; compare all steps.
+    """Train unsharded, with fullshard, and (unless the case is beyond it) with torch; compare all steps.
 
+    A test that runs with each of our transports runs torch with the first only, because torch does not know them.
     `data_parallel` is this rank's place among the ranks with different data and their number, if not the world's.
     """
     rank, size = data_parallel or (world.rank, world.size)
     reference = train_unsharded(training, rank, size)
+    with_torch &= os.environ.get("FULLSHARD_TRANSPORT") in (None, "host" if world.size > 1 else "p2p")
     for name, fsdp in (LIBRARIES if with_torch else OURS).items():
         assert_equal_steps(train_sharded(training, fsdp, rank, size), reference, name)
 
 
 def train_sharded(training: Training, fsdp: ModuleType, rank: int, size: int) -> list[Step]:
-    """Do the run with `fully_shard` of the module `fsdp`."""
-    model = training.build()
-    training.shard(fsdp, model)
-    optimizer = _Optimizer(training, model)
+    """Do the run with the module `fsdp`."""
+    plain = training.build()
+    model: Any = training.shard(fsdp, plain) or plain
+    wrapper = getattr(fsdp, WRAPPER, ())
+    is_wrapped = any(isinstance(module, wrapper) for module in model.modules())
+    optimizer = (_WrapperOptimizer if is_wrapped else _Optimizer)(training, model, fsdp)
     for step in range(training.steps):
         losses = []
         for micro in range(training.micro_batches):
             training.set_up_micro(model, micro)
-            loss = training.loss(model, training.micro(step, rank, size, micro))
-            optimizer.scaler.scale(loss).backward()
+            with training.around_micro(model, micro):
+                loss = training.loss(model, training.micro(step, rank, size, micro))
+                optimizer.scaler.scale(loss).backward()
             losses.append(loss.detach())
         optimizer.step(losses)
     return optimizer.steps
@@ -157,6 +167,7 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
     model = (training.build_reference or training.build)()
     optimizer = _Optimizer(training, model)
     precision = training.precision
+    zero = training.unused_are_zero if callable(training.unused_are_zero) else lambda name: training.unused_are_zero
     reduce_dtype = {
         name: precision.reduce_dtype or precision.param_dtype or parameter.dtype
         for name, parameter in model.named_parameters()
@@ -174,7 +185,7 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
                 _add(of_rank, worker.gradients())
             _add(sums, {name: gradient.to(reduce_dtype[name]) for name, gradient in of_rank.items()})
         for name, parameter in model.named_parameters():
-            unused = 0 * parameter if training.unused_are_zero and parameter.requires_grad else None
+            unused = 0 * parameter if zero(name) and parameter.requires_grad else None
             if (total := sums.get(name, unused)) is None:
                 continue
             mean = total / (training.divisor or size)
@@ -192,11 +203,11 @@ def _add(sums: dict[str, Tensor], gradients: dict[str, Tensor]) -> None:
 class _Optimizer:
     """The end of each step, the same for both runs: unscale, look at everything, step."""
 
-    def __init__(self, training: Training, model: nn.Module) -> None:
+    def __init__(self, training: Training, model: nn.Module, fsdp: ModuleType | None = None) -> None:
         self.after_backward = training.after_backward
-        self.model = model
+        self.model, self.fsdp = model, fsdp
         # The optimizer's parameters are read, whatever the model shows in their place at the end of a step.
-        self.parameters = dict(model.named_parameters())
+        self.shown = dict(model.named_parameters())
         self.optimizer = training.optimizer(model.parameters())
         self.scaler = training.scaler()
         self.steps: list[Step] = []
@@ -204,12 +215,61 @@ class _Optimizer:
     def step(self, losses: list[Tensor]) -> None:
         self.scaler.unscale_(self.optimizer)
         extra = self.after_backward(self.model)
-        gradients = {name: None if p.grad is None else whole(p.grad) for name, p in self.parameters.items()}
+        gradients = self.gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        parameters = {name: whole(parameter) for name, parameter in self.parameters.items()}
-        self.steps.append(Step(losses, gradients, parameters, None if extra is None else whole(extra)))
+        self.steps.append(Step(losses, gradients, self.parameters(), None if extra is None else whole(extra)))
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: None if p.grad is None else whole(p.grad) for name, p in self.shown.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: whole(parameter) for name, parameter in self.shown.items()}
+
+
+class _WrapperOptimizer(_Optimizer):
+    """The same for models in the wrapper, whose whole gradients and parameters `summon_full_params` shows."""
+
+    fsdp: ModuleType
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        return whole_gradients(self.fsdp, self.model)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return whole_parameters(self.fsdp, self.model)
+
+
+def whole_parameters(fsdp: ModuleType, model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters of a model with wrappers in it, whole and by the names that they have without them."""
+    with getattr(fsdp, WRAPPER).summon_full_params(model, writeback=False):
+        return {unwrapped(name): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def whole_gradients(fsdp: ModuleType, model: nn.Module) -> dict[str, Tensor | None]:
+    """The same of gradients.
+
+    Nothing shows the whole gradients of flat parameters. So they are put for a moment where the parameters are, NaN
+    for none. What is shown of a frozen parameter among trained ones, torch's zeros, is nobody's gradient.
+    """
+    flat = [parameter for parameter in model.parameters() if isinstance(parameter, fsdp.FlatParameter)]
+    if flat:
+        values = [parameter.detach().clone() for parameter in flat]
+        for parameter in flat:
+            parameter.data.copy_(torch.tensor(torch.nan) if parameter.grad is None else parameter.grad)
+        found = whole_parameters(fsdp, model)
+        for parameter, value in zip(flat, values, strict=True):
+            parameter.data.copy_(value)
+        own = {unwrapped(name): p.grad for name, p in model.named_parameters() if not isinstance(p, fsdp.FlatParameter)}
+        return {name: None if value.isnan().all() else value for name, value in found.items()} | own
+    with getattr(fsdp, WRAPPER).summon_full_params(model, writeback=False, with_grads=True):
+        trained = {unwrapped(name): p.grad if p.requires_grad else None for name, p in model.named_parameters()}
+        return {name: gradient if gradient is None else gradient.clone() for name, gradient in trained.items()}
+
+
+def unwrapped(name: str) -> str:
+    """The name of a parameter or buffer without those of the wrappers around its module."""
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 class _Worker:

@@ -191,6 +191,20 @@ def test_only_the_ranks_of_the_group_count(world: World) -> None:
 
 
 @ranks(2)
+@NORMS
+def test_without_sharded_parameters_ranks_clip_apart(world: World, p: Any) -> None:
+    """The group may have fewer ranks than the world, or there may be none to name."""
+    if world.rank == 0:
+        param = with_gradient(torch.tensor([3.0, -4.0]))
+        norm = torch.linalg.vector_norm(torch.tensor([3.0, -4.0]), float(p))
+        torch.testing.assert_close(clip_local_shards([], [param], 1.0, p, None, CPU), norm)
+        torch.testing.assert_close(param.grad, torch.tensor([3.0, -4.0]) / norm)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert clip_local_shards([], [], 1.0, p, None, CPU) == 0
+
+
+@ranks(2)
 def test_one_number_is_communicated(world: World) -> None:
     calls: list[int] = []
     with pytest.MonkeyPatch.context() as patch:

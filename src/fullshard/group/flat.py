@@ -86,17 +86,25 @@ class Fragment(ShardedParameter):
         stands_in: what the attribute of a hidden parameter is between uses: right of shape, and without memory.
     """
 
-    def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, home: nn.Module | None) -> None:
+    def __init__(
+        self,
+        param: nn.Parameter,
+        locations: list[Location],
+        data: DataMesh,
+        home: nn.Module | None,
+        computed_as: torch.dtype | None,
+    ) -> None:
         super().__init__(param, locations, data, None)
         self.home = home
         self.stored_as = self.dtype
+        self._alignment = 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
         self._run = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self.stands_in: torch.Tensor | None = None
 
     def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
-        return "flat", 1 if self.home is not None else max(1, 16 // self.stored_as.itemsize)
+        return "flat", self._alignment
 
     @property
     def section(self) -> object:
@@ -176,6 +184,17 @@ class Fragment(ShardedParameter):
     @property
     def attributes(self) -> dict[str, Any]:
         return self._attributes
+
+    def show_waiting(self) -> torch.Tensor | None:
+        """Let users see that a gradient waits to be reduced, and clear it; what they see is what is there already."""
+        if self.sharded.grad is None and self.sharded.requires_grad:
+            self.sharded.grad = torch.zeros_like(self.sharded)
+        return self.sharded.grad
+
+    def hide_waiting(self) -> None:
+        """Nothing waits any more: a rank that holds nothing of the parameter has no gradient of it."""
+        if self.sharded.numel() == 0:
+            self.sharded.grad = None
 
     def copy(self, memo: dict[int, Any]) -> ShardedParameter:
         twin = super().copy(memo)

@@ -26,8 +26,9 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
 from fullshard.device import Mark, mark_now
+from fullshard.group.flat import Fragment
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks
+from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -87,6 +88,7 @@ class Gradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
+        self._shown_waiting: list[tuple[Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
 
     def move(self) -> None:
@@ -133,6 +135,8 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
+        if self._shown_waiting:
+            self._heed_clearing()
         if not self._collects:
             self._begin()
         if index not in self._views:
@@ -159,6 +163,23 @@ class Gradients:
             foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
         foreach_copy([self._views[index] for index in waiting], list(waiting.values()))
         self._arrived.update(waiting)
+
+    def wait_for_more(self) -> None:
+        """A backward has ended without reduction. Flat parameters show that gradients wait, so that users can clear
+        them, as by ``zero_grad()``; nobody has all of them to show."""
+        self.settle()
+        for param in self._group.params if self._arrived and not self._shown_waiting else ():
+            if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
+                self._shown_waiting.append((param, grad, version_of(grad)))
+
+    def _heed_clearing(self) -> None:
+        shown, self._shown_waiting = self._shown_waiting, []
+        for param, grad, version in shown:
+            now = param.sharded.grad
+            if now is None or ((now is not grad or version_of(now) != version) and not bool(now.any())):
+                self._arrived.clear()
+        for param, _, _ in shown:
+            param.hide_waiting()
 
     def _begin(self) -> None:
         """Get a buffer, once few enough reductions are under way."""
@@ -214,6 +235,8 @@ class Gradients:
                 self.reduce()
             return
         group = self._group
+        if self._shown_waiting:
+            self._heed_clearing()
         self.settle()
         if not self._collects:
             self._begin()
@@ -250,6 +273,7 @@ class Gradients:
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
         self._waiting, self._waiting_bytes = {}, 0
+        self._shown_waiting = []
         self._arrived.clear()
         self._partial.clear()
         self._collects = False
@@ -338,8 +362,10 @@ class _Reducing:
         return Done()
 
     def _home_dtype(self, choice: _Chosen) -> torch.dtype:
-        keeps = self._group.options.keep_reduced_dtype
-        return self._gradients._dtypes[choice.section] if keeps else choice.dtype
+        if not self._group.options.keep_computed_dtype:
+            return choice.dtype
+        sharded = self._group.data.shard_group is not None
+        return self._group.compute_dtype(choice.dtype) if sharded else self._gradients._dtypes[choice.section]
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""

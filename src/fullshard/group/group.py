@@ -91,7 +91,7 @@ class GroupOptions:
     reduce_unused: bool = False
     divide_factor: float | None = None
     sum_only: bool = False
-    keep_reduced_dtype: bool = False
+    keep_computed_dtype: bool = False
     unshard_in_backward: bool = True
     max_gradient_buffers: int | None = None
     #: What sums over replicas in place of the process group's all-reduce.
@@ -143,6 +143,7 @@ class Group:
         self.pools = Pools(device)
         #: Whether it is unsharded only because a forward left it so, as the root's does when nobody asked for it.
         self.left_by_forward = False
+        self.hidden = False  # the modules show sharded parameters, though the others are there
         self.summoned = False  # the modules show private full copies
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
         self._build()
@@ -240,7 +241,7 @@ class Group:
                 self.memory.take_in()
                 register_sharded(self)
         self.presentation.prepare()
-        if self.is_unsharded:
+        if self.is_unsharded and not self.hidden:
             self.presentation.show_unsharded()
         else:
             self.presentation.show_sharded()
@@ -278,6 +279,8 @@ class Group:
             return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:
             if self._gathered is None or self._gathered[1] == self.memory.version:
+                if self.hidden:
+                    self._show_unsharded()
                 return False
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
@@ -309,6 +312,8 @@ class Group:
                 if self._gathered[1] == self.memory.version:
                     if self._leaf_versions == sum(map(version_of, self.presentation.unsharded)):
                         full.be_shared()  # otherwise what was written shows until it is resharded
+                    if self.hidden:
+                        self._show_unsharded()
                     return False
                 self.reshard()  # the shard was written since: so is what may have been written to the leaves old
         else:
@@ -369,7 +374,16 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
+        self._show_unsharded()
+
+    def _show_unsharded(self) -> None:
+        self.hidden = False
         self.presentation.show_unsharded()
+
+    def hide(self) -> None:
+        """Show the sharded parameters and keep the others, until they are needed."""
+        self.presentation.show_sharded()
+        self.hidden = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -391,7 +405,8 @@ class Group:
             return
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        self.presentation.show_sharded()
+        self.hide()
+        self.hidden = False
         self._leave(State.SHARDED)
         self._resting = None
 

@@ -73,7 +73,7 @@ class Presentation:
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
         self.trainable = tuple(map(_requires_grad, self.sharded))
-        if self._group.is_unsharded:
+        if self._group.is_unsharded and not self._group.hidden:
             return not self._stand_ins and stand(self._unsharded)
         if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):

@@ -28,7 +28,8 @@ def clip_local_shards(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, seen as one vector, is at most ``max_norm``.
 
-    All ranks of ``process_group`` must call. No parameter may be given twice.
+    All ranks of ``process_group`` must call, and without sharded parameters each for itself. No parameter may be given
+    twice.
 
     Args:
         sharded: parameters of whose gradients this rank has a part: a plain tensor, perhaps of 0 elements, or ``None``.
@@ -48,27 +49,30 @@ def clip_local_shards(
     max_norm, p = float(max_norm), float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type is {norm_type!r}; expected a number above 0, such as 2.0 or math.inf")
+    sharded = list(sharded)
     parts, rest = ([param.grad for param in params if param.grad is not None] for params in (sharded, whole))
     total, besides = _norm(parts, p, device), _norm(rest, p, device)
     if p == math.inf:
         # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
         total = torch.maximum(total, besides).abs()
-        dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
+        if sharded:
+            dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
     else:
         total = total**p
-        dist.all_reduce(total, group=process_group)
+        if sharded:
+            dist.all_reduce(total, group=process_group)
         total = (total + besides**p) ** (1 / p)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for (where, dtype), grads in _by_kind(parts + rest).items():
-        foreach_scale(grads, factor.to(where, dtype))
-    if not parts and not rest:
+    grads = parts + rest
+    for (where, dtype), same in _by_kind(grads).items():
+        foreach_scale(same, factor.to(where, dtype))
+    if sharded and not grads:
         warnings.warn(
             f"clip_grad_norm_ found no gradient on rank {dist.get_rank(process_group)}; it returns the norm of all "
             f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return",
-            stacklevel=3,
+            stacklevel=4,  # whoever called the method that calls this, past the decorator
         )
-        return total
-    return total.to(reduce(torch.promote_types, (grad.dtype for grad in parts + rest)))
+    return total.to(reduce(torch.promote_types, (grad.dtype for grad in grads))) if grads else total
 
 
 def _norm(grads: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:

@@ -194,6 +194,8 @@ class Unit:
             if not group.users:
                 schedule.reshard_after_forward(group)
                 group.left_by_forward = self.chose_to_keep and group.is_unsharded
+                if group.is_flat and group.is_unsharded and (group.left_by_forward or not torch.is_grad_enabled()):
+                    group.hide()
         self.phase = Phase.IDLE
 
     def _hold(self) -> None:
@@ -305,7 +307,7 @@ class Unit:
             if group.options.reduce_gradients:
                 schedule.reduce(group)
             else:
-                group.gradients.settle()
+                group.gradients.wait_for_more()
         for group in self.needed:
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)

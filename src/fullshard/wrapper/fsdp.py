@@ -37,18 +37,14 @@ from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
-    OptimStateDictConfig,
     ShardingStrategy,
-    StateDictConfig,
-    StateDictType,
     as_backward_prefetch,
     as_cpu_offload,
     as_mixed_precision,
     as_sharding_strategy,
 )
+from fullshard.wrapper.state_dicts import StateDictMethods
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
@@ -58,7 +54,7 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = 
 }
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateDictMethods, nn.Module):
     """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
 
     ::
@@ -159,9 +155,6 @@ class FullyShardedDataParallel(nn.Module):
             }
             _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
         self._use_orig_params = use_orig_params
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config: StateDictConfig = FullStateDictConfig()
-        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
@@ -179,13 +172,15 @@ class FullyShardedDataParallel(nn.Module):
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
         if found:
             home = None if use_orig_params else self.module
-            fragments = [Fragment(param, locations, data, home) for param, locations in found.items()]
+            computed_as = precision.param_dtype
+            fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
-            group_options.keep_reduced_dtype = precision.keep_low_precision_grads
+            group_options.keep_computed_dtype = precision.keep_low_precision_grads
             add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
+        self._prepare_state_dicts(unit)
 
     # -- passed through to the module inside ---------------------------------------------------------------------------
 
@@ -205,12 +200,16 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
-        inner: Any = self._modules[WRAPPED_NAME]
-        return inner[key]
+        inner: Any = self._fsdp_wrapped_module
+        return inner.__getitem__(key)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered."""
-        return self._fsdp_wrapped_module(*args, **kwargs)
+        """Run the wrapped module with its parameters gathered. After an error in a step the next one begins anew."""
+        try:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            self._unit.failed = True
+            raise
 
     # -- what the tree looks like --------------------------------------------------------------------------------------
 
@@ -356,14 +355,14 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError(f"a communication hook must be callable, got {hook!r}")
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
-                raise AssertionError(f"communication hooks do not know two groups, as {each.sharding_strategy} has")
+                raise AssertionError(
+                    f"communication hooks do not know the two groups of a hybrid strategy, {each.sharding_strategy}"
+                )
             if each._has_hook:
                 raise AssertionError("a communication hook is registered already: there can be one")
         for each in self.fsdp_modules(self):
             each.__dict__["_has_hook"] = True
             use_hook(each._unit.groups, state, hook)
-
-    # -- state dicts ---------------------------------------------------------------------------------------------------
 
     # -- as a module ---------------------------------------------------------------------------------------------------
 

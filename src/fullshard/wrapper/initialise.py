@@ -231,7 +231,7 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
             frozen, trained = (first, name) if param.requires_grad else (name, first)
             raise ValueError(
                 f"parameter '{frozen}' is frozen and '{trained}' is not: with use_orig_params=False parameters that "
-                f"are sharded together must all be frozen or all be trained. Wrap them apart, or set it to True"
+                f"are sharded together must have one requires_grad. Wrap them apart, or set it to True"
             )
 
 

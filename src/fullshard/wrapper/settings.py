@@ -53,7 +53,7 @@ class MixedPrecision:
         param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
         reduce_dtype: in which gradients are reduced. ``None``: that of the computation.
         buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are.
-        keep_low_precision_grads: whether gradients are left in the dtype in which they were reduced.
+        keep_low_precision_grads: whether gradients stay in ``param_dtype``.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
         _module_classes_to_ignore: modules of these classes are wrapped on their own and keep their dtypes, if there is
@@ -177,11 +177,36 @@ class StateDictSettings:
         self.optim_state_dict_config = as_optim_state_dict_config(self.optim_state_dict_config)
 
 
+#: The configurations that belong to each type of state dict: of the model, and of the optimizer.
+CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
 class OptimStateKeyType(Enum):
     """By what an optimizer's state dict names parameters: their original names, or their places in the optimizer."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
+
+
+def settings_of(module: nn.Module) -> StateDictSettings:
+    """The settings of the wrappers in ``module``; the defaults if there are none.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    found = [each.__dict__["_settings"] for each in module.modules() if "_settings" in each.__dict__]
+    for other in found[1:]:
+        if other != found[0]:
+            raise AssertionError(
+                f"the wrappers in this {type(module).__name__} have different state dict settings, {found[0]} and "
+                f"{other}: set them on the outermost one"
+            )
+    kind = StateDictType.FULL_STATE_DICT
+    return found[0] if found else StateDictSettings(kind, *(cls() for cls in CONFIGS[kind]))  # type: ignore[arg-type]
 
 
 def as_sharding_strategy(strategy: object) -> ShardingStrategy:

@@ -17,6 +17,7 @@ from fullshard import tree
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import in_backward
 from fullshard.wrapper.settings import MixedPrecision
 
 
@@ -48,6 +49,7 @@ class WrappedUnit(Unit):
         #: Of buffers that were cast, by module and name: what state dicts restore.
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._in_full = False
+        self.failed = False
 
     def __repr__(self) -> str:
         return f"the wrapped {type(self.modules[0].module).__name__}"
@@ -64,6 +66,9 @@ class WrappedUnit(Unit):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         schedule = self.schedule or self.start()
+        if schedule.root is self and (self.failed or schedule.is_in_backward) and not in_backward():
+            schedule.reset()  # an error has ended the last step
+        self.failed = False
         if schedule.root is self and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
             for unit in schedule.units:
                 if isinstance(unit, WrappedUnit):

@@ -1,0 +1,141 @@
+"""What a wrapped module's ``state_dict()`` and ``load_state_dict()`` speak of, and the methods that say so.
+
+Owns the settings of each instance and the hooks by which ``nn.Module`` makes and loads state dicts. What modules show
+meanwhile is the business of :mod:`fullshard.checkpoint.state_dict`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn as nn
+
+from fullshard.checkpoint.state_dict import Loading, finish, saving, unwrap_names
+from fullshard.group.parameter import plain_name
+from fullshard.wrapper.settings import (
+    CONFIGS,
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_optim_state_dict_config,
+    as_state_dict_config,
+    as_state_dict_type,
+    settings_of,
+)
+from fullshard.wrapper.unit import WrappedUnit
+
+
+class StateDictMethods(nn.Module):
+    """The part of the wrapper that is about the module's state dicts."""
+
+    _settings: StateDictSettings
+    _loading: Loading
+
+    def _prepare_state_dicts(self, unit: WrappedUnit) -> None:
+        self._settings, self._loading = settings_of(nn.Module()), Loading(unit)
+        self.register_state_dict_post_hook(unwrap_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._loading.before)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(self._loading.after)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Say what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree speak of.
+
+        Returns:
+            what was set before.
+
+        Raises:
+            RuntimeError: a configuration of another type.
+            AssertionError: the wrappers in ``module`` have different settings.
+        """
+        warnings.warn(
+            "state_dict_type() and set_state_dict_type() are deprecated: get_state_dict() and set_state_dict() of "
+            "torch.distributed.checkpoint.state_dict know every parallelism, with `import fullshard.interop` this one",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return _set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is set, in every wrapper in ``module``.
+
+        Raises:
+            AssertionError: the wrappers have different settings.
+        """
+        return settings_of(module)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """:meth:`set_state_dict_type` for the time of a context."""
+        before = StateDictMethods.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in _wrappers(module):
+                wrapper._settings = before
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module: by the names of the plain model, with what :meth:`state_dict_type` says. All ranks call."""
+        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        with saving(self._loading.unit, kind, config):
+            saved = super().state_dict(*args, **kwargs)
+        finish(self, self._loading.unit, kind, config, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As of any module: whole tensors or DTensors, by the names of the plain model. All ranks call."""
+        with_metadata = OrderedDict(state_dict)
+        known = getattr(state_dict, "_metadata", {})
+        names = {name: plain_name(name) for name, _ in self.named_modules()}
+        metadata = {name: known[plain] for name, plain in names.items() if plain in known}
+        with_metadata._metadata = {**known, **metadata}  # type: ignore[attr-defined]
+        try:
+            return super().load_state_dict(with_metadata, *args, **kwargs)
+        finally:
+            for wrapper in _wrappers(self):
+                wrapper._loading.close()
+
+
+def _wrappers(module: nn.Module) -> list[StateDictMethods]:
+    return [each for each in module.modules() if isinstance(each, StateDictMethods)]
+
+
+def _set_state_dict_type(
+    module: nn.Module,
+    kind: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    kind = as_state_dict_type(kind)
+    expected, expected_optim = CONFIGS[kind]
+    config = expected() if config is None else as_state_dict_config(config)
+    optim_config = expected_optim() if optim_config is None else as_optim_state_dict_config(optim_config)
+    for name, found, wanted in (
+        ("state_dict_config", config, expected),
+        ("optim_state_dict_config", optim_config, expected_optim),
+    ):
+        if type(found) is not wanted:
+            raise RuntimeError(f"{name} for {kind} must be a {wanted.__name__}, got a {type(found).__name__}")
+    before = settings_of(module)
+    for wrapper in _wrappers(module):
+        wrapper._settings = StateDictSettings(kind, config, optim_config)
+    return before

@@ -1,0 +1,300 @@
+"""Parity of what a user does with gradients through the wrapper: `no_sync`, hooks of communication, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from tests.harness import World, ranks
+from tests.harness.compare import Batch, Call, Precision, compare, mean_square, whole_gradients
+from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
+from tests.harness.wrapper import (
+    EACH_WRAPPER,
+    HYBRID,
+    ORIGINAL,
+    SHARDED,
+    STRATEGIES,
+    WRAPPERS,
+    assert_all_see,
+    training,
+    wrap,
+    wrap_blocks,
+)
+
+EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+NORMS = pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+
+
+def after_a_forward(fsdp: ModuleType, **options: Any) -> Any:
+    """A wrapped MLP that knows its root."""
+    model = wrap_blocks(**options)(fsdp, seeded(MLP))
+    model(*random_batch(4, 6)(0))
+    return model
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+def test_no_sync_is_of_the_root_only(world: World, library: str) -> None:
+    model = after_a_forward(WRAPPERS[library])
+    with pytest.raises(RuntimeError, match="no_sync"), model.blocks[0].no_sync():
+        pass
+    with model.no_sync():
+        pass
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+@ORIGINAL
+def test_no_sync_ends_with_an_error_inside_of_it(world: World, library: str, original: bool) -> None:
+    fsdp = WRAPPERS[library]
+    model = wrap_blocks(original=original)(fsdp, seeded(MLP))
+    with pytest.raises(ArithmeticError), model.no_sync():
+        raise ArithmeticError
+    batch = random_batch(4, 6)(0)  # equal on all ranks: the mean over them is the gradient of each
+    mean_square(model, batch).backward()
+    reference = seeded(MLP)
+    mean_square(reference, batch).backward()
+    for name, gradient in whole_gradients(fsdp, model).items():
+        assert gradient is not None
+        assert torch.allclose(gradient, torch.as_tensor(reference.get_parameter(name).grad), rtol=1e-6, atol=1e-8)
+
+
+@ranks(2)
+@EACH_STRATEGY
+@ORIGINAL
+def test_gradients_that_were_not_communicated_can_be_thrown_away(world: World, strategy: str, original: bool) -> None:
+    """After `zero_grad` nothing is left of what `no_sync` put aside."""
+
+    def around(model: Any, micro: int) -> Any:
+        if micro == 2:
+            model.zero_grad(set_to_none=original)
+        return model.no_sync() if micro < 3 else nullcontext()
+
+    for fsdp in WRAPPERS.values():
+        batches = [random_batch(4, 6)(seed) for seed in range(4)]  # equal on all ranks
+        model = wrap_blocks(strategy=strategy, original=original)(fsdp, seeded(MLP))
+        reference = seeded(MLP)
+        for micro, batch in enumerate(batches):
+            with around(model, micro):
+                mean_square(model, batch).backward()
+            if micro >= 2:
+                mean_square(reference, batch).backward()
+        for name, gradient in whole_gradients(fsdp, model).items():
+            assert gradient is not None
+            wanted = torch.as_tensor(reference.get_parameter(name).grad)
+            assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-8), name
+
+
+def clip_to(max_norm: float, norm_type: float) -> Callable[[Any], Tensor]:
+    """Clip the gradients of a wrapped model, or of a plain one, and return the norm."""
+
+    def clip(model: Any) -> Tensor:
+        norm: Tensor = (
+            model.clip_grad_norm_(max_norm, norm_type)
+            if hasattr(model, "clip_grad_norm_")
+            else nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        )
+        return norm
+
+    return clip
+
+
+@ranks(2)
+@EACH_STRATEGY
+@NORMS
+def test_clipped_gradients(world: World, strategy: str, norm_type: float) -> None:
+    for original in (False, True):
+        shard = wrap_blocks(strategy=strategy, original=original)
+        compare(world, training(shard, after_backward=clip_to(1e-2, norm_type)))
+
+
+@ranks(2, transport="host")
+def test_gradients_below_the_norm_are_left_alone(world: World) -> None:
+    case = {"build": lambda: seeded(Transformer), "batch": token_batch(3, 5)}
+    compare(world, training(wrap_blocks(), after_backward=clip_to(1e9, 2.0), **case))
+
+
+@ranks(4, transport="host")
+@pytest.mark.parametrize("strategy", HYBRID)
+def test_clipped_gradients_of_a_hybrid(world: World, strategy: str) -> None:
+    mesh = world.mesh(2, 2, names=("replicate", "shard"))
+    shard = wrap_blocks(strategy=strategy, device_mesh=mesh)
+    compare(world, training(shard, after_backward=clip_to(1e-2, 2.0)))
+
+
+@ranks(2, transport="host")
+@NORMS
+@ORIGINAL
+@pytest.mark.parametrize("ignore", ["parameter", "module", "states"])
+def test_clipped_gradients_with_parameters_that_are_ignored(
+    world: World, norm_type: float, original: bool, ignore: str
+) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        options: dict[str, Any] = {
+            "parameter": {"ignored_states": [model.scale]},
+            "module": {"ignored_modules": [model.blocks[0]]},
+            "states": {"ignored_states": [model.blocks[0]]},
+        }[ignore]
+        for index, block in enumerate(model.blocks):
+            if index > 0:
+                model.blocks[index] = wrap(fsdp, block, original=original)
+        return wrap(fsdp, model, original=original, **options)
+
+    # What is ignored is not communicated either, so that all ranks have to see the same batches.
+    step = {"batch": lambda seed: random_batch(4, 6)(0), "after_backward": clip_to(1e-2, norm_type)}
+    compare(world, training(shard, **step))
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
+    model = after_a_forward(WRAPPERS[library])
+    with pytest.raises(RuntimeError, match="clip_grad_norm_"):
+        model.blocks[0].clip_grad_norm_(1.0)
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+def test_clipping_without_gradients_warns_and_returns_zero(world: World, library: str) -> None:
+    model = after_a_forward(WRAPPERS[library])
+    with pytest.warns(UserWarning, match="gradients"):
+        norm = model.clip_grad_norm_(1.0)
+    assert (norm.item(), norm.dtype) == (0.0, torch.float32)
+
+
+@ranks(2, transport="host")
+@ORIGINAL
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_dtype_of_a_norm(world: World, original: bool, keep: bool) -> None:
+    def observe(fsdp: ModuleType) -> Any:
+        precision, flags = Precision(torch.bfloat16), {"keep_low_precision_grads": keep}
+        model = wrap_blocks(original=original, precision=precision, flags=flags)(fsdp, seeded(MLP))
+        mean_square(model, random_batch(4, 6)(0)).backward()
+        norm = model.clip_grad_norm_(1e-2)
+        return (
+            norm.dtype,
+            norm.shape,
+            norm.requires_grad,
+            [p.grad.dtype for p in model.parameters() if p.grad is not None],
+        )
+
+    assert_all_see(observe)
+
+
+def hooked(state: Callable[[], Any], hook: Callable[..., Any], **options: Any) -> Any:
+    """Wrap the blocks, and register a hook at the root."""
+
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        wrapped = wrap_blocks(**options)(fsdp, model)
+        wrapped.register_comm_hook(state(), hook)
+        return wrapped
+
+    return shard
+
+
+def plain_state() -> default_hooks.DefaultState:
+    return default_hooks.DefaultState(dist.group.WORLD)
+
+
+def low_precision_state() -> default_hooks.LowPrecisionState:
+    return default_hooks.LowPrecisionState(dist.group.WORLD)
+
+
+@ranks(2, 3, transport="host")
+@EACH_STRATEGY
+@ORIGINAL
+def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, original: bool) -> None:
+    hook = default_hooks.allreduce_hook if strategy == "NO_SHARD" else default_hooks.reduce_scatter_hook
+    compare(world, training(hooked(plain_state, hook, strategy=strategy, original=original)))
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [*((strategy, torch.bfloat16) for strategy in STRATEGIES), ("FULL_SHARD", torch.float16)],
+)
+@ORIGINAL
+def test_the_hooks_that_compress(world: World, strategy: str, original: bool, dtype: torch.dtype) -> None:
+    hooks = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
+
+    def loss(call: Call, batch: Batch) -> Tensor:
+        return 64 * mean_square(call, batch)  # large enough for what is halved in fp16
+
+    case = training(
+        hooked(low_precision_state, hooks[dtype], strategy=strategy, original=original),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        precision=Precision(reduce_dtype=dtype),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # These hooks of torch were written for accelerators: on CPU no tensor can record a stream.
+        patch.setattr(Tensor, "record_stream", lambda *_: None)
+        compare(world, case)
+
+
+def sum_by_hand(seen: list[Any], gradient: Tensor, shard: Tensor | None = None) -> None:
+    """A hook of one's own: the sum over ranks, not the mean."""
+    seen.append((list(gradient.shape), gradient.dtype, None if shard is None else list(shard.shape)))
+    dist.all_reduce(gradient)
+    if shard is not None:
+        shard.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+@ranks(2, 3, transport="host")
+@EACH_STRATEGY
+@ORIGINAL
+def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None:
+    """It has all to say about the gradients of a unit: there is no divisor beside it."""
+    case = training(hooked(list, sum_by_hand, strategy=strategy, original=original), divisor=1.0)
+    compare(world, case)
+
+    def observe(fsdp: ModuleType) -> list[Any]:
+        seen: list[Any] = []
+        model = hooked(lambda: seen, sum_by_hand, strategy=strategy, original=original)(fsdp, seeded(MLP))
+        with model.no_sync():
+            mean_square(model, random_batch(4, 6)(0)).backward()
+        assert not seen
+        mean_square(model, random_batch(4, 6)(0)).backward()
+        if strategy == "NO_SHARD" and original:
+            return [len(seen)]  # torch pads what need not be padded, for nothing is cut
+        return sorted(seen, key=str)  # there is no order between the root's own parameters and its first block
+
+    assert_all_see(observe)
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+def test_hooks_that_are_refused(world: World, library: str) -> None:
+    fsdp = WRAPPERS[library]
+    model = after_a_forward(fsdp)
+    with pytest.raises(AssertionError, match="root"):
+        model.blocks[0].register_comm_hook([], sum_by_hand)
+    with pytest.raises(ValueError, match="callable"):
+        model.register_comm_hook([], "not a function")
+    model.register_comm_hook([], sum_by_hand)
+    with pytest.raises(AssertionError, match="already"):
+        model.register_comm_hook([], sum_by_hand)
+
+
+@ranks(2, transport="host")
+@EACH_WRAPPER
+@pytest.mark.parametrize("strategy", HYBRID)
+def test_hooks_of_hybrids_are_refused(world: World, library: str, strategy: str) -> None:
+    mesh = world.mesh(1, 2, names=("replicate", "shard"))
+    model = wrap_blocks(strategy=strategy, device_mesh=mesh)(WRAPPERS[library], seeded(MLP))
+    with pytest.raises(AssertionError, match=r"(?i)hybrid"):
+        model.register_comm_hook([], sum_by_hand)
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_hook_over_micro_batches(world: World, strategy: str) -> None:
+    compare(world, training(hooked(list, sum_by_hand, strategy=strategy), divisor=1.0, micro_batches=2))
