@@ -73,14 +73,12 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -
 
 
 def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
-    """As ``set_state_dict_type`` does."""
-    names = {"FULL": "Full", "SHARDED": "Sharded", "LOCAL": "Local"}
-    for module in model.modules():
-        if isinstance(module, library.wrap):
-            module._state_dict_type = getattr(library.settings.StateDictType, f"{kind}_STATE_DICT")
-            module._state_dict_config = getattr(library.settings, f"{names[kind]}StateDictConfig")()
-            optim_config = getattr(library.settings, f"{names[kind]}OptimStateDictConfig")(**config)
-            module._optim_state_dict_config = optim_config
+    name, of = {"FULL": "Full", "SHARDED": "Sharded", "LOCAL": "Local"}[kind], library.settings
+    optim_config = getattr(of, f"{name}OptimStateDictConfig")(**config)
+    with quiet():
+        library.wrap.set_state_dict_type(
+            model, of.StateDictType[f"{kind}_STATE_DICT"], getattr(of, f"{name}StateDictConfig")(), optim_config
+        )
 
 
 def assert_same(found: Any, expected: Any, where: str = "state dict") -> None:
