@@ -174,7 +174,7 @@ def test_settings_that_differ(world: World, name: str) -> None:
         lambda: library.methods.optim_state_dict(model, optimizer),
         lambda: library.methods.optim_state_dict_to_load(model, optimizer, {"state": {}}),
     ):
-        with pytest.raises(AssertionError, match="same|different"):
+        with pytest.raises(AssertionError, match=r"same|different"):
             call()
 
 
