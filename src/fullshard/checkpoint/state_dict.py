@@ -197,8 +197,8 @@ class Loading:
                     key = _join(prefix + _PREFIX, paths[at.module], at.name)
                     values[key] = self._blank(group, index).detach()
             for key in [key for key in values if isinstance(values[key], DTensor)]:
-                if (index := names.get(plain_name(key))) is not None:
-                    values[key] = self._whole(group, index, values[key])
+                if (found := names.get(plain_name(key))) is not None:
+                    values[key] = self._whole(group, found, values[key])
             whole = {index: self._blank(group, index) for index in range(len(group.params))}
             self._shown.append(FullGroup(group, whole))
 
