@@ -1,0 +1,121 @@
+"""What the tests of optimizer state share: wrapped models of either library, optimizers by name, comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.wrapper import settings
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from tests.harness.models import MLP, random_batch, seeded
+
+CPU = torch.device("cpu")
+BATCH = random_batch(4, 6)
+SHARDINGS = {"flat": False, "fragments": True}
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-2}),
+}
+
+OURS = SimpleNamespace(
+    wrap=FullyShardedDataParallel, methods=OptimStateMethods, settings=settings, strategy=settings.ShardingStrategy
+)
+TORCHS = SimpleNamespace(
+    wrap=torch_fsdp.FullyShardedDataParallel,
+    methods=torch_fsdp.FullyShardedDataParallel,
+    settings=torch_fsdp,
+    strategy=torch_fsdp.ShardingStrategy,
+)
+LIBRARIES = {"ours": OURS, "torch": TORCHS}
+KINDS = ("FULL", "SHARDED", "LOCAL")
+
+
+def wrapped(
+    library: SimpleNamespace = OURS, build: Callable[[], Any] = MLP, strategy: str = "FULL_SHARD", **options: Any
+) -> Any:
+    """A model of which each block, and the rest, is a unit."""
+    model = seeded(build)
+    how = {"device_id": CPU, "sharding_strategy": library.strategy[strategy], **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = library.wrap(block, **how)
+        return library.wrap(model, **how)
+
+
+def optimizer_of(model: nn.Module, name: str) -> Optimizer:
+    cls, options = OPTIMIZERS[name]
+    return cls(model.parameters(), **options)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -> list[float]:
+    """The losses of some steps; with the same ``rank`` everywhere it does not matter how many ranks there are."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(*BATCH(10 * step + rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
+    """As ``set_state_dict_type`` does."""
+    names = {"FULL": "Full", "SHARDED": "Sharded", "LOCAL": "Local"}
+    for module in model.modules():
+        if isinstance(module, library.wrap):
+            module._state_dict_type = getattr(library.settings.StateDictType, f"{kind}_STATE_DICT")
+            module._state_dict_config = getattr(library.settings, f"{names[kind]}StateDictConfig")()
+            optim_config = getattr(library.settings, f"{names[kind]}OptimStateDictConfig")(**config)
+            module._optim_state_dict_config = optim_config
+
+
+def assert_same(found: Any, expected: Any, where: str = "state dict") -> None:
+    """Two state dicts have the same keys, shapes, dtypes and values."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), where
+        assert set(found) == set(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    elif isinstance(expected, Tensor):
+        one, other = whole(found), whole(expected)
+        assert one.dtype == other.dtype, where
+        assert one.shape == other.shape, where
+        torch.testing.assert_close(one, other, msg=lambda text: f"{where}: {text}")
+    else:
+        assert found == expected, where
+
+
+def whole(value: Any) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor
+        gathered = torch.empty(value.size(), dtype=value.dtype)
+        value.gather(out=gathered if torch.distributed.get_rank() == 0 else None)
+        torch.distributed.broadcast(gathered, 0)
+        return gathered
+    return value
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
