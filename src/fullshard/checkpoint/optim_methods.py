@@ -14,14 +14,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.names import shown_parameters, wrappers
+from fullshard.checkpoint.names import shown_parameters
 from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
 from fullshard.wrapper.settings import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateKeyType,
-    StateDictSettings,
     StateDictType,
+    settings_of,
 )
 
 StateDict = dict[str, Any]
@@ -172,25 +170,6 @@ class OptimStateMethods:
         expect(new, optim_state_dict["state"], "the optimizer has no such parameter of the state dict's")
         state = {new[key]: value for key, value in optim_state_dict["state"].items()}
         return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
-
-
-def settings_of(module: nn.Module) -> StateDictSettings:
-    """What the wrappers in ``module`` were told of state dicts.
-
-    Raises:
-        AssertionError: they were told different things.
-    """
-    found: StateDictSettings | None = None
-    for wrapper in wrappers(module):
-        settings = StateDictSettings(
-            wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
-        )
-        assert found is None or settings == found, (
-            f"the wrappers in one model must have the same settings of state dicts, but there are {found} and "
-            f"{settings}: call set_state_dict_type on the outermost module"
-        )
-        found = settings
-    return found or StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 
 
 def _is_named(state_dict: StateDict) -> bool:
