@@ -288,8 +288,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             if each._unit.phase is not Phase.IDLE or each._is_summoned:
                 where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
-        for each in wrappers:
-            each._schedule()
         with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             for each in wrappers:
                 each._is_summoned = True
