@@ -73,11 +73,14 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -
 
 
 def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
-    name, of = {"FULL": "Full", "SHARDED": "Sharded", "LOCAL": "Local"}[kind], library.settings
-    optim_config = getattr(of, f"{name}OptimStateDictConfig")(**config)
+    """What state dicts of ``model`` are to be."""
+    settings, prefix = library.settings, kind.capitalize()
     with quiet():
         library.wrap.set_state_dict_type(
-            model, of.StateDictType[f"{kind}_STATE_DICT"], getattr(of, f"{name}StateDictConfig")(), optim_config
+            model,
+            getattr(settings.StateDictType, f"{kind}_STATE_DICT"),
+            getattr(settings, f"{prefix}StateDictConfig")(),
+            getattr(settings, f"{prefix}OptimStateDictConfig")(**config),
         )
 
 

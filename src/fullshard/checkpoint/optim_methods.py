@@ -16,7 +16,11 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.names import shown_parameters
 from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
-from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
+from fullshard.wrapper.settings import (
+    OptimStateKeyType,
+    StateDictType,
+    settings_of,
+)
 
 StateDict = dict[str, Any]
 ProcessGroup = dist.ProcessGroup | None
