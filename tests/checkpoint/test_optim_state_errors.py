@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.wrapper.settings import settings_of
 from tests.checkpoint.cases import (
     LIBRARIES,
     OURS,
@@ -21,6 +22,7 @@ from tests.checkpoint.cases import (
     wrapped,
 )
 from tests.harness import World, ranks
+from tests.harness.models import MLP, seeded
 
 both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
 libraries = pytest.mark.parametrize("name", LIBRARIES)
@@ -197,3 +199,8 @@ def test_use_orig_params_that_differs(world: World, name: str) -> None:
     ):
         with quiet(), pytest.raises(AssertionError, match="use_orig_params"):
             call()
+
+
+def test_settings_of_a_model_without_wrappers() -> None:
+    settings = settings_of(seeded(MLP))
+    assert settings.state_dict_type is OURS.settings.StateDictType.FULL_STATE_DICT
