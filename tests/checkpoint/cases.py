@@ -73,14 +73,15 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -
 
 
 def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
-    """As ``set_state_dict_type`` does."""
-    names = {"FULL": "Full", "SHARDED": "Sharded", "LOCAL": "Local"}
-    for module in model.modules():
-        if isinstance(module, library.wrap):
-            module._state_dict_type = getattr(library.settings.StateDictType, f"{kind}_STATE_DICT")
-            module._state_dict_config = getattr(library.settings, f"{names[kind]}StateDictConfig")()
-            optim_config = getattr(library.settings, f"{names[kind]}OptimStateDictConfig")(**config)
-            module._optim_state_dict_config = optim_config
+    """What state dicts of ``model`` are to be."""
+    settings, prefix = library.settings, kind.capitalize()
+    with quiet():
+        library.wrap.set_state_dict_type(
+            model,
+            getattr(settings.StateDictType, f"{kind}_STATE_DICT"),
+            getattr(settings, f"{prefix}StateDictConfig")(),
+            getattr(settings, f"{prefix}OptimStateDictConfig")(**config),
+        )
 
 
 def assert_same(found: Any, expected: Any, where: str = "state dict") -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 import fullshard
@@ -254,3 +256,53 @@ def load_and_go_on(world: World, folder: Path, use_orig_params: bool) -> list[fl
     optimizer = optimizer_of(model, "AdamW")
     to_load(model, optimizer, saved, load_directly=True)
     return train(model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_sharded_files_are_read_by_other_numbers_of_ranks(
+    rank_pool: Any, tmp_path: Path, use_orig_params: bool, before: int, after: int
+) -> None:
+    saved = rank_pool.run(save_sharded, before, tmp_path, use_orig_params)
+    loaded = rank_pool.run(load_sharded, after, tmp_path, not use_orig_params)
+    outcomes = [*saved, *loaded]
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * (before + after), outcomes
+    assert_same(loaded[0].value, saved[0].value)
+
+
+def save_sharded(world: World, folder: Path, use_orig_params: bool) -> Any:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    whole_one = to_dict(model, optimizer)
+    choose(OURS, model, "SHARDED")
+    checkpoint.save(to_dict(model, optimizer), checkpoint_id=folder)
+    return whole_one
+
+
+def load_sharded(world: World, folder: Path, use_orig_params: bool) -> Any:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(3))  # other values, in tensors to read into
+    choose(OURS, model, "SHARDED")
+    state_dict = to_dict(model, optimizer)
+    checkpoint.load(state_dict, checkpoint_id=folder)
+    to_load(model, optimizer, state_dict, load_directly=True)
+    choose(OURS, model, "FULL")
+    return to_dict(model, optimizer)
+
+
+@ranks(2)
+@both_ways
+def test_whole_tensors_are_cut_without_communication(world: World, use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(1))
+    saved, counts = {}, {}
+    for kind in ("FULL", "SHARDED"):
+        choose(OURS, model, kind)
+        saved = to_dict(model, optimizer)
+        with CommDebugMode() as communicated:
+            to_load(model, optimizer, saved)
+        counts[kind] = communicated.get_total_counts()
+    assert counts == {"FULL": 0, "SHARDED": 2 * len(list(seeded(MLP).parameters()))}

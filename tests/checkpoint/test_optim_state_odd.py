@@ -381,3 +381,15 @@ def test_unsharded_after_forward(world: World) -> None:
     with torch.no_grad():
         model(torch.ones(2, 6))
     assert_same(to_dict(model, optimizer), expected)
+
+
+@ranks(2)
+@both_ways
+def test_inside_summon_full_params(world: World, use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "Adam")
+    train(model, optimizer, range(1))
+    expected = to_dict(model, optimizer)
+    with OURS.wrap.summon_full_params(model):
+        assert_same(to_dict(model, optimizer), expected)
+        assert_same(to_load(model, optimizer, expected), optimizer.state_dict())

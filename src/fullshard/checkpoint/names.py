@@ -7,12 +7,14 @@ without sharding, by the names that these have below a given root. Tied paramete
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn as nn
 
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.schedule.unit import unit_of
+from fullshard.wrapper.unit import wrapped_unit
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,20 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     paths = {module: f"{path}." if path else "" for path, module in root.named_modules()}
     units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
     shown: dict[nn.Parameter, list[Place]] = {}
-    gathered = set()
+    taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
     for group in dict.fromkeys(group for unit in units for group in unit.groups):
         for index, param in enumerate(group.params):
-            names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
+            names = [plain_name(paths[at.module] + at.name) for at in param.locations if at.module in paths]
             if names:
-                shown.setdefault(param.sharded, []).append(Place(plain_name(names[0]), group, index))
-                gathered.add(param.unsharded)
+                shown.setdefault(param.sharded, []).append(Place(names[0], group, index))
+                taken.update(names)
     for module, path in paths.items():
         for name, whole in module._parameters.items():
-            if whole is not None and whole not in shown and whole not in gathered:
-                shown[whole] = [Place(plain_name(path + name))]
+            if whole is not None and whole not in shown and (plain := plain_name(path + name)) not in taken:
+                shown[whole] = [Place(plain)]
     return shown
+
+
+def wrappers(root: nn.Module) -> list[Any]:
+    """The instances of ``FullyShardedDataParallel`` in a tree, which may be one itself."""
+    return [module for module in root.modules() if wrapped_unit(module) is not None]

@@ -17,15 +17,13 @@ from torch.optim import Optimizer
 from fullshard.checkpoint.names import shown_parameters
 from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
 from fullshard.wrapper.settings import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateKeyType,
-    StateDictSettings,
     StateDictType,
+    settings_of,
 )
-from fullshard.wrapper.unit import wrapped_unit
 
 StateDict = dict[str, Any]
+ProcessGroup = dist.ProcessGroup | None
 #: Parameters, or parameter groups, as they were given to an optimizer.
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
@@ -46,10 +44,7 @@ class OptimStateMethods:
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_state_dict: StateDict | None = None,
-        group: dist.ProcessGroup | None = None,
+        model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: ProcessGroup = None
     ) -> StateDict:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
@@ -64,9 +59,7 @@ class OptimStateMethods:
         params = _params(model, optim, _is_named(state_dict))
         config, is_full = settings.optim_state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
         rank0_only = getattr(config, "rank0_only", False)
-        return whole_state(
-            model, params, state_dict, _is_flat(model), not is_full, rank0_only, config.offload_to_cpu, group
-        )
+        return whole_state(model, params, state_dict, not is_full, rank0_only, config.offload_to_cpu, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -75,7 +68,7 @@ class OptimStateMethods:
         optim_state_dict: StateDict,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: ProcessGroup = None,
     ) -> StateDict:
         """A named state dict of any kind, from any sharding or none, as ``optim.load_state_dict`` takes it.
 
@@ -84,7 +77,6 @@ class OptimStateMethods:
             load_directly: whether to load it too.
             group: the ranks of the model; all by default. With ``rank0_only`` its first rank sends what it was given.
         """
-        _is_flat(model)
         rank0_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
         params = _params(model, optim, is_named_optimizer)
         named = optim if is_named_optimizer else None
@@ -99,21 +91,19 @@ class OptimStateMethods:
         optim: Optimizer,
         optim_input: OptimInput = None,
         rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
+        group: ProcessGroup = None,
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
         _warn("full_optim_state_dict", "optim_state_dict", optim_input)
         params = _params_given(model, optim_input, optim)
-        return whole_state(model, params, optim.state_dict(), _is_flat(model), False, rank0_only, True, group)
+        return whole_state(model, params, optim.state_dict(), False, rank0_only, True, group)
 
     @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
-    ) -> StateDict:
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
         params = _params(model, optim)
-        return whole_state(model, params, optim.state_dict(), _is_flat(model), True, False, True, group)
+        return whole_state(model, params, optim.state_dict(), True, False, True, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -124,7 +114,6 @@ class OptimStateMethods:
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has."""
         _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        _is_flat(model)
         return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict)
 
     @staticmethod
@@ -133,7 +122,6 @@ class OptimStateMethods:
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a sharded state dict."""
         _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        _is_flat(model)
         return local_state(model, _params(model, optim), sharded_optim_state_dict)
 
     @staticmethod
@@ -146,7 +134,6 @@ class OptimStateMethods:
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has."""
         _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        _is_flat(model)
         return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict or {}, True, group)
 
     @staticmethod
@@ -173,43 +160,16 @@ class OptimStateMethods:
         if not kinds - {wanted}:
             return optim_state_dict
         new: dict[Any, Any] = {}
-        shown = shown_parameters(model)
-        for key, param in _params_given(model, optim_input, optim).items():
+        shown, params = shown_parameters(model), _params_given(model, optim_input, optim)
+        expect(shown, params.values(), "the model has no such parameter of the optimizer's")
+        for key, param in params.items():
             if len(shown[param]) > 1:
                 raise RuntimeError(f"{shown[param]} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
             new.update({key: name} if wanted is str else {name: key})
+        expect(new, optim_state_dict["state"], "the optimizer has no such parameter of the state dict's")
         state = {new[key]: value for key, value in optim_state_dict["state"].items()}
         return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
-
-
-def settings_of(module: nn.Module) -> StateDictSettings:
-    """What the wrappers in ``module`` were told of state dicts.
-
-    Raises:
-        AssertionError: they were told different things.
-    """
-    found: StateDictSettings | None = None
-    for wrapper in _wrappers(module):
-        settings = StateDictSettings(
-            wrapper._state_dict_type, wrapper._state_dict_config, wrapper._optim_state_dict_config
-        )
-        assert found is None or settings == found, (
-            f"the wrappers in one model must have the same settings of state dicts, but there are {found} and "
-            f"{settings}: call set_state_dict_type on the outermost module"
-        )
-        found = settings
-    return found or StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-def _wrappers(module: nn.Module) -> list[Any]:
-    return [inner for inner in module.modules() if wrapped_unit(inner) is not None]
-
-
-def _is_flat(model: nn.Module) -> bool:
-    kinds = {wrapper._use_orig_params for wrapper in _wrappers(model)}
-    assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
-    return kinds == {False}
 
 
 def _is_named(state_dict: StateDict) -> bool:

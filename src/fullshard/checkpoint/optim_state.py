@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.names import Place, shown_parameters
+from fullshard.checkpoint.names import Place, shown_parameters, wrappers
 from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
@@ -74,6 +74,13 @@ def _checked_in(model: nn.Module) -> _Shown:
     return shown_parameters(model)
 
 
+def is_flat(model: nn.Module) -> bool:
+    """Whether its wrappers show flat parameters."""
+    kinds = {wrapper._use_orig_params for wrapper in wrappers(model)}
+    assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
+    return kinds == {False}
+
+
 def expect(known: Collection[Any], keys: Iterable[Any], problem: str) -> None:
     """A KeyError unless all keys are known."""
     if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
@@ -97,7 +104,6 @@ def whole_state(
     model: nn.Module,
     params: Mapping[Key, nn.Parameter],
     state_dict: Mapping[str, Any],
-    is_flat: bool,
     as_dtensors: bool = False,
     rank0_only: bool = False,
     to_cpu: bool = False,
@@ -109,15 +115,15 @@ def whole_state(
 
     Args:
         params: what the keys of ``state_dict`` stand for.
-        is_flat: every rank must have a state of whatever the first one has, as of flat parameters.
         as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
         rank0_only: ranks but the first get an empty dict.
 
     Raises:
         KeyError: a parameter that is not the model's.
-        RuntimeError: ``is_flat``, and a rank lacks a state.
+        RuntimeError: a rank has no state of what the first rank has, though the model has flat parameters.
         ValueError: a state of another shape than its parameter's.
-        AssertionError: ranks that hold parts of one parameter have different values of a state.
+        AssertionError: ranks that hold parts of one parameter have different values of a state; some wrappers in the
+            model have flat parameters, and some have not.
     """
     shown, states = _checked_in(model), state_dict["state"]
     saves = not rank0_only or dist.get_rank(process_group) == 0
@@ -130,7 +136,7 @@ def whole_state(
     places = {place.name: place for all_of_one in shown.values() for place in all_of_one}
     saved: dict[Any, Any] = {}
     groups: dict[Group, dict[int, str]] = {}
-    agreed = _agree(places, mine, is_flat, process_group)
+    agreed = _agree(places, mine, is_flat(model), process_group)
     for name, state in agreed.items():
         place = places[name]
         if place.group is not None:
@@ -180,7 +186,7 @@ def _holds_some(param: ShardedParameter) -> bool:
 
 
 def _agree(
-    places: Mapping[str, Place], mine: Mapping[str, State], is_flat: bool, process_group: dist.ProcessGroup | None
+    places: Mapping[str, Place], mine: Mapping[str, State], flat: bool, process_group: dist.ProcessGroup | None
 ) -> dict[str, State]:
     """Of each parameter with a state its values, and a :class:`_Part` in place of each part, the same on all ranks."""
     told: dict[str, State] = {}
@@ -188,25 +194,25 @@ def _agree(
         param = places[name].param
         if param is None:
             told[name] = {}
-        elif is_flat or _holds_some(param):
+        elif flat or _holds_some(param):
             told[name] = {key: _told(key, value, param) for key, value in state.items()}
     everyone: list[dict[str, State]] = [{} for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(everyone, told, process_group)
     missing = {rank: sorted(everyone[0].keys() - theirs.keys()) for rank, theirs in enumerate(everyone)}
-    if is_flat and any(missing.values()):
+    if flat and any(missing.values()):
         raise RuntimeError(
             f"every rank must have the states that the first one has, but these are missing, by rank: {missing}. Make "
             f"the same optimizer and the same steps on all ranks"
         )
     agreed: dict[str, State] = {}
     for rank, theirs in enumerate(everyone):
-        for name in everyone[0] if is_flat else sorted(theirs.keys() & places.keys()):
+        for name in everyone[0] if flat else sorted(theirs.keys() & places.keys()):
             known = agreed.setdefault(name, {})
             for key, value in theirs[name].items():
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
                 if isinstance(value, _Part) and not value.fits:
                     raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
-                if not is_flat and not _equal(known.setdefault(key, value), value):
+                if not flat and not _equal(known.setdefault(key, value), value):
                     raise AssertionError(f"{what} is {value}, and on a rank before it {known[key]}")
                 known.setdefault(key, value)
     return agreed
@@ -276,7 +282,9 @@ def local_state(
         ValueError: there is no ``"state"``; a tensor of another shape than its parameter; parameters that lie in one
             flat parameter with states that cannot be joined.
         KeyError: a parameter group has a name that the optimizer does not know.
+        AssertionError: some wrappers in the model have flat parameters, and some have not.
     """
+    is_flat(model)
     shown = _checked_in(model)
     groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
     device = groups[0].device if groups else torch.device("cpu")
@@ -290,9 +298,9 @@ def local_state(
         cut = [_cut(place, states.get(place.name), param, receive) for place in places]
         if param not in keys or all(each is None for each in cut):
             continue
-        first, is_flat = places[0], isinstance(param, FlatParameter)
-        state = _join(param.shape, places, cut) if is_flat else cut[0]
-        if first.param is not None and not is_flat and not _holds_some(first.param):
+        first, joins = places[0], isinstance(param, FlatParameter)
+        state = _join(param.shape, places, cut) if joins else cut[0]
+        if first.param is not None and not joins and not _holds_some(first.param):
             state = None if named is None else copy.deepcopy(named.state.get(param))
             if state is None and named is not None:
                 warnings.warn(f"this rank has no state of '{first.name}' that it could keep", stacklevel=4)

@@ -37,7 +37,7 @@ def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> I
     """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds."""
     shown: list[FullGroup] = []
     try:
-        for group in unit.groups:
+        for group in _hidden(unit):
             group.reshard()
             if kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
                 shown.append(FullGroup(group, _values(group, kind, config)))
@@ -45,6 +45,11 @@ def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> I
     finally:
         for full in shown:
             full.close()
+
+
+def _hidden(unit: WrappedUnit) -> list[Group]:
+    """The groups of which modules of ``unit`` have parameters, tied ones of others too, that nobody shows yet."""
+    return [group for group in (*unit.groups, *unit.borrowed) if not group.summoned]
 
 
 def kind_for(group: Group, kind: StateDictType) -> StateDictType:
@@ -93,17 +98,19 @@ def finish(
     names = {module: plain_name(name) for name, module in wrapper.named_modules()}
     buffers = [(module, name, _join(prefix, names[module], name)) for module, name in unit.buffers]
     kept = is_kept(unit, config)
-    for group in unit.groups:
+    for group in (*unit.groups, *unit.borrowed):
         local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
-        if local or not kept:
-            for param in group.params:
-                for location in param.locations:
-                    saved.pop(prefix + location.full_name, None)
-            for number in range(len(group.sections)):
-                saved.pop(prefix + _flat_name(number), None)
-        if local:
-            for number, value in enumerate(_local_shards(group)):
-                saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
+        if not local and kept:
+            continue
+        for _, location in _locations(group):
+            if location.module in names:
+                saved.pop(_join(prefix, names[location.module], location.name), None)
+        if group in unit.borrowed:
+            continue
+        for number in range(len(group.sections)):
+            saved.pop(prefix + _flat_name(number), None)
+        for number, value in enumerate(_local_shards(group) if local else ()):
+            saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
     for module, name, key in buffers:
         if key not in saved:
             continue
@@ -178,16 +185,20 @@ class Loading:
         keys = [key for key in values if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]
         for key in keys:
             values[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = values.pop(key)
-        for group in self.unit.groups:
+        paths = {module: plain_name(name) for name, module in wrapper.named_modules()}
+        for group in _hidden(self.unit):
             group.reshard()
             group.check_in()
-            names = {_join(f"{prefix}{_PREFIX}", at.path, at.name): index for index, at in _locations(group)}
-            plain = {plain_name(name): name for name in names}
-            if f"{prefix}{_PREFIX}{FLAT_NAME}" in values:
+            here = [(index, at) for index, at in _locations(group) if at.module in paths]
+            names = {plain_name(_join(prefix, paths[at.module], at.name)): index for index, at in here}
+            if f"{prefix}{_PREFIX}{FLAT_NAME}" in values and group in self.unit.groups:
                 self._load_local(group, values, prefix + _PREFIX)
+                for index, at in here:  # they have their values already
+                    key = _join(prefix + _PREFIX, paths[at.module], at.name)
+                    values[key] = self._blank(group, index).detach()
             for key in [key for key in values if isinstance(values[key], DTensor)]:
-                if plain_name(key) in plain:
-                    values[key] = self._whole(group, names[plain[plain_name(key)]], values[key])
+                if (found := names.get(plain_name(key))) is not None:
+                    values[key] = self._whole(group, found, values[key])
             whole = {index: self._blank(group, index) for index in range(len(group.params))}
             self._shown.append(FullGroup(group, whole))
 
@@ -202,8 +213,6 @@ class Loading:
                     f"holds {local.numel()}: a local state dict loads only into the sharding of which it was made"
                 )
             local.copy_(held)
-        for index, location in _locations(group):
-            values[_join(prefix, location.path, location.name)] = self._blank(group, index).detach()
 
     def _whole(self, group: Group, index: int, value: DTensor) -> torch.Tensor:
         moved: Any = value.to(group.device)

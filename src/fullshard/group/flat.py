@@ -214,7 +214,6 @@ class FlatPresentation(Presentation):
 
     def __init__(self, group: Group) -> None:
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
-        self._shows_full = True  # what the modules had before
         super().__init__(group)
 
     def prepare(self) -> None:
@@ -235,6 +234,10 @@ class FlatPresentation(Presentation):
                 group.params[index].sharded = flat
             self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
         super().prepare()
+        placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
+        if self._flats:
+            placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
+        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
         if self._flats:
             self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
 
@@ -245,10 +248,8 @@ class FlatPresentation(Presentation):
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():
-            if self._shows_full:
-                module._parameters.pop(name, None)
+            module._parameters.pop(name, None)
             module.__dict__[name] = param.stands_in  # type: ignore[attr-defined]
-        self._shows_full = False
         super().show_sharded()
 
     def show_unsharded(self) -> None:
@@ -259,7 +260,6 @@ class FlatPresentation(Presentation):
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         if self._flats and full:
-            self._shows_full = True
             for home, name, _, _ in self._flats:
                 home._parameters.pop(name, None)
             for _, _, module, name in self._indexed():
@@ -269,15 +269,14 @@ class FlatPresentation(Presentation):
     def _keeps_place(self) -> bool:
         if os.environ.get("FSDP_SKIP_WRITEBACK_CHECK") == "1":
             return True
-        if self._flats:
-            shards = self._group.memory.shards
-            return all(same_memory(flat, shard) for (_, _, flat, _), shard in zip(self._flats, shards, strict=True))
-        return all(param.lies_at(param.local) for param in self._group.params)
+        return all(tensor.data_ptr() == at and tensor.shape == shape for tensor, at, shape in self._where)
 
     def take_in(self) -> bool:
         if not self._flats:
             return super().take_in()
-        for home, name, flat, section in self._flats:
+        replaced = False
+        shards = self._group.memory.shards
+        for (home, name, flat, section), shard in zip(self._flats, shards, strict=True):
             shown = home._parameters.get(name)
             if shown is None or shown is flat:
                 shown = flat
@@ -287,15 +286,16 @@ class FlatPresentation(Presentation):
             self._check_shape(name, shown, (section.plan.shard_numel,))
             for index in section.members:
                 self._group.params[index].sharded = shown
-        return not self._keeps_place()
+            replaced |= not same_memory(shown, shard)
+        return replaced
 
     def _take_in(self, param: ShardedParameter) -> bool:
         replaced = super()._take_in(param)
-        if replaced and param.local.numel():
-            self._check_shape(param.name, param.sharded, tuple(param.local.shape))
+        if param.local.numel() == 0:
+            param.sharded.data = param.sharded.data.new_empty(0)  # whatever it was given: it holds nothing
         elif replaced:
-            param.sharded.data = param.local
-        return replaced and param.local.numel() > 0
+            self._check_shape(param.name, param.sharded, tuple(param.local.shape))
+        return replaced
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
         return isinstance(shown, nn.Parameter)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters
@@ -54,7 +55,7 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = 
 }
 
 
-class FullyShardedDataParallel(StateDictMethods, nn.Module):
+class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
 
     ::
@@ -287,8 +288,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if each._unit.phase is not Phase.IDLE or each._is_summoned:
                 where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
-        for each in wrappers:
-            each._schedule()
         with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             for each in wrappers:
                 each._is_summoned = True

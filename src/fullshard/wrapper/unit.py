@@ -56,11 +56,16 @@ class WrappedUnit(Unit):
 
     def start(self) -> Schedule:
         schedule = super().start()
-        self.casts_inputs |= self.precision.cast_root_forward_inputs
         for unit in schedule.units:
             if isinstance(unit, WrappedUnit):
                 unit._cast_buffers()
         return schedule
+
+    def join(self, schedule: Schedule) -> None:
+        super().join(schedule)
+        precision = self.precision
+        at_root = schedule.root is self and precision.cast_root_forward_inputs
+        self.casts_inputs = precision.cast_forward_inputs or at_root
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
