@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,13 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -52,6 +48,7 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 WRAPPED = ("flat", "original")
 FRONT_ENDS = (*WRAPPED, "composable", "plain")
 EACH_WRAPPED = pytest.mark.parametrize("kind", WRAPPED)
+FLOATS = random_batch(4, 6)
 State = dict[str, Any]
 
 
@@ -65,7 +62,7 @@ class Trained:
         seed: int = 0,
         steps: int = 0,
         library: ModuleType = fullshard,
-        batch: Callable[[int], tuple[Tensor]] = random_batch(4, 6),
+        batch: Callable[[int], tuple[Tensor]] = FLOATS,
         **options: Any,
     ) -> None:
         self.model, self.batch = seeded(build, seed), batch
@@ -130,7 +127,7 @@ def tied_transformer() -> Transformer:
     return Transformer(tied=True)
 
 
-# -- on request ----------------------------------------------------------------------------------------------------------
+# -- on request --------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_loaded_on_request_only() -> None:
@@ -141,10 +138,10 @@ def test_it_is_loaded_on_request_only() -> None:
 
 def test_a_release_of_torch_without_a_name_is_an_error() -> None:
     with pytest.raises(ImportError, match=r"some\.module of this release of torch has no \['FSDP'\]"):
-        fullshard.interop._replace(ModuleType("some.module"), FSDP=None)
+        fullshard.interop._replace(ModuleType("some.module"), FSDP=str)
 
 
-# -- whole state dicts ---------------------------------------------------------------------------------------------------
+# -- whole state dicts -------------------------------------------------------------------------------------------------
 
 
 @ranks(1, 2, 3)
@@ -164,7 +161,7 @@ def test_whole_state_dicts_are_those_of_the_plain_model(world: World, kind: str,
     [("original", OddParameters), *((kind, build) for kind in WRAPPED for build in (MixedDtypes, tied_transformer))],
 )
 def test_whole_state_dicts_of_odd_models(world: World, kind: str, build: Any) -> None:
-    batch = token_batch(2, 4) if isinstance(build(), Transformer) else random_batch(4, 6)
+    batch = token_batch(2, 4) if isinstance(build(), Transformer) else FLOATS
     trained, plain = (Trained(each, build, steps=2, batch=batch) for each in (kind, "plain"))
     state = trained.state(FULL)
     assert_same(state["model"], plain.state()["model"])
@@ -235,7 +232,7 @@ def test_ranks_that_are_not_all_of_the_world(world: World, kind: str) -> None:
     assert_same(sorted_groups(other.state(FULL)), sorted_groups(Trained("plain", seed=half, steps=half + 1).state()))
 
 
-# -- options ------------------------------------------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -295,7 +292,7 @@ class Renamed(nn.Module):
             state[f"{prefix}inner.{key.removeprefix(prefix)}"] = state.pop(key)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        return {name: "inner" for name in ("blocks", "scale")}
+        return dict.fromkeys(("blocks", "scale"), "inner")
 
 
 @ranks(2)
@@ -311,7 +308,7 @@ def test_modules_that_rename_their_keys(world: World) -> None:
     assert_same(get_model_state_dict(models[1], options=FULL), get_model_state_dict(models[0], options=FULL))
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 @ranks(3)
@@ -377,7 +374,7 @@ def test_a_checkpoint_of_torch_is_loaded_and_the_other_way_round(
     assert_same(sorted_groups(other.state(FULL)), sorted_groups(trained.state(FULL)))
 
 
-# -- torch's own --------------------------------------------------------------------------------------------------------
+# -- torch's own -------------------------------------------------------------------------------------------------------
 
 
 @ranks(2)
@@ -395,7 +392,7 @@ def test_torchs_own_go_on_working(world: World, kind: str, options: StateDictOpt
     assert_same(sorted_groups(other.state(FULL)), plain)
 
 
-# -- pipelines ----------------------------------------------------------------------------------------------------------
+# -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
 def width_8() -> nn.Sequential:

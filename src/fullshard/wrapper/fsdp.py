@@ -223,6 +223,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             found = [each for each in found if each not in inner]
         return found
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to shard over, or, where nothing is sharded, to replicate over; ``None`` without parameters."""
+        for each in self.fsdp_modules(self):
+            for group in each._unit.groups:
+                return group.data.shard_group or group.data.replicate_group
+        return None
+
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
         return self._schedule().root is self._unit
