@@ -1,8 +1,8 @@
 """Lets torch's own code that looks for torch's FSDP find this one too: ``import fullshard.interop``.
 
 The only file that may import ``torch.distributed.fsdp``. Names by which modules of torch ask what a model was sharded
-with get values that know both libraries: for ``get_state_dict()``, ``set_state_dict()`` and their kin, of wrapped models, and
-for stages of pipelines, which then reduce once a step. torch's own FSDP is served as before.
+with get values that know both libraries: for ``get_state_dict()``, ``set_state_dict()`` and their kin, and for stages
+of pipelines, which then reduce once a step. torch's own FSDP is served as before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.optim import named_optimizer
 from torch.distributed.pipelining import schedules, stage
 from torch.optim import Optimizer
 
@@ -49,8 +48,6 @@ _Wrapper = _Both("FullyShardedDataParallel", (), {})
 
 class _FullyShard:
     """Stands for both functions ``fully_shard``. Of ours a stage learns how to reduce what micro-batches added up."""
-
-    __call__ = staticmethod(theirs.fully_shard)
 
     @staticmethod
     def state(module: nn.Module) -> Any:
@@ -118,6 +115,5 @@ _replace(
     _get_module_fsdp_state_if_fully_sharded_module=lambda old: lambda module: unit_of(module) or old(module),
     _unflatten_optim_state_dict=_both_unflatten,
 )
-_replace(named_optimizer, FSDP=lambda _: _Wrapper)
 _replace(schedules, FSDPModule=lambda old: (old, FSDPModule))  # for isinstance()
 _replace(stage, FSDPModule=lambda old: (old, FSDPModule), fully_shard=lambda _: _FullyShard())
