@@ -84,7 +84,7 @@ class Fragment(ShardedParameter):
 
     Attributes:
         home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
-        stands_in: what the attribute of a hidden parameter is between uses: NaN, of the right shape and of one element of memory.
+        stands_in: what the attribute of a hidden parameter is between uses: NaN, right of shape, one element of memory.
     """
 
     def __init__(
