@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard.full_params import FullGroup, gather
 from fullshard.group.flat import FLAT_NAME
 from fullshard.group.group import Group
+from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import WRAPPED_NAME, plain_name
 from fullshard.torch_private import make_dtensor, sharding_spec
 from fullshard.wrapper.settings import FullStateDictConfig, StateDictConfig, StateDictType
@@ -39,6 +40,7 @@ def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> I
     try:
         for group in _hidden(unit):
             group.reshard()
+            group.check_in()
             if kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
                 shown.append(FullGroup(group, _values(group, kind, config)))
         yield
@@ -57,10 +59,9 @@ def kind_for(group: Group, kind: StateDictType) -> StateDictType:
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
 
 
-def is_kept(unit: WrappedUnit, config: StateDictConfig) -> bool:
-    """Whether this rank's state dict gets anything."""
-    rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    return not rank0_only or all(group.data.shard_rank == 0 for group in unit.groups)
+def _is_dropped(config: StateDictConfig, data: DataMesh) -> bool:
+    """Whether this rank's state dict gets nothing."""
+    return isinstance(config, FullStateDictConfig) and config.rank0_only and data.shard_rank != 0
 
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
@@ -68,7 +69,7 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
     if group.memory.has_meta:
         raise RuntimeError(group.memory.meta_message())
     whole = gather(group, [param.held for param in group.params])
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0:
+    if _is_dropped(config, group.data):
         return {}
     sharded = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT
     values = {}
@@ -97,7 +98,7 @@ def finish(
     nothing."""
     names = {module: plain_name(name) for name, module in wrapper.named_modules()}
     buffers = [(module, name, _join(prefix, names[module], name)) for module, name in unit.buffers]
-    kept = is_kept(unit, config)
+    kept = not _is_dropped(config, unit.data)
     for group in (*unit.groups, *unit.borrowed):
         local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
         if not local and kept:
