@@ -35,7 +35,7 @@ class Contender:
 
     Args:
         name: how tables call it.
-        library: ``fullshard``, ``FSDP2``, ``FSDP1``, ``DDP`` or ``alone``.
+        library: ``fullshard``, ``wrapper`` (its second front end), ``FSDP2``, ``FSDP1``, ``DDP`` or ``alone``.
         transport: which transport of fullshard moves its buffers.
         default: whether that is the one fullshard chooses by itself here.
     """
@@ -47,7 +47,7 @@ class Contender:
 
     @property
     def is_sharded(self) -> bool:
-        return self.library in ("fullshard", "FSDP2", "FSDP1")
+        return self.library in ("fullshard", "wrapper", "FSDP2", "FSDP1")
 
     def settle_heap(self) -> None:
         """Let ``malloc`` keep as much freed memory as it does in a process of this contender alone.
@@ -56,7 +56,9 @@ class Contender:
         :data:`_GLIBC_KEEPS` once large pieces have been freed.
         """
         if heap.kept:
-            heap.set_option(heap.TRIM_THRESHOLD, heap.kept if self.library == "fullshard" else _GLIBC_KEEPS)
+            heap.set_option(
+                heap.TRIM_THRESHOLD, heap.kept if self.library in ("fullshard", "wrapper") else _GLIBC_KEEPS
+            )
 
     def wrap(
         self,
@@ -76,10 +78,12 @@ class Contender:
         if self.library == "DDP":
             return DistributedDataParallel(model)
         if self.library == "FSDP1":
-            return _wrap_fsdp1(model, blocks, reshard, materialize)
+            return _wrap_fsdp1(torch_fsdp, model, blocks, reshard, materialize)
         if self.library == "FSDP2":
             return _wrap_composable(torch_fsdp.fully_shard, model, blocks, reshard)
         with _transport(self.transport):
+            if self.library == "wrapper":
+                return _wrap_fsdp1(fullshard, model, blocks, reshard, materialize)
             return _wrap_composable(fullshard.fully_shard, model, blocks, reshard)
 
 
@@ -93,13 +97,14 @@ def _wrap_composable(
 
 
 def _wrap_fsdp1(
+    library: Any,
     model: nn.Module,
     blocks: Sequence[nn.Module],
     reshard: bool | None,
     materialize: Callable[[nn.Module], None] | None,
 ) -> nn.Module:
-    strategies = torch_fsdp.ShardingStrategy
-    return torch_fsdp.FullyShardedDataParallel(
+    strategies = library.ShardingStrategy
+    wrapped: nn.Module = library.FullyShardedDataParallel(
         model,
         sharding_strategy=strategies.SHARD_GRAD_OP if reshard is False else strategies.FULL_SHARD,
         auto_wrap_policy=torch_fsdp.wrap.CustomPolicy(lambda module: any(module is block for block in blocks)),
@@ -107,6 +112,7 @@ def _wrap_fsdp1(
         use_orig_params=True,
         param_init_fn=materialize,
     )
+    return wrapped
 
 
 @contextmanager
@@ -135,6 +141,8 @@ def ours(every_transport: bool = True) -> list[Contender]:
     assert group is not None
     chosen = select.select_transport(group, device).name
     found = [Contender("fullshard", "fullshard", chosen)]
+    if every_transport:
+        found.append(Contender("fullshard, wrapper", "wrapper", chosen, default=False))
     for name in select.NAMES if every_transport else ():
         with _transport(name):
             try:

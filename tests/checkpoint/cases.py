@@ -1,105 +1,122 @@
-"""What the tests of state dicts share: a model with everything that a state dict may hold, and ways to wrap it."""
+"""What the tests of optimizer state share: wrapped models of either library, optimizers by name, comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from types import ModuleType
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from tests.harness import World
-from tests.harness.models import seeded
-from tests.harness.wrapper import HYBRID, STRATEGIES, wrap
+from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.wrapper import settings
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from tests.harness.models import MLP, random_batch, seeded
 
+CPU = torch.device("cpu")
+BATCH = random_batch(4, 6)
+SHARDINGS = {"flat": False, "fragments": True}
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "eps": 1e-2}),
+}
+
+OURS = SimpleNamespace(
+    wrap=FullyShardedDataParallel, methods=OptimStateMethods, settings=settings, strategy=settings.ShardingStrategy
+)
+TORCHS = SimpleNamespace(
+    wrap=torch_fsdp.FullyShardedDataParallel,
+    methods=torch_fsdp.FullyShardedDataParallel,
+    settings=torch_fsdp,
+    strategy=torch_fsdp.ShardingStrategy,
+)
+LIBRARIES = {"ours": OURS, "torch": TORCHS}
 KINDS = ("FULL", "SHARDED", "LOCAL")
-EACH_KIND = pytest.mark.parametrize("kind", KINDS)
-EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-class Net(nn.Module):
-    """Odd sizes, a single number, a tie within the root's unit, batch norms, buffers, one of them not persistent."""
+def wrapped(
+    library: SimpleNamespace = OURS, build: Callable[[], Any] = MLP, strategy: str = "FULL_SHARD", **options: Any
+) -> Any:
+    """A model of which each block, and the rest, is a unit."""
+    model = seeded(build)
+    how = {"device_id": CPU, "sharding_strategy": library.strategy[strategy], **options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = library.wrap(block, **how)
+        return library.wrap(model, **how)
 
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor([1.25]))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(columns, rows), nn.BatchNorm1d(rows), nn.Tanh())
-            for columns, rows in [(6, 5), (5, width)]
+
+def optimizer_of(model: nn.Module, name: str) -> Optimizer:
+    cls, options = OPTIMIZERS[name]
+    return cls(model.parameters(), **options)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range, rank: int = 0) -> list[float]:
+    """The losses of some steps; with the same ``rank`` everywhere it does not matter how many ranks there are."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(*BATCH(10 * step + rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def choose(library: SimpleNamespace, model: nn.Module, kind: str, **config: bool) -> None:
+    """What state dicts of ``model`` are to be."""
+    settings, prefix = library.settings, kind.capitalize()
+    with quiet():
+        library.wrap.set_state_dict_type(
+            model,
+            getattr(settings.StateDictType, f"{kind}_STATE_DICT"),
+            getattr(settings, f"{prefix}StateDictConfig")(),
+            getattr(settings, f"{prefix}OptimStateDictConfig")(**config),
         )
-        self.register_buffer("shift", torch.rand(width))
-        self.register_buffer("scratch", torch.rand(3), persistent=False)
-        self.register_buffer("count", torch.tensor(3))
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.second(torch.tanh(self.first(x) + self.get_buffer("shift"))) * self.gain
 
 
-def build(seed: int = 0) -> Net:
-    """Equal on all ranks, with statistics that are not those of a new one."""
-    model = seeded(Net, seed)
-    for index, block in enumerate(model.blocks):
-        block[1].running_mean.copy_(torch.linspace(0.0, 1.0 + seed, block[1].num_features))
-        block[1].num_batches_tracked.fill_(index + 1 + seed)
-    return model
+def assert_same(found: Any, expected: Any, where: str = "state dict") -> None:
+    """Two state dicts have the same keys, shapes, dtypes and values."""
+    if isinstance(expected, dict):
+        assert isinstance(found, dict), where
+        assert set(found) == set(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same(one, other, f"{where}[{index}]")
+    elif isinstance(expected, Tensor):
+        one, other = whole(found), whole(expected)
+        assert one.dtype == other.dtype, where
+        assert one.shape == other.shape, where
+        torch.testing.assert_close(one, other, msg=lambda text: f"{where}: {text}")
+    else:
+        assert found == expected, where
 
 
-def wrapped(fsdp: ModuleType, model: Any, **options: Any) -> Any:
-    """Each block by itself, and the model."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = wrap(fsdp, block, **options)
-    return wrap(fsdp, model, **options)
+def whole(value: Any) -> Tensor:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if not isinstance(value, Tensor) or hasattr(value, "local_shards"):  # a ShardedTensor
+        gathered = torch.empty(value.size(), dtype=value.dtype)
+        value.gather(out=gathered if torch.distributed.get_rank() == 0 else None)
+        torch.distributed.broadcast(gathered, 0)
+        return gathered
+    return value
 
 
-def mesh_options(world: World, strategy: str = "FULL_SHARD", kind: str = "SHARDED") -> dict[str, Any]:
-    """With a mesh torch makes DTensors for sharded state dicts, and no local ones; hybrids replicate over two nodes."""
-    if kind == "LOCAL":
-        return {}
-    if strategy in HYBRID:
-        return {"device_mesh": world.mesh(2, world.size // 2, names=("replicate", "shard"))}
-    return {"device_mesh": world.mesh()}
-
-
-def speaking(fsdp: ModuleType, model: nn.Module, kind: str, **config: bool) -> AbstractContextManager[Any]:
-    """The context in which state dicts of `model` are of a kind."""
-    name = kind.capitalize() + "StateDictConfig"
-    return fsdp.FullyShardedDataParallel.state_dict_type(
-        model, fsdp.StateDictType[f"{kind}_STATE_DICT"], getattr(fsdp, name)(**config)
-    )
-
-
-def look(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Every value of a state dict, what it is, and this rank's part of it, in order."""
-    seen = {}
-    for name, value in state.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        placements = value.placements if isinstance(value, DTensor) else None
-        seen[name] = (placements, list(value.shape), value.dtype, list(local.shape), local.tolist())
-    return seen
-
-
-def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The values of a state dict without sharding. All ranks call it."""
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
-
-
-def assert_equal_states(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """The same names in the same order, shapes, dtypes and values."""
-    assert list(found) == list(expected)
-    for name, value in found.items():
-        assert (value.shape, value.dtype) == (expected[name].shape, expected[name].dtype), name
-        assert torch.equal(value, expected[name]), name
-
-
-def is_compact(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, so that saving it saves nothing else."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().nbytes() == local.nbytes
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -57,6 +57,28 @@ def agree_on_order(groups: Sequence[str], process_group: dist.ProcessGroup, devi
         _compare(list(groups), 0, process_group, device, "did not shard their modules in the same order")
 
 
+def agree_on_next(name: str, tag: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare the group that this rank gathers next with what the other ranks gather; all of them must call it.
+
+    Raises:
+        RuntimeError: on every rank, with the ranks that gather another one.
+    """
+    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+        return
+    every = torch.empty(process_group.size(), dtype=torch.int64, device=device)
+    all_gather_single(every, torch.tensor([tag], device=device), group=process_group)
+    others = [
+        rank
+        for rank, found in zip(dist.get_process_group_ranks(process_group), every.tolist(), strict=True)
+        if found != tag
+    ]
+    if others:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} gathers the parameters of '{name}' and ranks {others} gather others: every rank "
+            f"must run the same sharded modules in the same order"
+        )
+
+
 def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: torch.device, problem: str) -> int:
     digest = hashlib.sha256("\n".join(described).encode()).digest() + struct.pack("<q", tag)
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)

@@ -15,6 +15,7 @@ of what is shown, and replace it: it is taken in before the next step.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -83,7 +84,7 @@ class Fragment(ShardedParameter):
 
     Attributes:
         home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
-        stands_in: what the attribute of a hidden parameter is between uses: right of shape, and without memory.
+        stands_in: what the attribute of a hidden parameter is between uses: NaN, right of shape, one element of memory.
     """
 
     def __init__(
@@ -150,8 +151,7 @@ class Fragment(ShardedParameter):
         if self.home is not None:
             if whole:
                 self._gradient_hooks = tuple((before._backward_hooks or {}).values())
-                self.stands_in = torch.empty(self.shape, dtype=self.dtype, device=local.device)
-                self.stands_in.untyped_storage().resize_(0)
+                self.stands_in = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
             return
         grad = before.grad
         if grad is not None and whole:
@@ -214,7 +214,6 @@ class FlatPresentation(Presentation):
 
     def __init__(self, group: Group) -> None:
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
-        self._shows_full = True  # what the modules had before
         super().__init__(group)
 
     def prepare(self) -> None:
@@ -236,6 +235,10 @@ class FlatPresentation(Presentation):
             self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
         super().prepare()
         self._shows_full = True  # in places that are new
+        placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
+        if self._flats:
+            placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
+        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
         if self._flats:
             self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
 
@@ -246,10 +249,8 @@ class FlatPresentation(Presentation):
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():
-            if self._shows_full:
-                module._parameters.pop(name, None)
+            module._parameters.pop(name, None)
             module.__dict__[name] = param.stands_in  # type: ignore[attr-defined]
-        self._shows_full = False
         super().show_sharded()
 
     def show_unsharded(self) -> None:
@@ -260,7 +261,6 @@ class FlatPresentation(Presentation):
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         if self._flats and full:
-            self._shows_full = True
             for home, name, _, _ in self._flats:
                 home._parameters.pop(name, None)
             for _, _, module, name in self._indexed():
@@ -270,15 +270,14 @@ class FlatPresentation(Presentation):
     def _keeps_place(self) -> bool:
         if os.environ.get("FSDP_SKIP_WRITEBACK_CHECK") == "1":
             return True
-        if self._flats:
-            shards = self._group.memory.shards
-            return all(same_memory(flat, shard) for (_, _, flat, _), shard in zip(self._flats, shards, strict=True))
-        return all(param.lies_at(param.local) for param in self._group.params)
+        return all(tensor.data_ptr() == at and tensor.shape == shape for tensor, at, shape in self._where)
 
     def take_in(self) -> bool:
         if not self._flats:
             return super().take_in()
-        for home, name, flat, section in self._flats:
+        replaced = False
+        shards = self._group.memory.shards
+        for (home, name, flat, section), shard in zip(self._flats, shards, strict=True):
             shown = home._parameters.get(name)
             if shown is None or shown is flat:
                 shown = flat
@@ -288,15 +287,15 @@ class FlatPresentation(Presentation):
             self._check_shape(name, shown, (section.plan.shard_numel,))
             for index in section.members:
                 self._group.params[index].sharded = shown
-        return not self._keeps_place()
+            replaced |= not same_memory(shown, shard)
+        return replaced
 
     def _take_in(self, param: ShardedParameter) -> bool:
         replaced = super()._take_in(param)
-        if replaced and param.local.numel():
+        if param.local.numel() == 0:
+            param.sharded.data = param.sharded.data.new_empty(0)  # whatever it was given: it holds nothing
+        elif replaced:
             self._check_shape(param.name, param.sharded, tuple(param.local.shape))
-        elif replaced and param.sharded.dtype == param.local.dtype:
-            param.sharded.data = param.local
-            return False
         return replaced
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:

@@ -16,6 +16,7 @@ import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed
 from fullshard.device import EventMark, Lanes, mark_now
+from fullshard.group.agreement import agree_on_next
 from fullshard.group.gradients import Flight
 from fullshard.group.group import Clock, Group, State
 from fullshard.group.memory import Pools
@@ -52,6 +53,7 @@ class Schedule:
         self._forward_root: Unit | None = None
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
+        self._compares_order = dist.get_debug_level() is not dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self._in_backward = False
         self.backwards = 0
         self._step = 0
@@ -217,6 +219,8 @@ class Schedule:
         before = group.state
         if before is State.GATHERING:
             return
+        if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
+            agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
         started = self._in_range("all_gather", group, group.unshard)
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
@@ -54,7 +55,7 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = 
 }
 
 
-class FullyShardedDataParallel(StateDictMethods, nn.Module):
+class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     """``module`` with its parameters sharded over ranks, as one flat parameter for each wrapped module.
 
     ::
@@ -167,7 +168,7 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             initialise.sync_module_states(found, [each.get_buffer(name) for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-        unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
+        unit = WrappedUnit(self, data, device, precision, auto_reshard, buffers)
         unit.ignored = {id(param) for param in kept}
         unit.prefetches_backward = _PREFETCH[prefetch]
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
@@ -222,6 +223,14 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             inner = {other for each in found for other in each.modules() if other is not each}
             found = [each for each in found if each not in inner]
         return found
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to shard over, or, where nothing is sharded, to replicate over; ``None`` without parameters."""
+        for each in self.fsdp_modules(self):
+            for group in each._unit.groups:
+                return group.data.shard_group or group.data.replicate_group
+        return None
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
@@ -288,8 +297,6 @@ class FullyShardedDataParallel(StateDictMethods, nn.Module):
             if each._unit.phase is not Phase.IDLE or each._is_summoned:
                 where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
-        for each in wrappers:
-            each._schedule()
         with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             for each in wrappers:
                 each._is_summoned = True

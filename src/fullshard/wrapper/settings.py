@@ -202,8 +202,8 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     for other in found[1:]:
         if other != found[0]:
             raise AssertionError(
-                f"the wrappers in this {type(module).__name__} have different state dict settings, {found[0]} and "
-                f"{other}: set them on the outermost one"
+                f"the wrappers in one {type(module).__name__} must have the same state dict settings, but there are "
+                f"{found[0]} and {other}: set them on the outermost one"
             )
     kind = StateDictType.FULL_STATE_DICT
     return found[0] if found else StateDictSettings(kind, *(cls() for cls in CONFIGS[kind]))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from fullshard import tree
+from fullshard.group.mesh import DataMesh
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit, unit_of
@@ -26,6 +27,7 @@ class WrappedUnit(Unit):
 
     Args:
         wrapper: the instance that wraps it.
+        data: over which its parameters, if it has any, are sharded.
         precision: its dtypes.
         buffers: each with the module that has it and its name there.
     """
@@ -35,6 +37,7 @@ class WrappedUnit(Unit):
     def __init__(
         self,
         wrapper: nn.Module,
+        data: DataMesh,
         device: torch.device,
         precision: MixedPrecision,
         auto_reshard: bool,
@@ -44,6 +47,7 @@ class WrappedUnit(Unit):
             precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs
         )
         super().__init__((wrapper,), device, policy, auto_reshard)
+        self.data = data
         self.precision = precision
         self.buffers = buffers
         #: Of buffers that were cast, by module and name: what state dicts restore.
@@ -56,11 +60,16 @@ class WrappedUnit(Unit):
 
     def start(self) -> Schedule:
         schedule = super().start()
-        self.casts_inputs |= self.precision.cast_root_forward_inputs
         for unit in schedule.units:
             if isinstance(unit, WrappedUnit):
                 unit._cast_buffers()
         return schedule
+
+    def join(self, schedule: Schedule) -> None:
+        super().join(schedule)
+        precision = self.precision
+        at_root = schedule.root is self and precision.cast_root_forward_inputs
+        self.casts_inputs = precision.cast_forward_inputs or at_root
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

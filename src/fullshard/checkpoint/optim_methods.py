@@ -1,0 +1,211 @@
+"""What ``FullyShardedDataParallel`` offers for the state of optimizers, under torch's names.
+
+Owns which kind of state dict is meant, and by what keys an optimizer's state dict names parameters: by their places,
+by names, or, as old calls do, by the places in what was given to the optimizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.names import shown_parameters
+from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
+from fullshard.wrapper.settings import (
+    OptimStateKeyType,
+    StateDictType,
+    settings_of,
+)
+
+StateDict = dict[str, Any]
+ProcessGroup = dist.ProcessGroup | None
+#: Parameters, or parameter groups, as they were given to an optimizer.
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class OptimStateMethods:
+    """Static methods. A *named* state dict calls parameters as the model without sharding does.
+
+    All ranks must call each of them, but for :meth:`shard_full_optim_state_dict` and :meth:`rekey_optim_state_dict`.
+
+    Raises:
+        AssertionError: the wrappers in a model differ in their settings of state dicts or in ``use_orig_params``.
+        KeyError: the optimizer has parameters that are not the model's, or the state dict some that are not the
+            optimizer's.
+        ValueError: a state has not the shape of its parameter; parameters of one flat parameter have states that
+            cannot be joined; there is no ``"state"``.
+        RuntimeError: without ``use_orig_params``: a rank has no state of what the first rank has.
+    """
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: Optimizer, optim_state_dict: StateDict | None = None, group: ProcessGroup = None
+    ) -> StateDict:
+        """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
+
+        Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others.
+
+        Args:
+            optim_state_dict: in place of ``optim.state_dict()``.
+            group: the ranks of the model; all by default.
+        """
+        settings = settings_of(model)
+        state_dict = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        params = _params(model, optim, _is_named(state_dict))
+        config, is_full = settings.optim_state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
+        rank0_only = getattr(config, "rank0_only", False)
+        return whole_state(model, params, state_dict, not is_full, rank0_only, config.offload_to_cpu, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: StateDict,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """A named state dict of any kind, from any sharding or none, as ``optim.load_state_dict`` takes it.
+
+        Args:
+            is_named_optimizer: whether ``optim`` names parameters itself, and needs a state of each.
+            load_directly: whether to load it too.
+            group: the ranks of the model; all by default. With ``rank0_only`` its first rank sends what it was given.
+        """
+        rank0_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
+        params = _params(model, optim, is_named_optimizer)
+        named = optim if is_named_optimizer else None
+        result = local_state(model, params, optim_state_dict, rank0_only, group, named)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: ProcessGroup = None,
+    ) -> StateDict:
+        """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
+        _warn("full_optim_state_dict", "optim_state_dict", optim_input)
+        params = _params_given(model, optim_input, optim)
+        return whole_state(model, params, optim.state_dict(), False, rank0_only, True, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
+        """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
+        _warn("sharded_optim_state_dict", "optim_state_dict")
+        params = _params(model, optim)
+        return whole_state(model, params, optim.state_dict(), True, False, True, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: StateDict,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has."""
+        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
+    ) -> StateDict:
+        """Deprecated: :meth:`optim_state_dict_to_load` of a sharded state dict."""
+        _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        return local_state(model, _params(model, optim), sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: StateDict | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+        group: Any | None = None,
+    ) -> StateDict:
+        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has."""
+        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
+        return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict or {}, True, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: StateDict,
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: Optimizer | None = None,
+    ) -> StateDict:
+        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before.
+
+        Raises:
+            AssertionError: ``optim_state_key_type`` is none.
+            ValueError: keys of both kinds.
+            RuntimeError: ``model`` has flat parameters.
+        """
+        _warn(optim_input=optim_input)
+        wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))
+        assert wanted, f"optim_state_key_type is {optim_state_key_type!r}; expected one of {list(OptimStateKeyType)}"
+        kinds = {type(key) for key in optim_state_dict["state"]}
+        if len(kinds) > 1:
+            raise ValueError(f"parameters are called both by name and by number: {list(optim_state_dict['state'])}")
+        if not kinds - {wanted}:
+            return optim_state_dict
+        new: dict[Any, Any] = {}
+        shown, params = shown_parameters(model), _params_given(model, optim_input, optim)
+        expect(shown, params.values(), "the model has no such parameter of the optimizer's")
+        for key, param in params.items():
+            if len(shown[param]) > 1:
+                raise RuntimeError(f"{shown[param]} lie in one flat parameter: they have no key for each")
+            name = shown[param][0].name
+            new.update({key: name} if wanted is str else {name: key})
+        expect(new, optim_state_dict["state"], "the optimizer has no such parameter of the state dict's")
+        state = {new[key]: value for key, value in optim_state_dict["state"].items()}
+        return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
+
+
+def _is_named(state_dict: StateDict) -> bool:
+    keys = [key for group in state_dict.get("param_groups", ()) for key in group["params"]] or state_dict["state"]
+    return isinstance(next(iter(keys), None), str)
+
+
+def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[Key, nn.Parameter]:
+    """The parameters of an optimizer by the keys of its state dict."""
+    params = [param for group in optim.param_groups for param in group["params"]]
+    if not is_named:
+        return dict(enumerate(params))
+    names = {param: name for name, param in model.named_parameters()}
+    expect(names, params, "the model has no such parameter of the optimizer's")
+    return {names[param]: param for param in params}
+
+
+def _params_given(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> dict[Key, nn.Parameter]:
+    """The same from what was given to the optimizer: all parameters, if neither is told."""
+    if optim_input is None:
+        return dict(enumerate(model.parameters())) if optim is None else _params(model, optim)
+    if not isinstance(optim_input, Iterable):
+        raise TypeError(f"optim_input is {optim_input!r}; expected parameters or dicts, as given to the optimizer")
+    given: list[Any] = list(optim_input)
+    if not given:
+        raise ValueError("optim_input is empty: give what was given to the optimizer, or the optimizer itself")
+    if all(isinstance(each, dict) for each in given):
+        assert all("params" in each for each in given), "a dict of optim_input has no 'params': each is a group of them"
+        given = [param for each in given for param in each["params"]]
+    if not all(isinstance(each, nn.Parameter) for each in given):
+        raise TypeError("optim_input has things of different kinds; expected either parameters or dicts")
+    return dict(enumerate(given))
+
+
+def _warn(old: str = "", new: str = "", optim_input: OptimInput = None) -> None:
+    if old:
+        warnings.warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning, stacklevel=3)
+    if optim_input is not None:
+        warnings.warn("optim_input is deprecated: give the optimizer", FutureWarning, stacklevel=3)

@@ -1,0 +1,413 @@
+"""The state of an optimizer by the names of the original parameters, and back to what an optimizer of shards can load.
+
+An optimizer knows shards, fragments or flat parameters. What it keeps of one is either a *part*, laid out as this
+rank's part of the parameter is (momenta), or a value for all of it (``step``, numbers). Owns both directions::
+
+    save    split what belongs to flat parameters ─▶ agree on who has what ─▶ gather parts ─▶ whole, or as DTensors
+    load    whole tensors, DTensors of any placement, or those of the first rank ─▶ cut ─▶ join for flat parameters
+
+A rank without elements of a fragment has no state of it, so that none knows alone which there are: one object is
+exchanged to agree, and for each group and each name of a state one gather follows.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from fullshard.checkpoint.names import Place, shown_parameters, wrappers
+from fullshard.full_params import gather
+from fullshard.group.flat import FlatParameter, Fragment
+from fullshard.group.group import Group
+from fullshard.group.parameter import ShardedParameter, chunk_views
+from fullshard.torch_private import altered_spec, local_of, make_dtensor, pytree, spec_of
+
+tree_map_only = pytree.tree_map_only
+
+#: What a state dict calls a parameter: by its place among those of the optimizer, or by a name.
+Key = int | str
+State = dict[str, Any]
+_Shown = dict[nn.Parameter, list[Place]]
+
+
+class _Part(NamedTuple):
+    """What a rank tells of its part of a state."""
+
+    dtype: torch.dtype
+    fits: bool
+
+
+def _is_part(key: str, value: object, shape: Sequence[int]) -> bool:
+    """Whether a state belongs to a parameter element by element. Of a scalar parameter all but ``step`` does."""
+    return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key != "step"))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The parts of ``places`` in a tensor that is like their flat parameter."""
+    first, group = places[0].index, places[0].group
+    assert group is not None
+    section = next(section for section in group.sections if first in section.members)
+    views = dict(chunk_views(group.params, section.members, section.plan, flat, group.data.shard_rank))
+    return [views[place.index] for place in places]
+
+
+def _checked_in(model: nn.Module) -> _Shown:
+    """What ``model`` shows, once the groups know what users did to it since the last step."""
+    for group in dict.fromkeys(place.group for inside in shown_parameters(model).values() for place in inside):
+        if group is not None:
+            group.check_in()
+    return shown_parameters(model)
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Whether its wrappers show flat parameters."""
+    kinds = {wrapper._use_orig_params for wrapper in wrappers(model)}
+    assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
+    return kinds == {False}
+
+
+def expect(known: Collection[Any], keys: Iterable[Any], problem: str) -> None:
+    """A KeyError unless all keys are known."""
+    if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
+        raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
+
+
+def with_groups(state_dict: Mapping[str, Any], state: Any, renamed: Callable[[Any], Any]) -> dict[str, Any]:
+    """A state dict of ``state`` with the parameter groups of another, if that has any."""
+    result = {"state": state}
+    if "param_groups" in state_dict:
+        groups = copy.deepcopy(state_dict["param_groups"])
+        result["param_groups"] = [{**options, "params": renamed(options["params"])} for options in groups]
+    return result
+
+
+# -- save ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def whole_state(
+    model: nn.Module,
+    params: Mapping[Key, nn.Parameter],
+    state_dict: Mapping[str, Any],
+    as_dtensors: bool = False,
+    rank0_only: bool = False,
+    to_cpu: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """``state_dict`` with the names and the shapes of the model without sharding.
+
+    All ranks of ``process_group`` must call it.
+
+    Args:
+        params: what the keys of ``state_dict`` stand for.
+        as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
+        rank0_only: ranks but the first get an empty dict.
+
+    Raises:
+        KeyError: a parameter that is not the model's.
+        RuntimeError: a rank has no state of what the first rank has, though the model has flat parameters.
+        ValueError: a state of another shape than its parameter's.
+        AssertionError: ranks that hold parts of one parameter have different values of a state; some wrappers in the
+            model have flat parameters, and some have not.
+    """
+    shown, states = _checked_in(model), state_dict["state"]
+    saves = not rank0_only or dist.get_rank(process_group) == 0
+    inside = {key: shown[param] for key, param in params.items() if param in shown}
+    expect(inside, params, "the model has no such parameter of the optimizer's")
+    mine: dict[str, State] = {}
+    for key, param in params.items():
+        if key in states:
+            mine.update(_split(param, inside[key], states[key]))
+    places = {place.name: place for all_of_one in shown.values() for place in all_of_one}
+    saved: dict[Any, Any] = {}
+    groups: dict[Group, dict[int, str]] = {}
+    agreed = _agree(places, mine, is_flat(model), process_group)
+    for name, state in agreed.items():
+        place = places[name]
+        if place.group is not None:
+            saved[name] = _copied({key: each for key, each in state.items() if not isinstance(each, _Part)}, to_cpu)
+            groups.setdefault(place.group, {})[place.index] = name
+        elif name in mine:
+            saved[name] = _copied(mine[name], to_cpu)
+    for group, names in groups.items():
+        for index, key, gathered in _gathered(group, names, agreed, mine):
+            value = _given_out(gathered, group.params[index], as_dtensors, to_cpu)
+            if saves:
+                saved[names[index]][key] = value
+    if not saves:
+        return {}
+    for key, value in states.items():
+        if key not in params and key not in saved:
+            warnings.warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it", stacklevel=4)
+            saved[key] = value
+
+    def renamed(keys: Sequence[Key]) -> list[str]:
+        expect(inside, keys, "the optimizer has no such parameter of its own parameter groups")
+        return [place.name for key in keys for place in inside[key]]
+
+    return with_groups(state_dict, saved, renamed)
+
+
+def _copied(state: State, to_cpu: bool) -> State:
+    """A state that shares nothing with the optimizer's, and no ``step`` with another parameter's."""
+    device = "cpu" if to_cpu else None
+    copied: State = tree_map_only(torch.Tensor, lambda each: each.detach().to(device or each.device, copy=True), state)
+    return copied
+
+
+def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
+    """What of the state of a parameter belongs to each of the original ones that lie in it."""
+    split = {place.name: dict(state) for place in places}
+    for key, value in state.items() if isinstance(param, FlatParameter) else ():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape:
+            for place, view in zip(places, _views(places, value), strict=True):
+                split[place.name][key] = view
+    return split
+
+
+def _holds_some(param: ShardedParameter) -> bool:
+    """Whether this rank has elements of a parameter, if anybody has."""
+    return bool(param.local.numel() or not param.shape.numel())
+
+
+def _agree(
+    places: Mapping[str, Place], mine: Mapping[str, State], flat: bool, process_group: dist.ProcessGroup | None
+) -> dict[str, State]:
+    """Of each parameter with a state its values, and a :class:`_Part` in place of each part, the same on all ranks."""
+    told: dict[str, State] = {}
+    for name, state in mine.items():
+        param = places[name].param
+        if param is None:
+            told[name] = {}
+        elif flat or _holds_some(param):
+            told[name] = {key: _told(key, value, param) for key, value in state.items()}
+    everyone: list[dict[str, State]] = [{} for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather_object(everyone, told, process_group)
+    missing = {rank: sorted(everyone[0].keys() - theirs.keys()) for rank, theirs in enumerate(everyone)}
+    if flat and any(missing.values()):
+        raise RuntimeError(
+            f"every rank must have the states that the first one has, but these are missing, by rank: {missing}. Make "
+            f"the same optimizer and the same steps on all ranks"
+        )
+    agreed: dict[str, State] = {}
+    for rank, theirs in enumerate(everyone):
+        for name in everyone[0] if flat else sorted(theirs.keys() & places.keys()):
+            known = agreed.setdefault(name, {})
+            for key, value in theirs[name].items():
+                what = f"the state '{key}' of parameter '{name}' on rank {rank}"
+                if isinstance(value, _Part) and not value.fits:
+                    raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
+                if not flat and not _equal(known.setdefault(key, value), value):
+                    raise AssertionError(f"{what} is {value}, and on a rank before it {known[key]}")
+                known.setdefault(key, value)
+    return agreed
+
+
+def _told(key: str, value: Any, param: ShardedParameter) -> Any:
+    if _is_part(key, value, param.local.shape):
+        return _Part(value.dtype, _local(value).shape == param.local.shape)
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _gathered(
+    group: Group, names: Mapping[int, str], agreed: Mapping[str, State], mine: Mapping[str, State]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """All of each part of a state of a group's parameters, ``names`` by index, with the index and the state's name."""
+    parts: dict[str, dict[int, torch.dtype]] = {}
+    for index, name in names.items():
+        for key, value in agreed[name].items():
+            if isinstance(value, _Part):
+                parts.setdefault(key, {})[index] = value.dtype
+    for key, dtypes in sorted(parts.items()):
+        held = [mine.get(names[index], {}).get(key) if index in dtypes else None for index in range(len(group.params))]
+        travels = []  # the states of a section go in one dtype, to which all of them can turn and return
+        for section in group.sections:
+            found = [dtypes[index] for index in section.members if index in dtypes]
+            travels.append(reduce(torch.promote_types, found) if found else section.dtype)
+        wholes = gather(group, [None if value is None else _local(value) for value in held], travels)
+        for index, dtype in dtypes.items():
+            yield index, key, wholes[index].to(dtype)
+
+
+def _given_out(whole: torch.Tensor, param: ShardedParameter, as_dtensor: bool, to_cpu: bool) -> torch.Tensor:
+    if as_dtensor:
+        local = param.rows_of(whole, param.data.shard_rank).clone()  # and not the memory of all states
+        return make_dtensor(local.cpu() if to_cpu else local, altered_spec(param.spec, dtype=whole.dtype))
+    if param.unsharded_spec is not None:
+        whole = make_dtensor(whole, altered_spec(param.unsharded_spec, dtype=whole.dtype)).full_tensor()
+    return whole.cpu() if to_cpu else whole
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+# -- load ------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def local_state(
+    model: nn.Module,
+    params: Mapping[Key, nn.Parameter],
+    state_dict: Mapping[str, Any],
+    rank0_only: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    named: Optimizer | None = None,
+) -> dict[str, Any]:
+    """``state_dict``, by the names of the original parameters, as the optimizer of ``params`` can load it.
+
+    Values may be whole tensors or DTensors. Whole ones are cut without communication.
+
+    Args:
+        params: what the optimizer has, by its keys.
+        rank0_only: what counts is the ``state_dict`` of the first rank of ``process_group``, which sends it.
+        named: an optimizer that needs a state of every parameter: it keeps its own where there is none.
+
+    Raises:
+        ValueError: there is no ``"state"``; a tensor of another shape than its parameter; parameters that lie in one
+            flat parameter with states that cannot be joined.
+        KeyError: a parameter group has a name that the optimizer does not know.
+        AssertionError: some wrappers in the model have flat parameters, and some have not.
+    """
+    is_flat(model)
+    shown = _checked_in(model)
+    groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
+    device = groups[0].device if groups else torch.device("cpu")
+    receive = partial(tree_map_only, _Sent, lambda sent: sent.receive(process_group, device))
+    state_dict = _from_first_rank(state_dict, process_group) if rank0_only else state_dict
+    if "state" not in state_dict:
+        raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
+    states, loaded = state_dict["state"], dict[Any, Any]()
+    keys = {param: key for key, param in params.items()}
+    for param, places in shown.items():
+        cut = [_cut(place, states.get(place.name), param, receive) for place in places]
+        if param not in keys or all(each is None for each in cut):
+            continue
+        first, joins = places[0], isinstance(param, FlatParameter)
+        state = _join(param.shape, places, cut) if joins else cut[0]
+        if first.param is not None and not joins and not _holds_some(first.param):
+            state = None if named is None else copy.deepcopy(named.state.get(param))
+            if state is None and named is not None:
+                warnings.warn(f"this rank has no state of '{first.name}' that it could keep", stacklevel=4)
+        if state:
+            loaded[keys[param]] = state
+    known: dict[str, Any] = {place.name: keys.get(param) for param, places in shown.items() for place in places}
+    loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in known)
+    known = {name: key for name, key in known.items() if key is not None}
+
+    def renamed(names: Sequence[str]) -> list[Key]:
+        expect(known, names, "the optimizer to load into has no such parameter of a parameter group")
+        return sorted({known[name] for name in names})
+
+    return with_groups(state_dict, loaded, renamed)
+
+
+class _Sent:
+    """A tensor of the first rank, of which the others know what it is like until it comes."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tensor": None}
+
+    def receive(self, process_group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+        sent = self._tensor
+        sent = torch.empty(self._shape, dtype=self._dtype, device=device) if sent is None else sent.to(device)
+        dist.broadcast(sent := sent.contiguous(), group=process_group, group_src=0)
+        return sent
+
+
+def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Mapping[str, Any]:
+    """What the first rank gave. Tensors come one by one, when all ranks ask for them."""
+    box = [dict(state_dict)]
+    if "state" in state_dict:
+        box[0]["state"] = tree_map_only(torch.Tensor, lambda each: _Sent(each) if each.ndim else each, box[0]["state"])
+    dist.broadcast_object_list(box, group=process_group, group_src=0)
+    return box[0]
+
+
+def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]) -> State | None:
+    """This rank's part of a state, in memory of its own."""
+    if state is None:
+        return None
+    cut: State = {}
+    for key, value in state.items():
+        value, param = receive(value), place.param
+        if param is not None and _is_part(key, value, param.shape):
+            cut[key] = _part_of(value, param, f"the state '{key}' of parameter '{place.name}'")
+        elif isinstance(value, torch.Tensor):
+            cut[key] = (value if isinstance(shown, DTensor) else _full(value)).clone()
+        else:
+            cut[key] = value
+    return cut
+
+
+def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.Tensor:
+    if value.shape != param.spec.shape:
+        raise ValueError(f"{what} has the shape {tuple(value.shape)}; expected {tuple(param.spec.shape)}")
+    spec, before = altered_spec(param.spec, dtype=value.dtype), param.unsharded_spec
+    shows_dtensor = not isinstance(param, Fragment)
+    if shows_dtensor and isinstance(value, DTensor) and spec_of(value) == spec:
+        return value.clone()
+    whole = _full(value)
+    if before is not None:
+        replicated = DTensor.from_local(whole, before.mesh, [Replicate()] * before.mesh.ndim, run_check=False)
+        whole = replicated.redistribute(placements=before.placements).to_local()
+    part = param.chunk_of(whole, param.data.shard_rank).clone()
+    return make_dtensor(part, spec) if shows_dtensor else part
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
+
+
+def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | None]) -> State:
+    """The state of a flat parameter of this shape. Where one of its parameters has none, its part is zeros."""
+    keys = {frozenset(state) for state in states if state is not None}
+    if len(keys) > 1:
+        raise _unlike(places, f"states of different names: {[sorted(each) for each in keys]}")
+    joined: State = {}
+    for key in keys.pop():
+        values = [None if state is None else state[key] for state in states]
+        there = [value for value in values if value is not None]
+        kinds = {(type(value), value.dtype if isinstance(value, torch.Tensor) else None) for value in there}
+        parts = {
+            _is_part(key, value, place.param.shape)
+            for place, value in zip(places, values, strict=True)
+            if place.param is not None and value is not None
+        }
+        if len(parts) > 1 or len(kinds) > 1:
+            raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
+        joined[key] = there[0] if there else None
+        if parts == {True}:
+            joined[key] = there[0].new_zeros(shape)
+            for view, value in zip(_views(places, joined[key]), values, strict=True):
+                if value is not None:
+                    view.copy_(value)
+        elif there and not all(_equal(there[0], value) for value in values):
+            raise _unlike(places, f"different values of '{key}': {values}")
+    return joined
+
+
+def _unlike(places: Sequence[Place], what: str) -> ValueError:
+    return ValueError(f"{[place.name for place in places]} lie in one flat parameter, but have {what}")

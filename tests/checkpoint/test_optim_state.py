@@ -1,0 +1,308 @@
+"""Optimizer state by the names of the original parameters: against torch's wrapper, and from any sharding to any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import Optimizer
+
+import fullshard
+from fullshard.checkpoint.optim_methods import OptimStateMethods
+from tests.checkpoint.cases import (
+    OPTIMIZERS,
+    OURS,
+    SHARDINGS,
+    TORCHS,
+    assert_same,
+    choose,
+    optimizer_of,
+    quiet,
+    train,
+    wrapped,
+)
+from tests.harness import World, ranks
+from tests.harness.models import MLP, seeded
+
+both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
+to_dict, to_load = OptimStateMethods.optim_state_dict, OptimStateMethods.optim_state_dict_to_load
+
+
+class Tied(nn.Module):
+    """Two blocks, of which the second has a weight that it uses twice; one parameter is frozen, one of the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+        inner[2].weight = inner[0].weight
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 5), nn.Tanh()), inner])
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def by_name(model: nn.Module, optimizer: Optimizer) -> Any:
+    """The state dict of a model that is not sharded, by names."""
+    return OptimStateMethods.rekey_optim_state_dict(
+        optimizer.state_dict(), OURS.settings.OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
+
+
+# -- as torch --------------------------------------------------------------------------------------------------------
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@both_ways
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_full_state_is_that_of_torch(world: World, optimizer: str, use_orig_params: bool, strategy: str) -> None:
+    dicts = []
+    for library in (OURS, TORCHS):
+        model = wrapped(library, strategy=strategy, use_orig_params=use_orig_params)
+        stepped = optimizer_of(model, optimizer)
+        choose(library, model, "FULL", offload_to_cpu=False)
+        with quiet():
+            before = library.methods.optim_state_dict(model, stepped)
+            train(model, stepped, range(2), world.rank)
+            dicts.append([before, library.methods.optim_state_dict(model, stepped)])
+    assert_same(dicts[0], dicts[1])
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("kind", ["SHARDED", "LOCAL"])
+@both_ways
+def test_sharded_state_has_the_values_of_torch(world: World, kind: str, use_orig_params: bool) -> None:
+    dicts = []
+    for library in (OURS, TORCHS):
+        model = wrapped(library, use_orig_params=use_orig_params)
+        stepped = optimizer_of(model, "Adam")
+        choose(library, model, kind, offload_to_cpu=False)
+        with quiet():
+            train(model, stepped, range(2), world.rank)
+            dicts.append(library.methods.optim_state_dict(model, stepped))
+    assert all(isinstance(state["exp_avg"], DTensor) for state in dicts[0]["state"].values())
+    assert_same(dicts[0], dicts[1])
+
+
+@ranks(2)
+@both_ways
+@pytest.mark.parametrize("build", [MLP, Tied])
+def test_what_is_loaded_is_that_of_torch(world: World, use_orig_params: bool, build: Any) -> None:
+    plain = seeded(build)
+    optimizer = optimizer_of(plain, "AdamW")
+    train(plain, optimizer, range(2))
+    saved, loaded = by_name(plain, optimizer), []
+    for library in (OURS, TORCHS):
+        model = wrapped(library, build, use_orig_params=use_orig_params)
+        with quiet():
+            loaded.append(library.methods.optim_state_dict_to_load(model, optimizer_of(model, "AdamW"), saved))
+    assert_same(loaded[0], loaded[1])
+
+
+@ranks(2)
+@both_ways
+def test_tied_parameters_go_by_the_first_name(world: World, use_orig_params: bool) -> None:
+    dicts = []
+    for library in (OURS, TORCHS):
+        model = wrapped(library, Tied, use_orig_params=use_orig_params)
+        stepped = optimizer_of(model, "Adam")
+        choose(library, model, "FULL", offload_to_cpu=False)
+        with quiet():
+            train(model, stepped, range(1), world.rank)
+            dicts.append(library.methods.optim_state_dict(model, stepped))
+    assert "blocks.1.0.weight" in dicts[0]["state"]
+    assert "blocks.1.2.weight" not in dicts[0]["state"]
+    assert_same(dicts[0], dicts[1])
+
+
+# -- save, load and train on -----------------------------------------------------------------------------------------
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+@pytest.mark.parametrize(("kind", "offload"), [("FULL", False), ("FULL", True), ("SHARDED", True), ("LOCAL", False)])
+@pytest.mark.parametrize("read", SHARDINGS)
+@pytest.mark.parametrize("written", SHARDINGS)
+def test_training_goes_on_as_if_never_interrupted(
+    world: World, optimizer: str, kind: str, offload: bool, written: str, read: str
+) -> None:
+    first = wrapped(use_orig_params=SHARDINGS[written])
+    stepped = optimizer_of(first, optimizer)
+    choose(OURS, first, kind, offload_to_cpu=offload)
+    train(first, stepped, range(2), world.rank)
+    saved = to_dict(first, stepped)
+
+    second = wrapped(use_orig_params=SHARDINGS[read])
+    copy_parameters(first, second)
+    fresh = optimizer_of(second, optimizer)
+    choose(OURS, second, kind, offload_to_cpu=offload)
+    to_load(second, fresh, saved, load_directly=True)
+    steps = range(2, 5)
+    assert train(second, fresh, steps, world.rank) == pytest.approx(train(first, stepped, steps, world.rank), rel=1e-6)
+
+
+def copy_parameters(source: Any, target: Any) -> None:
+    with OURS.wrap.summon_full_params(source):
+        values = {name: param.detach().clone() for name, param in source.named_parameters()}
+    with OURS.wrap.summon_full_params(target):
+        for name, param in target.named_parameters():
+            param.data.copy_(values[name])
+
+
+def plain_copy(source: Any) -> nn.Module:
+    model = seeded(MLP)
+    with OURS.wrap.summon_full_params(source, writeback=False):
+        for name, param in source.named_parameters():
+            model.get_parameter(name).data.copy_(param)
+    return model
+
+
+@ranks(2)
+@both_ways
+@pytest.mark.parametrize("optimizer", ["momentum", "AdamW"])
+def test_a_model_without_sharding_goes_on(world: World, use_orig_params: bool, optimizer: str) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    stepped = optimizer_of(model, optimizer)
+    train(model, stepped, range(2))
+    plain = plain_copy(model)
+    fresh = optimizer_of(plain, optimizer)
+    saved = to_dict(model, stepped)
+    ids = OptimStateMethods.rekey_optim_state_dict(saved, OURS.settings.OptimStateKeyType.PARAM_ID, plain, optim=fresh)
+    fresh.load_state_dict(ids)
+    steps = range(2, 5)
+    assert train(plain, fresh, steps) == pytest.approx(train(model, stepped, steps), rel=1e-5)
+    again = optimizer_of(model, optimizer)
+    to_load(model, again, by_name(plain, fresh), load_directly=True)
+    assert_same(to_dict(model, again), to_dict(model, stepped))
+
+
+@ranks(2, 3)
+@both_ways
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_interchange_with_fully_shard(world: World, use_orig_params: bool, kind: str) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    stepped = optimizer_of(model, "AdamW")
+    train(model, stepped, range(2), world.rank)
+    choose(OURS, model, kind)
+    saved = to_dict(model, stepped)
+
+    other = seeded(MLP)
+    for module in (*other.blocks, other):
+        fullshard.fully_shard(module)
+    fresh = optimizer_of(other, "AdamW")
+    options = StateDictOptions(full_state_dict=kind == "FULL")
+    set_optimizer_state_dict(other, fresh, saved, options=options)
+    assert_same(to_dict(model, stepped)["state"], get_optimizer_state_dict(other, fresh, options=options)["state"])
+    again = optimizer_of(model, "AdamW")
+    to_load(model, again, get_optimizer_state_dict(other, fresh, options=options), load_directly=True)
+    assert_same(again.state_dict()["state"], stepped.state_dict()["state"])
+
+
+@ranks(2)
+def test_fully_shard_models_are_known_too(world: World) -> None:
+    model = seeded(MLP)
+    for module in (*model.blocks, model):
+        fullshard.fully_shard(module)
+    stepped = optimizer_of(model, "AdamW")
+    train(model, stepped, range(2), world.rank)
+    saved, fresh = to_dict(model, stepped), optimizer_of(model, "AdamW")
+    assert_same(saved["state"], get_optimizer_state_dict(model, stepped)["state"])
+    loaded = to_load(model, fresh, saved)
+    assert isinstance(loaded["state"][0]["exp_avg"], DTensor)
+    assert_same(loaded["state"], stepped.state_dict()["state"])
+    assert_same(to_load(model, fresh, get_optimizer_state_dict(model, stepped))["state"], loaded["state"])
+
+
+@pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1)])
+def test_other_numbers_of_ranks(rank_pool: Any, tmp_path: Path, use_orig_params: bool, before: int, after: int) -> None:
+    losses = rank_pool.run(save_and_go_on, before, tmp_path, use_orig_params)
+    assert [outcome.kind for outcome in losses] == ["returned"] * before
+    found = rank_pool.run(load_and_go_on, after, tmp_path, use_orig_params)
+    assert [outcome.kind for outcome in found] == ["returned"] * after, found
+    assert found[0].value == pytest.approx(losses[0].value, rel=1e-5)
+
+
+def save_and_go_on(world: World, folder: Path, use_orig_params: bool) -> list[float]:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    saved = to_dict(model, optimizer)
+    parameters = plain_copy(model).state_dict()
+    if world.rank == 0:
+        torch.save([saved, parameters], folder / "saved.pt")
+    return train(model, optimizer, range(2, 5))
+
+
+def load_and_go_on(world: World, folder: Path, use_orig_params: bool) -> list[float]:
+    saved, parameters = torch.load(folder / "saved.pt", weights_only=True)
+    plain = MLP()
+    plain.load_state_dict(parameters)
+    model = wrapped(build=lambda: plain, use_orig_params=not use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    to_load(model, optimizer, saved, load_directly=True)
+    return train(model, optimizer, range(2, 5))
+
+
+@pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
+def test_sharded_files_are_read_by_other_numbers_of_ranks(
+    rank_pool: Any, tmp_path: Path, use_orig_params: bool, before: int, after: int
+) -> None:
+    saved = rank_pool.run(save_sharded, before, tmp_path, use_orig_params)
+    loaded = rank_pool.run(load_sharded, after, tmp_path, not use_orig_params)
+    outcomes = [*saved, *loaded]
+    assert [outcome.kind for outcome in outcomes] == ["returned"] * (before + after), outcomes
+    assert_same(loaded[0].value, saved[0].value)
+
+
+def save_sharded(world: World, folder: Path, use_orig_params: bool) -> Any:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    whole_one = to_dict(model, optimizer)
+    choose(OURS, model, "SHARDED")
+    checkpoint.save(to_dict(model, optimizer), checkpoint_id=folder)
+    return whole_one
+
+
+def load_sharded(world: World, folder: Path, use_orig_params: bool) -> Any:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(3))  # other values, in tensors to read into
+    choose(OURS, model, "SHARDED")
+    state_dict = to_dict(model, optimizer)
+    checkpoint.load(state_dict, checkpoint_id=folder)
+    to_load(model, optimizer, state_dict, load_directly=True)
+    choose(OURS, model, "FULL")
+    return to_dict(model, optimizer)
+
+
+@ranks(2)
+@both_ways
+def test_whole_tensors_are_cut_without_communication(world: World, use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(1))
+    saved, counts = {}, {}
+    for kind in ("FULL", "SHARDED"):
+        choose(OURS, model, kind)
+        saved = to_dict(model, optimizer)
+        with CommDebugMode() as communicated:
+            to_load(model, optimizer, saved)
+        counts[kind] = communicated.get_total_counts()
+    assert counts == {"FULL": 0, "SHARDED": 2 * len(list(seeded(MLP).parameters()))}

@@ -1,0 +1,75 @@
+"""Ranks that run modules in different orders, where TORCH_DISTRIBUTED_DEBUG asks to look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fullshard
+from tests.harness import World, ranks
+from tests.harness.models import seeded
+
+
+class Ordered(nn.Module):
+    """Runs equal blocks in an order that is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+@contextmanager
+def debugging() -> Iterator[None]:
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def sharded(api: str) -> Any:
+    model = seeded(Ordered)
+    if api == "fully_shard":
+        return fullshard.fully_shard_blocks(model)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = fullshard.FullyShardedDataParallel(block)
+    return fullshard.FullyShardedDataParallel(model)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_ranks_that_gather_different_modules_are_told(world: World, api: str, transport: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, debugging():
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        model = sharded(api)
+        model(torch.ones(2, 4)).sum().backward()
+        inner = model.module if api == "wrapper" else model
+        if world.rank == 1:
+            inner.order = [2, 1, 0]
+        with pytest.raises(RuntimeError, match=r"gathers the parameters of 'blocks.[02]' and ranks"):
+            model(torch.ones(2, 4))
+
+
+@ranks(2)
+@pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
+def test_equal_orders_pass(world: World, api: str) -> None:
+    with debugging():
+        model = sharded(api)
+        for order in ([0, 1, 2], [2, 1, 0], [1]):
+            inner = model.module if api == "wrapper" else model
+            inner.order = order
+            model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
