@@ -68,6 +68,27 @@ def test_what_is_a_flat_parameter(world: World, kind: str) -> None:
     assert isinstance(flat, nn.Parameter)
 
 
+@ranks(2)
+@ORIGINAL
+def test_a_flat_parameter_is_not_flattened_again(world: World, original: bool) -> None:
+    module = nn.Module()
+    module.register_parameter("p", fullshard.FlatParameter(torch.ones(3)))
+    with pytest.raises(ValueError, match="'p' is a FlatParameter"):
+        wrap(fullshard, module, original=original)
+
+
+@ranks(2)
+@ORIGINAL
+def test_inner_instances_may_run_and_be_saved_before_the_root(world: World, original: bool) -> None:
+    """Where torch fails once the root runs."""
+    model = wrap_blocks(original=original)(fullshard, seeded(MLP))
+    model.module.blocks[1].state_dict()
+    assert torch.equal(model.module.blocks[0](*BATCH(0)), seeded(MLP).blocks[0](*BATCH(0)))
+    mean_square(model, BATCH(world.rank)).backward()
+    assert torch.allclose(model(*BATCH(0)), seeded(MLP)(*BATCH(0)), atol=1e-6)
+    assert model.check_is_root()
+
+
 @ranks(2, 3)
 def test_dtypes_of_one_unit_become_several_flat_parameters(world: World) -> None:
     model = wrap(fullshard, seeded(MixedDtypes), original=False)
