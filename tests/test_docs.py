@@ -197,6 +197,18 @@ def test_every_method_of_a_sharded_module_is_described(name: str) -> None:
     assert name in described()
 
 
+def methods_of_the_wrapper() -> set[str]:
+    """Those that it adds to ``nn.Module`` or changes."""
+    wrapper = fullshard.FullyShardedDataParallel
+    own = {name for cls in wrapper.__mro__ if cls.__module__.startswith("fullshard") for name in vars(cls)}
+    return {name for name in own if not name.startswith("_") and callable(getattr(wrapper, name))}
+
+
+@pytest.mark.parametrize("name", sorted(methods_of_the_wrapper()))
+def test_every_method_of_the_wrapper_is_described(name: str) -> None:
+    assert f"FullyShardedDataParallel.{name}" in described()
+
+
 @pytest.mark.parametrize("heading", [heading for heading in headings_of_the_reference() if "(" in heading])
 def test_signatures_are_those_of_the_code(heading: str) -> None:
     """Names, kinds and defaults of arguments; the policies have defaults that are constructed."""
