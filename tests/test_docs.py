@@ -119,12 +119,15 @@ def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None
     assert "loss" in ended.stdout
 
 
-def test_the_code_that_moves_from_torch_runs_with_either() -> None:
-    """The README shows an import of torch and one of fullshard that take its place: both have every name."""
+@pytest.mark.parametrize(
+    ("page", "changes"), [(README, 1), (ROOT / "docs" / "migration.md", 2)], ids=["README", "docs"]
+)
+def test_the_code_that_moves_from_torch_runs_with_either(page: Path, changes: int) -> None:
+    """An import of torch and one of fullshard that take its place: both have every name."""
     change = r"^- from torch.distributed.fsdp import (.*)\n\+ from fullshard import \1$"
-    names = re.search(change, README.read_text(), re.MULTILINE)
-    assert names is not None
-    for name in names.group(1).split(", "):
+    found = re.findall(change, page.read_text(), re.MULTILINE)
+    assert len(found) == changes
+    for name in ", ".join(found).split(", "):
         assert hasattr(torch.distributed.fsdp, name)
         assert hasattr(fullshard, name)
 
