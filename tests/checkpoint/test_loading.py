@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from tests.checkpoint.wrapped import (
+from tests.checkpoint.state_dicts import (
     EACH_KIND,
     EACH_STRATEGY,
     assert_equal_states,

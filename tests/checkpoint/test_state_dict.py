@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard import StateDictType
-from tests.checkpoint.wrapped import (
+from tests.checkpoint.state_dicts import (
     EACH_KIND,
     EACH_STRATEGY,
     KINDS,

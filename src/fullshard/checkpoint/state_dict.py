@@ -222,7 +222,7 @@ class Loading:
         paths = _paths(wrapper)
         for group in (*self.unit.groups, *self.unit.borrowed):
             plain = {_join(prefix + _PREFIX, path, name): index for index, path, name in _places(group, paths)}
-            for key in [key for key in values if isinstance(values[key], DTensor) and key in plain]:
+            for key in [key for key in values if key in plain]:
                 values[key] = self._whole(group, plain[key], values[key])
             summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
             if not summoned:
@@ -255,11 +255,15 @@ class Loading:
                 )
             local.copy_(held)
 
-    def _whole(self, group: Group, index: int, value: DTensor) -> torch.Tensor:
-        moved: Any = value.to(group.device)
-        full: torch.Tensor = moved.full_tensor()
+    def _whole(self, group: Group, index: int, value: Any) -> Any:
+        """A value as the module shows it: without data parallelism."""
         spec = group.params[index].unsharded_spec
-        return full if spec is None else distribute_tensor(full, spec.mesh, spec.placements)
+        if isinstance(value, DTensor):
+            moved: Any = value.to(group.device)
+            value = moved.full_tensor()
+        if spec is None or not isinstance(value, torch.Tensor):
+            return value
+        return distribute_tensor(value.to(group.device), spec.mesh, spec.placements)
 
     def _blank(self, group: Group, index: int) -> nn.Parameter:
         """A whole parameter of which this rank's part is as it was: the other parts are nothing that it would keep."""

@@ -45,7 +45,7 @@ class ShardMetadata(NamedTuple):
     Attributes:
         param_names: relative to the wrapped module.
         param_shapes: of the whole parameters.
-        param_numels: elements that lie here.
+        param_numels: elements of the whole parameters.
         param_offsets: first and last element, of the flattened parameter, that lies here.
     """
 
@@ -325,7 +325,7 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
         shard_metadata=ShardMetadata(
             tuple(param.name for param, _, _ in here),
             tuple(param.shape for param, _, _ in here),
-            tuple(stop - start for _, start, stop in here),
+            tuple(param.shape.numel() for param, _, _ in here),
             tuple((start, stop - 1) for _, start, stop in here),
         ),
     )
