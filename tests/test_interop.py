@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,13 +90,17 @@ class Trained:
         return {"model": model, "optimizer": optimizer}
 
     def load(self, state: State, options: StateDictOptions | None = None) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=options,
-        )
+        if options != FROM_FIRST:
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=options,
+            )
+        else:  # set_state_dict() takes nothing to mean that the model is not to be loaded
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+            set_model_state_dict(self.model, state["model"], options=options)
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
@@ -178,7 +183,7 @@ def test_whole_state_dicts_of_odd_models(world: World, kind: str, build: Any) ->
 def test_state_dicts_are_loaded(world: World, kind: str, options: StateDictOptions | None, steps: int) -> None:
     trained, other = Trained(kind, steps=2), Trained(kind, seed=1, steps=steps)
     state = trained.state(options)
-    if options is FROM_FIRST and world.rank > 0:
+    if options == FROM_FIRST and world.rank > 0:
         state = {"model": {}, "optimizer": {}}
     other.load(state, options)
     assert_same(other.state(FULL), trained.state(FULL))
@@ -190,7 +195,7 @@ def test_state_dicts_are_loaded(world: World, kind: str, options: StateDictOptio
 @pytest.mark.parametrize("options", [FULL, None], ids=["full", "sharded"])
 def test_flattened_optimizer_state_is_loaded(world: World, kind: str, options: StateDictOptions | None) -> None:
     trained, other = Trained(kind, steps=2), Trained(kind, seed=1)
-    how = StateDictOptions(full_state_dict=options is FULL, flatten_optimizer_state_dict=True)
+    how = StateDictOptions(full_state_dict=options == FULL, flatten_optimizer_state_dict=True)
     state = trained.state(how)
     assert "state.blocks.0.0.weight.exp_avg" in state["optimizer"]
     other.load(state, how)
@@ -349,7 +354,7 @@ def test_from_any_front_end_to_any(world: World, options: StateDictOptions | Non
             trained.load(state)
         else:
             state = before.state(FULL)
-            if options is FROM_FIRST and world.rank > 0:
+            if options == FROM_FIRST and world.rank > 0:
                 state = {"model": {}, "optimizer": {}}
             trained.load(state, options)
         plain.step([number])
@@ -386,7 +391,7 @@ def test_torchs_own_go_on_working(world: World, kind: str, options: StateDictOpt
     plain = sorted_groups(Trained("plain", steps=2).state())
     assert_same(sorted_groups(trained.state(FULL)), plain)
     state = trained.state(options)
-    if options is FROM_FIRST and world.rank > 0:
+    if options == FROM_FIRST and world.rank > 0:
         state = {"model": {}, "optimizer": {}}
     other.load(state, options)
     assert_same(sorted_groups(other.state(FULL)), plain)

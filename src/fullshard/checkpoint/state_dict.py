@@ -77,10 +77,9 @@ def kind_for(group: Group, kind: StateDictType) -> StateDictType:
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
 
 
-def is_kept(unit: WrappedUnit, config: StateDictConfig) -> bool:
-    """Whether this rank's state dict gets anything."""
-    rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    return not rank0_only or all(group.data.shard_rank == 0 for group in (*unit.groups, *unit.borrowed))
+def _is_dropped(config: StateDictConfig, group: Group) -> bool:
+    """Whether this rank's state dict gets nothing of a group's module."""
+    return isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0
 
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
@@ -92,7 +91,7 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
         whole = gather(group, [param.held for param in group.params])
     else:
         whole = {index: local_tensor(full) for index, full in summoned.shown().items()}
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0:
+    if _is_dropped(config, group):
         return {}
     sharded = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT
     values = {}
@@ -120,7 +119,7 @@ def finish(
     """What is left to do once the state dict of a wrapped module is made: local shards, buffers, and ranks that keep
     nothing."""
     paths = _paths(wrapper)
-    kept = is_kept(unit, config)
+    kept = not any(_is_dropped(config, group) for group in (*unit.groups, *unit.borrowed))
     for group in (*unit.groups, *unit.borrowed):
         local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
         if local or not kept:

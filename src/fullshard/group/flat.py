@@ -234,7 +234,6 @@ class FlatPresentation(Presentation):
                 group.params[index].sharded = flat
             self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
         super().prepare()
-        self._shows_full = True  # in places that are new
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))

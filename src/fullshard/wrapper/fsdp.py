@@ -168,7 +168,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             initialise.sync_module_states(found, [each.get_buffer(name) for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-        unit = WrappedUnit(self, data, device, precision, auto_reshard, buffers)
+        unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
         unit.ignored = {id(param) for param in kept}
         unit.prefetches_backward = _PREFETCH[prefetch]
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"

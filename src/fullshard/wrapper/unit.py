@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.group.mesh import DataMesh
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit, unit_of
@@ -27,7 +26,6 @@ class WrappedUnit(Unit):
 
     Args:
         wrapper: the instance that wraps it.
-        data: over which its parameters, if it has any, are sharded.
         precision: its dtypes.
         buffers: each with the module that has it and its name there.
     """
@@ -37,7 +35,6 @@ class WrappedUnit(Unit):
     def __init__(
         self,
         wrapper: nn.Module,
-        data: DataMesh,
         device: torch.device,
         precision: MixedPrecision,
         auto_reshard: bool,
@@ -47,7 +44,6 @@ class WrappedUnit(Unit):
             precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs
         )
         super().__init__((wrapper,), device, policy, auto_reshard)
-        self.data = data
         self.precision = precision
         self.buffers = buffers
         #: Of buffers that were cast, by module and name: what state dicts restore.
