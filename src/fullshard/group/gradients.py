@@ -88,7 +88,7 @@ class Gradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
-        self._shown_waiting: list[tuple[Fragment, torch.Tensor, int]] = []  # what users see of those that wait
+        self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
 
     def move(self) -> None:
@@ -168,17 +168,17 @@ class Gradients:
         """A backward has ended without reduction. Flat parameters show that gradients wait, so that users can clear
         them, as by ``zero_grad()``; nobody has all of them to show."""
         self.settle()
-        for param in self._group.params if self._arrived and not self._shown_waiting else ():
+        for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
             if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
-                self._shown_waiting.append((param, grad, version_of(grad)))
+                self._shown_waiting.append((index, param, grad, version_of(grad)))
 
     def _heed_clearing(self) -> None:
         shown, self._shown_waiting = self._shown_waiting, []
-        for param, grad, version in shown:
+        for index, param, grad, version in shown:
             now = param.sharded.grad
             if now is None or ((now is not grad or version_of(now) != version) and not bool(now.any())):
-                self._arrived.clear()
-        for param, _, _ in shown:
+                self._arrived.discard(index)  # and no other: optimizers clear those that are theirs
+        for _, param, _, _ in shown:
             param.hide_waiting()
 
     def _begin(self) -> None:

@@ -125,7 +125,9 @@ class Schedule:
         else:
             self.clock.written = mark_now(self.device)
         for group in self.groups():
-            if group.left_by_forward:  # since an earlier forward: its parameters may have been written without a trace
+            # Since an earlier forward its parameters may have been written without a trace, or with one on some ranks
+            # only: those that have elements of a fragment.
+            if group.left_by_forward or group.is_flat:
                 self.reshard(group)
             group.check_in()
         self.passes.begin("forward", self.groups())

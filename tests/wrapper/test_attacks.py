@@ -1,0 +1,104 @@
+"""What programs do to wrapped models between forward, backward and step: it is seen, by all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from tests.harness import World, ranks
+from tests.harness.compare import deviation, whole_gradients
+from tests.harness.models import MLP, seeded
+from tests.harness.wrapper import ORIGINAL, STRATEGIES, wrap_blocks
+
+TRANSPORT = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn((4, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def wrapped(strategy: str, original: bool, transport: str = "p2p") -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        return wrap_blocks(strategy=strategy, original=original)(fullshard, seeded(MLP))
+
+
+@ranks(2)
+@ORIGINAL
+@STRATEGY
+@TRANSPORT
+def test_writes_through_data_between_evaluations_are_seen(
+    world: World, strategy: str, original: bool, transport: str
+) -> None:
+    """As of an average of another model, which is never trained."""
+    model, plain = wrapped(strategy, original, transport), seeded(MLP)
+    with torch.no_grad():
+        for seed in range(3):
+            assert deviation(model(batch(seed)), plain(batch(seed))) < 1e-6
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.data.mul_(1.5)
+
+
+class Uneven(nn.Module):
+    """Of four ranks most have nothing of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList((nn.Linear(6, 5), nn.Linear(5, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@ranks(4)
+@ORIGINAL
+@STRATEGY
+@TRANSPORT
+@pytest.mark.parametrize("grad", [True, False])
+def test_all_ranks_see_writes_to_what_only_some_of_them_have(
+    world: World, strategy: str, original: bool, transport: str, grad: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        model = wrap_blocks(strategy=strategy, original=original)(fullshard, seeded(Uneven))
+    plain = seeded(Uneven)
+    parameters = list(model.parameters())
+    for seed in range(2):
+        with torch.set_grad_enabled(grad):  # a forward without a backward
+            assert deviation(model(batch(seed)), plain(batch(seed))) < 1e-6
+        with torch.no_grad():
+            for parameter in (*parameters, *plain.parameters()):
+                if parameter.numel():
+                    parameter.mul_(1.5)
+
+
+@ranks(2)
+@STRATEGY
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_optimizer_clears_what_waits_of_its_own_parameters_only(world: World, strategy: str, to_none: bool) -> None:
+    model, plain = wrapped(strategy, True), seeded(MLP)
+
+    def weights(of: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for name, each in of.named_parameters() if "weight" in name], lr=0.1)
+
+    clears, expected = weights(model), weights(plain)
+    with model.no_sync():
+        model(batch(world.rank)).square().mean().backward()
+    clears.zero_grad(to_none)
+    model(batch(10 + world.rank)).square().mean().backward()
+    for first in (0, 10):
+        sum(plain(batch(first + rank)).square().mean() / world.size for rank in range(world.size)).backward()
+        if first == 0:
+            expected.zero_grad(to_none)
+    found = whole_gradients(fullshard, model)
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        assert found[name] is not None
+        assert deviation(found[name], parameter.grad) < 1e-6, name
