@@ -263,11 +263,11 @@ def test_state_dicts_beside_tensor_parallel(world: World, original: bool, kind: 
 
 @ranks(2, timeout=180)
 @pytest.mark.parametrize("strategy", SHARDED)
-@ORIGINAL
-@pytest.mark.parametrize("order", ["compiled inside", "compiled outside"])
+@pytest.mark.parametrize(
+    ("order", "original"),
+    [("compiled inside", False), ("compiled inside", True), ("compiled outside", True)],  # as with torch's wrapper
+)
 def test_compiled_blocks(world: World, strategy: str, original: bool, order: str) -> None:
-    if order == "compiled outside" and not original:
-        pytest.skip("the compiler needs original parameters, with torch's wrapper too")
 
     def shard(fsdp: ModuleType, model: Any) -> Any:
         for index, block in enumerate(model.blocks):
