@@ -59,22 +59,13 @@ class _Policy(ABC):
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps every module of the given classes, or of classes derived from them.
-
-    Args:
-        module_classes: the classes.
-
-    Raises:
-        TypeError: for something that is not a collection of classes.
-    """
+    """Wraps every module of the given classes, or of classes derived from them; a TypeError for anything else."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        if isinstance(module_classes, type) or not isinstance(module_classes, Iterable):
-            raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got {module_classes!r}; put it in braces")
-        self._module_classes = set(module_classes)
-        for cls in self._module_classes:
-            if not isinstance(cls, type):
-                raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got one with {cls!r} in it")
+        is_set = isinstance(module_classes, Iterable) and not isinstance(module_classes, type)
+        self._module_classes = set(module_classes) if is_set else set()
+        if not is_set or not all(isinstance(cls, type) for cls in self._module_classes):
+            raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got {module_classes!r}")
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
@@ -94,12 +85,8 @@ class CustomPolicy(_Policy):
 
         CustomPolicy(lambda module: {"reshard_after_forward": False} if module is model.head else type(module) is Block)
 
-    Args:
-        lambda_fn: returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
-            keywords, or a dict of keywords that differ from the root's.
-
-    Raises:
-        ValueError: when the policy is run and the function returns something else.
+    The function returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
+    keywords, or a dict of keywords that differ from the root's; anything else is a ValueError when the policy is run.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Overrides]) -> None:
@@ -160,11 +147,9 @@ def size_based_auto_wrap_policy(
         exclude_wrap_modules: classes that are never wrapped themselves. ``None`` for the function's attribute
             ``EXCLUDE_WRAP_MODULES``: containers that have no forward.
     """
-    defaults = cast(Any, size_based_auto_wrap_policy)
-    if recurse:
-        barred = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    else:
-        barred = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    default = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
+    given = force_leaf_modules if recurse else exclude_wrap_modules
+    barred = vars(size_based_auto_wrap_policy)[default] if given is None else given
     return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
 
 
@@ -194,19 +179,14 @@ def targets(
 ) -> dict[nn.Module, Overrides]:
     """The submodules that ``policy`` picks, children before their parents, each with the keywords it wants differently.
 
+    A module in several places appears once, and the root not at all: whoever asks handles it.
+
     Args:
-        root_module: the tree. The root itself is not among the results: whoever asks handles it.
-        policy: as in this file's docstring; PyTorch's objects are known by their ``_run_policy``.
+        policy: as in this file's docstring, or a TypeError; PyTorch's objects are known by their ``_run_policy``.
         ignored_modules: not considered, nor anything below them; their parameters do not count as elements.
         ignored_params: further parameters that do not count.
         class_overrides: classes whose modules are wrapped whatever the policy says, with these keywords on top: how
             mixed precision leaves batch norm out.
-
-    Returns:
-        For each module the overrides, an own dict. A module in several places appears once.
-
-    Raises:
-        TypeError: if ``policy`` is not a policy.
     """
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     forced = dict(class_overrides or {})
@@ -287,21 +267,12 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):
             self.layer = wrap(nn.Linear(5, 5))
 
-    Args:
-        wrapper_cls: what is called with the module.
-        **wrapper_kwargs: what else it is given.
-
-    Raises:
-        NotImplementedError: inside another such context.
-        TypeError: if ``wrapper_cls`` cannot be called.
+    ``wrapper_cls`` is called with the module and the other keywords; a TypeError if it cannot be.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
     if _wrapping.get() is not None:
-        raise NotImplementedError(
-            "enable_wrap was entered inside another enable_wrap, which is not supported: leave the outer one first, or "
-            "give wrap() the keywords that differ"
-        )
+        raise NotImplementedError("enable_wrap inside enable_wrap: give wrap() the keywords that differ")
     token = _wrapping.set((wrapper_cls, wrapper_kwargs))
     try:
         yield
@@ -310,14 +281,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as :func:`enable_wrap` says, or as it is outside of that context.
-
-    Args:
-        module: what to wrap.
-        **wrap_overrides: keywords for the wrapper, which go before those of the context.
-    """
-    context = _wrapping.get()
-    if context is None:
+    """``module`` wrapped as :func:`enable_wrap` says, but for these keywords; as it is outside of that context."""
+    if (context := _wrapping.get()) is None:
         return module
     wrapper_cls, kwargs = context
     return wrapper_cls(module, **{**kwargs, **wrap_overrides})

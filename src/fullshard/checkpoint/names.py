@@ -7,29 +7,21 @@ without sharding, by the names that these have below a given root. Tied paramete
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn as nn
 
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.schedule.unit import unit_of
-from fullshard.wrapper.unit import wrapped_unit
 
 
 @dataclass(frozen=True)
 class Place:
-    """One parameter of the original model.
+    """One parameter of the original model."""
 
-    Args:
-        name: fully qualified, below the root, without wrappers.
-        group: that shards it; ``None`` for one that is whole on every rank.
-        index: which of the group's parameters it is.
-    """
-
-    name: str
-    group: Group | None = None
-    index: int = 0
+    name: str  # fully qualified, below the root, without wrappers
+    group: Group | None = None  # that shards it; ``None`` for one that is whole on every rank
+    index: int = 0  # which of the group's parameters it is
 
     @property
     def param(self) -> ShardedParameter | None:
@@ -56,8 +48,3 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
             if whole is not None and whole not in shown and (plain := plain_name(path + name)) not in taken:
                 shown[whole] = [Place(plain)]
     return shown
-
-
-def wrappers(root: nn.Module) -> list[Any]:
-    """The instances of ``FullyShardedDataParallel`` in a tree, which may be one itself."""
-    return [module for module in root.modules() if wrapped_unit(module) is not None]

@@ -16,11 +16,7 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.names import shown_parameters
 from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
-from fullshard.wrapper.settings import (
-    OptimStateKeyType,
-    StateDictType,
-    settings_of,
-)
+from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
 
 StateDict = dict[str, Any]
 ProcessGroup = dist.ProcessGroup | None
@@ -57,9 +53,9 @@ class OptimStateMethods:
         settings = settings_of(model)
         state_dict = optim.state_dict() if optim_state_dict is None else optim_state_dict
         params = _params(model, optim, _is_named(state_dict))
-        config, is_full = settings.optim_state_dict_config, settings.state_dict_type is StateDictType.FULL_STATE_DICT
-        rank0_only = getattr(config, "rank0_only", False)
-        return whole_state(model, params, state_dict, not is_full, rank0_only, config.offload_to_cpu, group)
+        as_dtensors = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
+        to_cpu = settings.optim_state_dict_config.offload_to_cpu
+        return whole_state(model, params, state_dict, as_dtensors, _rank0_only(model), to_cpu, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -77,10 +73,8 @@ class OptimStateMethods:
             load_directly: whether to load it too.
             group: the ranks of the model; all by default. With ``rank0_only`` its first rank sends what it was given.
         """
-        rank0_only = getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
-        params = _params(model, optim, is_named_optimizer)
-        named = optim if is_named_optimizer else None
-        result = local_state(model, params, optim_state_dict, rank0_only, group, named)
+        params, named = _params(model, optim, is_named_optimizer), optim if is_named_optimizer else None
+        result = local_state(model, params, optim_state_dict, _rank0_only(model), group, named)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -95,15 +89,15 @@ class OptimStateMethods:
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
         _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-        params = _params_given(model, optim_input, optim)
-        return whole_state(model, params, optim.state_dict(), False, rank0_only, True, group)
+        params, state_dict = _params_given(model, optim_input, optim), optim.state_dict()
+        return whole_state(model, params, state_dict, rank0_only=rank0_only, to_cpu=True, process_group=group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
         _warn("sharded_optim_state_dict", "optim_state_dict")
         params = _params(model, optim)
-        return whole_state(model, params, optim.state_dict(), True, False, True, group)
+        return whole_state(model, params, optim.state_dict(), as_dtensors=True, to_cpu=True, process_group=group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -144,13 +138,7 @@ class OptimStateMethods:
         optim_input: OptimInput = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before.
-
-        Raises:
-            AssertionError: ``optim_state_key_type`` is none.
-            ValueError: keys of both kinds.
-            RuntimeError: ``model`` has flat parameters.
-        """
+        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before."""
         _warn(optim_input=optim_input)
         wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))
         assert wanted, f"optim_state_key_type is {optim_state_key_type!r}; expected one of {list(OptimStateKeyType)}"
@@ -172,6 +160,10 @@ class OptimStateMethods:
         return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
 
 
+def _rank0_only(model: nn.Module) -> bool:
+    return getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
+
+
 def _is_named(state_dict: StateDict) -> bool:
     keys = [key for group in state_dict.get("param_groups", ()) for key in group["params"]] or state_dict["state"]
     return isinstance(next(iter(keys), None), str)
@@ -191,16 +183,15 @@ def _params_given(model: nn.Module, optim_input: OptimInput, optim: Optimizer | 
     """The same from what was given to the optimizer: all parameters, if neither is told."""
     if optim_input is None:
         return dict(enumerate(model.parameters())) if optim is None else _params(model, optim)
-    if not isinstance(optim_input, Iterable):
-        raise TypeError(f"optim_input is {optim_input!r}; expected parameters or dicts, as given to the optimizer")
-    given: list[Any] = list(optim_input)
+    given: list[Any] = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
     if not given:
         raise ValueError("optim_input is empty: give what was given to the optimizer, or the optimizer itself")
     if all(isinstance(each, dict) for each in given):
         assert all("params" in each for each in given), "a dict of optim_input has no 'params': each is a group of them"
         given = [param for each in given for param in each["params"]]
     if not all(isinstance(each, nn.Parameter) for each in given):
-        raise TypeError("optim_input has things of different kinds; expected either parameters or dicts")
+        kinds = sorted({type(each).__name__ for each in given})
+        raise TypeError(f"optim_input has {kinds}; expected either parameters or dicts, as given to the optimizer")
     return dict(enumerate(given))
 
 

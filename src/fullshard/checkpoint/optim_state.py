@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +24,21 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.names import Place, shown_parameters, wrappers
-from fullshard.full_params import gather
+from fullshard.checkpoint.names import Place, shown_parameters
+from fullshard.checkpoint.state_dict import all_of, given_out
+from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views
-from fullshard.torch_private import altered_spec, local_of, make_dtensor, pytree, spec_of
+from fullshard.schedule.unit import unit_of
+from fullshard.torch_private import altered_spec, make_dtensor, pytree, spec_of
+from fullshard.wrapper.unit import WrappedUnit
 
 tree_map_only = pytree.tree_map_only
 
 #: What a state dict calls a parameter: by its place among those of the optimizer, or by a name.
 Key = int | str
 State = dict[str, Any]
-_Shown = dict[nn.Parameter, list[Place]]
 
 
 class _Part(NamedTuple):
@@ -66,7 +68,7 @@ def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
     return [views[place.index] for place in places]
 
 
-def _checked_in(model: nn.Module) -> _Shown:
+def _checked_in(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
     """What ``model`` shows, once the groups know what users did to it since the last step."""
     for group in dict.fromkeys(place.group for inside in shown_parameters(model).values() for place in inside):
         if group is not None:
@@ -74,9 +76,9 @@ def _checked_in(model: nn.Module) -> _Shown:
     return shown_parameters(model)
 
 
-def is_flat(model: nn.Module) -> bool:
+def _is_flat(model: nn.Module) -> bool:
     """Whether its wrappers show flat parameters."""
-    kinds = {wrapper._use_orig_params for wrapper in wrappers(model)}
+    kinds = {module._use_orig_params for module in model.modules() if isinstance(unit_of(module), WrappedUnit)}
     assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
     return kinds == {False}
 
@@ -111,19 +113,12 @@ def whole_state(
 ) -> dict[str, Any]:
     """``state_dict`` with the names and the shapes of the model without sharding.
 
-    All ranks of ``process_group`` must call it.
+    All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.checkpoint.optim_methods`.
 
     Args:
         params: what the keys of ``state_dict`` stand for.
         as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
         rank0_only: ranks but the first get an empty dict.
-
-    Raises:
-        KeyError: a parameter that is not the model's.
-        RuntimeError: a rank has no state of what the first rank has, though the model has flat parameters.
-        ValueError: a state of another shape than its parameter's.
-        AssertionError: ranks that hold parts of one parameter have different values of a state; some wrappers in the
-            model have flat parameters, and some have not.
     """
     shown, states = _checked_in(model), state_dict["state"]
     saves = not rank0_only or dist.get_rank(process_group) == 0
@@ -133,10 +128,10 @@ def whole_state(
     for key, param in params.items():
         if key in states:
             mine.update(_split(param, inside[key], states[key]))
-    places = {place.name: place for all_of_one in shown.values() for place in all_of_one}
+    places = {place.name: place for inside_one in shown.values() for place in inside_one}
     saved: dict[Any, Any] = {}
     groups: dict[Group, dict[int, str]] = {}
-    agreed = _agree(places, mine, is_flat(model), process_group)
+    agreed = _agree(places, mine, _is_flat(model), process_group)
     for name, state in agreed.items():
         place = places[name]
         if place.group is not None:
@@ -146,7 +141,7 @@ def whole_state(
             saved[name] = _copied(mine[name], to_cpu)
     for group, names in groups.items():
         for index, key, gathered in _gathered(group, names, agreed, mine):
-            value = _given_out(gathered, group.params[index], as_dtensors, to_cpu)
+            value = given_out(gathered, group.params[index], as_dtensors, to_cpu)
             if saves:
                 saved[names[index]][key] = value
     if not saves:
@@ -220,7 +215,7 @@ def _agree(
 
 def _told(key: str, value: Any, param: ShardedParameter) -> Any:
     if _is_part(key, value, param.local.shape):
-        return _Part(value.dtype, _local(value).shape == param.local.shape)
+        return _Part(value.dtype, local_tensor(value).shape == param.local.shape)
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -239,22 +234,9 @@ def _gathered(
         for section in group.sections:
             found = [dtypes[index] for index in section.members if index in dtypes]
             travels.append(reduce(torch.promote_types, found) if found else section.dtype)
-        wholes = gather(group, [None if value is None else _local(value) for value in held], travels)
+        wholes = gather(group, [None if value is None else local_tensor(value) for value in held], travels)
         for index, dtype in dtypes.items():
             yield index, key, wholes[index].to(dtype)
-
-
-def _given_out(whole: torch.Tensor, param: ShardedParameter, as_dtensor: bool, to_cpu: bool) -> torch.Tensor:
-    if as_dtensor:
-        local = param.rows_of(whole, param.data.shard_rank).clone()  # and not the memory of all states
-        return make_dtensor(local.cpu() if to_cpu else local, altered_spec(param.spec, dtype=whole.dtype))
-    if param.unsharded_spec is not None:
-        whole = make_dtensor(whole, altered_spec(param.unsharded_spec, dtype=whole.dtype)).full_tensor()
-    return whole.cpu() if to_cpu else whole
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 # -- load ------------------------------------------------------------------------------------------------------------
@@ -277,19 +259,16 @@ def local_state(
         params: what the optimizer has, by its keys.
         rank0_only: what counts is the ``state_dict`` of the first rank of ``process_group``, which sends it.
         named: an optimizer that needs a state of every parameter: it keeps its own where there is none.
-
-    Raises:
-        ValueError: there is no ``"state"``; a tensor of another shape than its parameter; parameters that lie in one
-            flat parameter with states that cannot be joined.
-        KeyError: a parameter group has a name that the optimizer does not know.
-        AssertionError: some wrappers in the model have flat parameters, and some have not.
     """
-    is_flat(model)
+    _is_flat(model)
     shown = _checked_in(model)
     groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
     device = groups[0].device if groups else torch.device("cpu")
-    receive = partial(tree_map_only, _Sent, lambda sent: sent.receive(process_group, device))
     state_dict = _from_first_rank(state_dict, process_group) if rank0_only else state_dict
+
+    def receive(value: Any) -> Any:
+        return _received(value, process_group, device) if rank0_only else value
+
     if "state" not in state_dict:
         raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
     states, loaded = state_dict["state"], dict[Any, Any]()
@@ -317,30 +296,23 @@ def local_state(
     return with_groups(state_dict, loaded, renamed)
 
 
-class _Sent:
-    """A tensor of the first rank, of which the others know what it is like until it comes."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self._shape, self._dtype = tensor.shape, tensor.dtype
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tensor": None}
-
-    def receive(self, process_group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
-        sent = self._tensor
-        sent = torch.empty(self._shape, dtype=self._dtype, device=device) if sent is None else sent.to(device)
-        dist.broadcast(sent := sent.contiguous(), group=process_group, group_src=0)
-        return sent
-
-
 def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Mapping[str, Any]:
-    """What the first rank gave. Tensors come one by one, when all ranks ask for them."""
-    box = [dict(state_dict)]
-    if "state" in state_dict:
-        box[0]["state"] = tree_map_only(torch.Tensor, lambda each: _Sent(each) if each.ndim else each, box[0]["state"])
-    dist.broadcast_object_list(box, group=process_group, group_src=0)
-    return box[0]
+    """What the first rank gave, on others with tensors on the meta device, until all ranks ask for them one by one."""
+    told = dict(state_dict)
+    if "state" in told:
+        told["state"] = tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.ndim else each, told["state"])
+    dist.broadcast_object_list(box := [told], group=process_group, group_src=0)
+    return state_dict if dist.get_rank(process_group) == 0 else box[0]
+
+
+def _received(state: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    def receive(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim:
+            tensor = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            dist.broadcast(tensor := tensor.contiguous(), group=process_group, group_src=0)
+        return tensor
+
+    return tree_map_only(torch.Tensor, receive, state)
 
 
 def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]) -> State | None:
@@ -353,7 +325,7 @@ def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callab
         if param is not None and _is_part(key, value, param.shape):
             cut[key] = _part_of(value, param, f"the state '{key}' of parameter '{place.name}'")
         elif isinstance(value, torch.Tensor):
-            cut[key] = (value if isinstance(shown, DTensor) else _full(value)).clone()
+            cut[key] = (value if isinstance(shown, DTensor) else all_of(value)).clone()
         else:
             cut[key] = value
     return cut
@@ -366,19 +338,12 @@ def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.T
     shows_dtensor = not isinstance(param, Fragment)
     if shows_dtensor and isinstance(value, DTensor) and spec_of(value) == spec:
         return value.clone()
-    whole = _full(value)
+    whole = all_of(value)
     if before is not None:
         replicated = DTensor.from_local(whole, before.mesh, [Replicate()] * before.mesh.ndim, run_check=False)
         whole = replicated.redistribute(placements=before.placements).to_local()
     part = param.chunk_of(whole, param.data.shard_rank).clone()
     return make_dtensor(part, spec) if shows_dtensor else part
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
 
 
 def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | None]) -> State:

@@ -13,7 +13,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard.full_params import FullGroup, gather, local_tensor
 from fullshard.group.flat import FLAT_NAME
 from fullshard.group.group import Group
-from fullshard.group.parameter import WRAPPED_NAME, plain_name
+from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase
-from fullshard.torch_private import make_dtensor, sharding_spec
+from fullshard.torch_private import altered_spec, local_of, make_dtensor, sharding_spec, spec_of
 from fullshard.wrapper.settings import FullStateDictConfig, StateDictConfig, StateDictType
 from fullshard.wrapper.unit import WrappedUnit
 
@@ -35,11 +35,7 @@ _PREFIX = f"{WRAPPED_NAME}."
 
 @contextmanager
 def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> Iterator[None]:
-    """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds.
-
-    Raises:
-        AssertionError: a forward or backward of the module runs.
-    """
+    """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds."""
     check_idle(unit, "state_dict")
     shown: list[FullGroup] = []
     try:
@@ -93,24 +89,35 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
         whole = {index: local_tensor(full) for index, full in summoned.shown().items()}
     if _is_dropped(config, group):
         return {}
-    sharded = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT
-    values = {}
-    for index, value in whole.items():
-        param = group.params[index]
-        if sharded:
-            rows = param.rows_of(value, group.data.shard_rank)
-            value = make_dtensor(_own(rows, config), param.spec)
-        elif param.unsharded_spec is not None:
-            value = _own(make_dtensor(value, param.unsharded_spec).full_tensor(), config)
-        else:
-            value = _own(value, config)
-        values[index] = nn.Parameter(value, requires_grad=param.sharded.requires_grad)
-    return values
+    as_rows, to_cpu = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
+    shown = [(index, group.params[index], value) for index, value in whole.items()]
+    return {
+        index: nn.Parameter(given_out(value, param, as_rows, to_cpu), param.sharded.requires_grad)
+        for index, param, value in shown
+    }
 
 
-def _own(tensor: torch.Tensor, config: StateDictConfig) -> torch.Tensor:
-    moved = tensor.to("cpu") if config.offload_to_cpu else tensor
+def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
+    """What a state dict has of a whole value of ``param``, in memory of its own: this rank's rows of it as a DTensor,
+    or all of it, also beside tensor parallel."""
+    if as_rows:
+        rows = _own(param.rows_of(whole, param.data.shard_rank), to_cpu)
+        return make_dtensor(rows, altered_spec(param.spec, dtype=whole.dtype))
+    if param.unsharded_spec is not None:
+        whole = make_dtensor(whole, altered_spec(param.unsharded_spec, dtype=whole.dtype)).full_tensor()
+    return _own(whole, to_cpu)
+
+
+def _own(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+    moved = tensor.to("cpu") if to_cpu else tensor
     return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved
+
+
+def all_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
 
 
 def finish(
@@ -118,23 +125,20 @@ def finish(
 ) -> None:
     """What is left to do once the state dict of a wrapped module is made: local shards, buffers, and ranks that keep
     nothing."""
-    paths = _paths(wrapper)
-    kept = not any(_is_dropped(config, group) for group in (*unit.groups, *unit.borrowed))
-    for group in (*unit.groups, *unit.borrowed):
+    paths, groups = _paths(wrapper), (*unit.groups, *unit.borrowed)
+    kept = not any(_is_dropped(config, group) for group in groups)
+    for group in groups:
         local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
-        if local or not kept:
-            for _, path, name in _places(group, paths):
-                saved.pop(_join(prefix, path, name), None)
-        if group not in unit.groups:
-            continue
-        for number in range(len(group.memory.shards)):
+        for key in _keys(group, paths, prefix) if local or not kept else ():
+            saved.pop(key, None)
+        for number in range(len(group.memory.shards)) if group in unit.groups else ():
             if not kept:
                 saved.pop(prefix + _flat_name(number), None)
             if local:
                 value = _local_shard(group, number)
                 saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
     for module, name in unit.buffers:
-        for key in [_join(prefix, plain_name(path), name) for path in paths.get(module, ())]:
+        for key in [_join(prefix, path, name) for path in paths.get(module, ())]:
             if key in saved and not kept:
                 del saved[key]
             elif key in saved:
@@ -142,7 +146,8 @@ def finish(
                 saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
 
-def _join(prefix: str, module: str, name: str) -> str:
+def _join(prefix: str, path: str, name: str) -> str:
+    module = plain_name(path)
     return f"{prefix}{module}.{name}" if module else f"{prefix}{name}"
 
 
@@ -168,11 +173,10 @@ def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def _places(group: Group, paths: Mapping[nn.Module, list[str]]) -> Iterator[tuple[int, str, str]]:
-    """Where parameters of a group stand in a wrapper: which one, the path of its module, and its name there."""
-    for index, param in enumerate(group.params):
-        for at in param.locations:
-            yield from ((index, plain_name(path), at.name) for path in paths.get(at.module, ()))
+def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
+    """By what keys a wrapper's state dict has parameters of a group, and which ones these are."""
+    places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
+    return {_join(prefix, path, at.name): index for at, index in places for path in paths.get(at.module, ())}
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -180,16 +184,11 @@ def _places(group: Group, paths: Mapping[nn.Module, list[str]]) -> Iterator[tupl
 
 def unwrap_names(wrapper: nn.Module, saved: Any, prefix: str, metadata: Any) -> None:
     """A hook after the state dict of ``wrapper`` is made: names are those without it."""
-    _rename(saved, prefix + _PREFIX, prefix)
+    for key in [key for key in saved if key.startswith(prefix + _PREFIX)]:
+        saved[prefix + key.removeprefix(prefix + _PREFIX)] = saved.pop(key)
     known = getattr(saved, "_metadata", {})
     for path in [path for path in known if f"{path}.".startswith(prefix + _PREFIX)]:
         known.setdefault(f"{path}.".replace(prefix + _PREFIX, prefix, 1)[:-1], known[path])
-
-
-def _rename(values: Any, old: str, new: str) -> None:
-    """Give each key that begins with ``old`` its new beginning; the order stays."""
-    for key in [key for key in values if key.startswith(old)]:
-        values[new + key[len(old) :]] = values.pop(key)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -202,52 +201,39 @@ class Loading:
         self.unit = unit
         self._shown: list[FullGroup] = []
 
-    def before(
-        self,
-        wrapper: nn.Module,
-        values: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: Sequence[str],
-        unexpected: Sequence[str],
-        errors: Sequence[str],
-    ) -> None:
+    def before(self, wrapper: nn.Module, values: Any, prefix: str, *_: Any) -> None:
         """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
         check_idle(self.unit, "load_state_dict")
         self.close()
-        keys = [key for key in values if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]
-        for key in keys:
-            values[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = values.pop(key)
+        inner = prefix + _PREFIX
+        for key in [key for key in values if key.startswith(prefix) and not key.startswith(inner)]:
+            values[inner + key.removeprefix(prefix)] = values.pop(key)
         paths = _paths(wrapper)
         for group in (*self.unit.groups, *self.unit.borrowed):
-            plain = {_join(prefix + _PREFIX, path, name): index for index, path, name in _places(group, paths)}
-            for key in [key for key in values if key in plain]:
+            plain = _keys(group, paths, inner)
+            for key in plain.keys() & values.keys():
                 values[key] = self._whole(group, plain[key], values[key])
             summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
             if not summoned:
                 group.check_in()
                 group.reshard()
-            if any(f"{prefix}{_PREFIX}{_join('', at, FLAT_NAME)}" in values for at in self._flat_at(group, paths)):
-                if group in self.unit.groups:
-                    self._load_local(group, values, prefix + _PREFIX)
+            is_own = group in self.unit.groups
+            at = [""] if is_own else [path for module in group.modules for path in paths.get(module, ())]
+            if any(_join(inner, path, FLAT_NAME) in values for path in at):  # local shards
+                if is_own:
+                    self._load_local(group, values, inner)
                 values.update((name, self._blank(group, index).detach()) for name, index in plain.items())
             if not summoned:
                 blank = {index: self._blank(group, index) for index in range(len(group.params))}
                 self._shown.append(_Loaded(group, blank))
 
-    def _flat_at(self, group: Group, paths: Mapping[nn.Module, list[str]]) -> list[str]:
-        """Where a group's local shards are in the state dict of a wrapper."""
-        wrappers = [each for each in group.modules if each in paths]
-        return [path for each in wrappers for path in paths[each]] if group not in self.unit.groups else [""]
-
     def _load_local(self, group: Group, values: Any, prefix: str) -> None:
         for number in range(len(group.memory.shards)):
             local = _local_shard(group, number).to_local()
-            value = values.pop(prefix + _flat_name(number), None)
-            held = value.to_local() if isinstance(value, DTensor) else value
+            held = values.pop(prefix + _flat_name(number), None)
             if held is None:
                 continue
+            held = local_tensor(held)
             if held.shape != local.shape:
                 raise RuntimeError(
                     f"'{plain_name(prefix)}{_flat_name(number)}' has {held.numel()} elements for this rank, which "
@@ -257,10 +243,7 @@ class Loading:
 
     def _whole(self, group: Group, index: int, value: Any) -> Any:
         """A value as the module shows it: without data parallelism."""
-        spec = group.params[index].unsharded_spec
-        if isinstance(value, DTensor):
-            moved: Any = value.to(group.device)
-            value = moved.full_tensor()
+        spec, value = group.params[index].unsharded_spec, all_of(value)
         if spec is None or not isinstance(value, torch.Tensor):
             return value
         return distribute_tensor(value.to(group.device), spec.mesh, spec.placements)

@@ -34,9 +34,7 @@ def clip_local_shards(
     Args:
         sharded: parameters of whose gradients this rank has a part: a plain tensor, perhaps of 0 elements, or ``None``.
         whole: parameters whose gradients are the same on every rank.
-        max_norm: the norm above which gradients are scaled.
         norm_type: any p above 0; ``math.inf``, or ``"inf"``, for the largest absolute value.
-        process_group: the ranks that have the other parts.
         device: where the norm is put together, and which ``process_group`` can reach.
 
     Returns:

@@ -92,7 +92,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         TypeError: an argument of a wrong type.
     """
 
-    _has_hook = False
+    _has_hook = _is_summoned = False
 
     def __init__(
         self,
@@ -115,16 +115,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     ) -> None:
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                f"a {type(module).__name__} has no forward, before which its parameters would be gathered: wrap its "
-                f"members",
-                stacklevel=2,
-            )
+            found_is = f"a {type(module).__name__} has no forward, before which its parameters would be gathered"
+            warnings.warn(f"{found_is}: wrap its members", stacklevel=2)
         refuse_torchs(module)
         nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
         self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
-        precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
-        offload, kept = as_cpu_offload(cpu_offload), self._ignored.params
+        self.mixed_precision = precision = as_mixed_precision(mixed_precision)
+        self.backward_prefetch, self.cpu_offload = as_backward_prefetch(backward_prefetch), as_cpu_offload(cpu_offload)
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        self._use_orig_params, kept = use_orig_params, self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
         own = (param for param in module.parameters() if param not in kept)
         device, strategy = (
@@ -134,8 +133,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         self.sharding_strategy, data = strategy_and_mesh(
             strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
         )
-        self.mixed_precision, self.cpu_offload, self.backward_prefetch = precision, offload, prefetch
-        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         if auto_wrap_policy is not None:
             if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
                 both = data.shard_group, data.replicate_group
@@ -143,8 +140,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             options = {
                 "process_group": process_group,
                 "sharding_strategy": self.sharding_strategy,
-                "cpu_offload": offload,
-                "backward_prefetch": prefetch,
+                "cpu_offload": self.cpu_offload,
+                "backward_prefetch": self.backward_prefetch,
                 "mixed_precision": precision,
                 "param_init_fn": param_init_fn,
                 "device_id": device_id,
@@ -156,7 +153,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 "device_mesh": device_mesh,
             }
             _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
-        self._use_orig_params = use_orig_params
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
@@ -170,13 +166,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
         unit.ignored = {id(param) for param in kept}
-        unit.prefetches_backward = _PREFETCH[prefetch]
+        unit.prefetches_backward = _PREFETCH[self.backward_prefetch]
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
         if found:
-            home = None if use_orig_params else self.module
-            computed_as = precision.param_dtype
+            home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
-            policy = CPUOffloadPolicy() if offload.offload_params else OffloadPolicy()
+            policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
             add_group(unit, fragments, data, group_options)
@@ -249,15 +244,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
 
-        All ranks must call it.
-
-        Raises:
-            ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
+        All ranks must call it. A ValueError inside :meth:`summon_full_params`, or in a forward or backward.
         """
         if self._is_summoned or self._unit.phase is not Phase.IDLE:
-            raise ValueError(
-                "apply() gathers the full parameters itself: call it between steps and outside of summon_full_params"
-            )
+            raise ValueError("apply() gathers full parameters: call it between steps, outside of summon_full_params")
         with self.summon_full_params(self, recurse=False):
             super().apply(fn)
         return self
@@ -275,8 +265,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`.
 
         Raises:
-            NotImplementedError: ``writeback`` with ``rank0_only``; ``with_grads`` with ``offload_to_cpu`` or without
-                the original parameters; ``offload_to_cpu`` where nothing is sharded.
+            NotImplementedError: options that exclude one another or the wrappers' settings.
             AssertionError: in a forward or backward, or inside of another one.
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
@@ -312,8 +301,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def no_sync(self) -> Iterator[None]:
         """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
 
-        Raises:
-            RuntimeError: this is not the root.
+        A RuntimeError if this is not the root.
         """
         self._expect_root("no_sync")
         groups = self._schedule().groups()
@@ -329,10 +317,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
 
-        All ranks must call it. Returns the norm before, a 0-dim tensor.
-
-        Raises:
-            RuntimeError: this is not the root.
+        All ranks must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root.
         """
         self._expect_root("clip_grad_norm_")
         sharded: dict[nn.Parameter, None] = {}
@@ -348,10 +333,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, here and in all modules inside.
 
-        Args:
-            state: its first argument.
-            hook: called with the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced one;
-                for ``NO_SHARD`` with the gradient alone, which it reduces in place. Both divide and sum.
+        It is called with ``state``, the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced
+        one; for ``NO_SHARD`` without the latter, to reduce in place. It divides and sums.
 
         Raises:
             AssertionError: this is not the root; a hook was registered before; a hybrid strategy.
@@ -363,13 +346,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             raise ValueError(f"a communication hook must be callable, got {hook!r}")
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
-                raise AssertionError(
-                    f"communication hooks do not know the two groups of a hybrid strategy, {each.sharding_strategy}"
-                )
+                raise AssertionError(f"communication hooks do not know the two groups of {each.sharding_strategy}")
             if each._has_hook:
                 raise AssertionError("a communication hook is registered already: there can be one")
         for each in self.fsdp_modules(self):
-            each.__dict__["_has_hook"] = True
+            each._has_hook = True
             use_hook(each._unit.groups, state, hook)
 
     # -- as a module ---------------------------------------------------------------------------------------------------
@@ -384,22 +365,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         """Whether there are parameters that no wrapper inside has."""
         return bool(self._unit.groups)
 
-    @property
-    def _is_summoned(self) -> bool:
-        return bool(self.__dict__.get("_summoned"))
-
-    @_is_summoned.setter
-    def _is_summoned(self, summoned: bool) -> None:
-        self.__dict__["_summoned"] = summoned
-
     def _schedule(self) -> Schedule:
         return self._unit.schedule or self._unit.start()
 
     def _expect_root(self, method: str) -> None:
         if not self.check_is_root():
-            raise RuntimeError(
-                f"{method}() was called on {self._unit!r}, which another instance contains: call it on the outermost"
-            )
+            raise RuntimeError(f"{method}() was called on {self._unit!r}, inside another one: call it on the outermost")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):
@@ -413,16 +384,10 @@ def _unwrapped(name: str) -> str:
 
 
 def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool) -> None:
-    """Wrap the modules inside of ``root`` that a policy wants, the innermost first.
-
-    Raises:
-        ValueError: there are wrappers already.
-    """
+    """Wrap the modules inside of ``root`` that a policy wants, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(
-                f"auto_wrap_policy is to wrap modules, but '{name}' was wrapped already: do one or the other"
-            )
+            raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' is wrapped already: do one of both")
     apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
     forced = {cls: {"mixed_precision": None} for cls in apart}
     chosen = targets(root, policy, kept.modules, kept.params, forced)
@@ -435,7 +400,7 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
     if precise:
         warnings.warn(
             f"modules of {sorted({type(module).__name__ for module in precise})} are wrapped on their own and keep "
-            f"their dtypes, as mixed_precision._module_classes_to_ignore says",
+            f"their dtypes: mixed_precision._module_classes_to_ignore",
             stacklevel=3,
         )
     for module in precise:

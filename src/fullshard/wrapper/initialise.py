@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,13 +37,8 @@ class Ignored:
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
-    """What the arguments of a constructor name, and everything inside of it that is not sharded already.
-
-    Args:
-        module: that is to be wrapped.
-        ignored_modules: modules, or ``None``.
-        ignored_states: parameters or modules, or ``None``.
-        nested: what the sharded modules inside of ``module`` ignore.
+    """What the arguments of a constructor name, with everything inside of it that is not sharded already, and what
+    the sharded modules inside of ``module`` ignore, ``nested``.
 
     Raises:
         ValueError: both are given; elements of other types or of two types; sharded modules among them.
@@ -94,12 +90,9 @@ def managed_modules(root: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.M
 def compute_device(
     params: Iterable[Tensor], device_id: int | torch.device | str | None, device_type: str | None = None
 ) -> torch.device:
-    """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device.
+    """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device of that type.
 
-    Args:
-        params: those that are sharded already, and may be offloaded, do not count.
-        device_id: parameters on the CPU will be moved to it. On the CPU there is no need of it.
-        device_type: of the mesh, if the user gave one.
+    Parameters that are sharded already, and may be offloaded, do not count.
 
     Raises:
         ValueError: parameters lie on another device than ``device_id``.
@@ -108,18 +101,15 @@ def compute_device(
     lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
-        raise RuntimeError(
-            f"the parameters lie on several devices, {', '.join(map(str, lie))}: move them to one; with device_id, "
-            f"those on the CPU are moved to it"
-        )
+        several = ", ".join(map(str, lie))
+        raise RuntimeError(f"the parameters lie on several devices, {several}: move them to one, or give device_id")
     if device_id is None:
         return elsewhere[0] if elsewhere else current_device(device_type or default_device_type())
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = current_device(device.type)
         warnings.warn(
-            f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index, or "
-            f"call torch.accelerator.set_device_index() before",
+            f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index",
             stacklevel=3,
         )
     if elsewhere and elsewhere[0] != device:
@@ -136,8 +126,8 @@ def materialize(
     """Give memory and values to parameters and buffers on the meta device, if there are any.
 
     ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
-    meta are emptied and their ``reset_parameters()`` is called. Tensors that several modules share stay shared, with
-    the values of the first.
+    meta are emptied and their ``reset_parameters()`` is called, of which what it raises is raised. Tensors that several
+    modules share stay shared, with the values of the first.
 
     Args:
         modules: :func:`managed_modules`, the root first.
@@ -146,8 +136,6 @@ def materialize(
     Raises:
         ValueError: ``param_init_fn`` is not callable.
         RuntimeError: it left tensors on meta.
-        Exception: what a ``reset_parameters()`` raised, or an AttributeError where there is none, after a warning that
-            names the module.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")
@@ -171,7 +159,7 @@ def materialize(
             except BaseException as error:
                 warnings.warn(
                     f"{_where(module, names)} has tensors on the meta device, and its reset_parameters() failed: "
-                    f"{error}. Write one that initializes what the module itself has, or give param_init_fn",
+                    f"{error}. Write one for what the module itself has, or give param_init_fn",
                     stacklevel=3,
                 )
                 raise
@@ -182,16 +170,15 @@ def materialize(
     for tensors, name, old in before:
         if old in made and name in tensors:
             tensors[name] = made[old]
-    if but is not None:
-        for kept in (but.params, but.buffers):
-            known: set[Any] = {made.get(tensor, tensor) for tensor in kept}
-            kept.clear()
-            kept.update(known)
+    for kept in (but.params, but.buffers) if but is not None else ():
+        known: set[Any] = {made.get(tensor, tensor) for tensor in kept}
+        kept.clear()
+        kept.update(known)
     for module in modules:
         if left := on_meta(module):
             raise RuntimeError(
-                f"param_init_fn left {left} of {_where(module, names)} on the meta device: it is called with each "
-                f"module and has to initialize what the module itself has"
+                f"param_init_fn left {left} of {_where(module, names)} on the meta device: it has to initialize what "
+                f"each module itself has"
             )
 
 
@@ -207,37 +194,21 @@ def _where(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
 
 
 def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool) -> None:
-    """Refuse parameters that cannot lie in one flat parameter. Dtypes may differ.
-
-    Args:
-        params: by names; DTensors of tensor parallel are as good as plain ones.
-
-    Raises:
-        ValueError: a parameter that is not floating-point, or flat already; parameters on several devices; frozen ones
-            beside trainable ones without ``use_orig_params``.
-    """
+    """Raise a ValueError for parameters that cannot lie in one flat parameter. Dtypes may differ."""
     first = next(iter(params), "")
     for name, param in params.items():
         if not param.is_floating_point():
-            raise ValueError(
-                f"parameter '{name}' is {param.dtype}: only floating-point parameters are sharded. Make it a buffer, "
-                f"or give it in ignored_states"
-            )
-        if isinstance(param, FlatParameter):
-            raise ValueError(
-                f"parameter '{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
-            )
-        if param.device != params[first].device:
-            raise ValueError(
-                f"parameter '{name}' lies on {param.device}, and '{first}' on {params[first].device}: parameters that "
-                f"are sharded together must lie on one device"
-            )
-        if param.requires_grad != params[first].requires_grad and not use_orig_params:
+            problem = f"'{name}' is {param.dtype}, which is not floating-point: make it a buffer, or ignore it"
+        elif isinstance(param, FlatParameter):
+            problem = f"'{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
+        elif param.device != params[first].device:
+            problem = f"'{name}' lies on {param.device}, and '{first}' on {params[first].device}: move them to one"
+        elif param.requires_grad != params[first].requires_grad and not use_orig_params:
             frozen, trained = (first, name) if param.requires_grad else (name, first)
-            raise ValueError(
-                f"parameter '{frozen}' is frozen and '{trained}' is not: with use_orig_params=False parameters that "
-                f"are sharded together must have one requires_grad. Wrap them apart, or set it to True"
-            )
+            problem = f"'{frozen}' is frozen and '{trained}' is not: wrap them apart, or set use_orig_params=True"
+        else:
+            continue
+        raise ValueError(f"parameter {problem}")
 
 
 def sync_module_states(
@@ -245,11 +216,8 @@ def sync_module_states(
 ) -> None:
     """Let all ranks of a mesh have the values of its first one. Each of them must call it.
 
-    A buffer travels once, however many calls have it: instances that contain one another all have the inner one's.
-
-    Args:
-        params: of any dtype and layout; of tensor subclasses the tensors that they consist of travel.
-        device: on which to send; tensors elsewhere are copied to it and back.
+    Tensors may have any dtype and layout, and lie elsewhere than on ``device``, on which they travel. A buffer travels
+    once, however many calls have it: instances that contain one another all have the inner one's.
     """
     new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
     for buffer in new:
@@ -260,16 +228,12 @@ def sync_module_states(
         return
     with torch.no_grad():
         plain = [part for tensor in (*new, *params) for part in _plain(tensor) if part.numel() > 0 and not part.is_meta]
-        bucket: list[Tensor] = []
-        size = 0
-        for tensor in sorted(plain, key=lambda part: -part.itemsize):  # so that each is aligned where it lies
-            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
-                _broadcast(bucket, groups, device)
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += tensor.nbytes
-        if bucket:
-            _broadcast(bucket, groups, device)
+        plain.sort(key=lambda part: -part.itemsize)  # so that each is aligned where it lies
+        while plain:
+            ends = accumulate(tensor.nbytes for tensor in plain)
+            count = max(1, sum(end <= _BUCKET_BYTES for end in ends))
+            _broadcast(plain[:count], groups, device)
+            del plain[:count]
 
 
 def _broadcast(bucket: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:

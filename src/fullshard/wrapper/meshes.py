@@ -38,28 +38,21 @@ def strategy_and_mesh(
 
     The mesh is the same object for the same groups, as long as the world process group is there. All ranks must call
     it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one with a pair of groups
-    gathers which ranks they have.
-
-    Args:
-        process_group: over which to shard (all ranks by default), or, for a hybrid strategy, a pair: over which to
-            shard, and over which to replicate.
-        device_mesh: in place of it. Of two dims, as replicate by shard, for a hybrid strategy.
-        has_auto_wrap_policy: whether all instances are made by one call, so that they get the same groups.
-        device_type: of a mesh that is made from groups.
+    gathers which ranks they have. Whether all instances are made by one call, so that they get the same groups, is what
+    ``has_auto_wrap_policy`` says.
 
     Raises:
         ValueError: both a group and a mesh, or one that does not fit the strategy; a hybrid strategy with neither these
             nor a policy; a world that does not divide into nodes; no default process group.
     """
     strategy = as_sharding_strategy(strategy)
-    hybrid = strategy in HYBRID
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group() first")
     if device_mesh is not None:
         mesh = _fitting(device_mesh, strategy)
-    elif not hybrid:
+    elif strategy not in HYBRID:
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"process_group must be a ProcessGroup that has this rank for {strategy}, got {group!r}")
@@ -67,16 +60,16 @@ def strategy_and_mesh(
     elif process_group is None:
         if not has_auto_wrap_policy:
             raise ValueError(
-                f"{strategy} without an auto_wrap_policy needs process_group or device_mesh, so that all instances "
-                f"share their groups: make a mesh of nodes by ranks once, and give it to each of them"
+                f"{strategy} without an auto_wrap_policy needs process_group or device_mesh: make a mesh of nodes by "
+                f"ranks once, and give it to each instance"
             )
         mesh = _once(("nodes", device_type), lambda: _mesh_of_nodes(device_type))
     else:
         pair = process_group if isinstance(process_group, tuple) else ()
         if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
             raise ValueError(
-                f"process_group for {strategy} must be a tuple of two process groups that have this rank, the one over "
-                f"which to shard and the one over which to replicate, got {process_group!r}"
+                f"process_group for {strategy} must be a tuple of two process groups that have this rank, to shard "
+                f"over and to replicate over, got {process_group!r}"
             )
         mesh = _once((*pair, device_type), lambda: _mesh_of_groups(*pair, device_type))
     data = data_mesh(mesh)
@@ -121,7 +114,7 @@ def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
         if mesh.size() > mesh.size(0):
             warnings.warn(
                 f"{strategy} uses the first dim of {mesh} only: ranks along the others are not kept in step. Give a "
-                f"mesh of one dim, or choose HYBRID_SHARD to replicate over the first and shard over the second",
+                f"mesh of one dim, or choose HYBRID_SHARD",
                 stacklevel=4,
             )
         return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
@@ -137,8 +130,8 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
         size, source = torch.accelerator.device_count(), "the number of devices"
     if size < 1 or world % size != 0:
         raise ValueError(
-            f"the world of {world} ranks does not divide into nodes of {size} ranks, as {source} says: give a hybrid "
-            f"strategy process_group or device_mesh"
+            f"the world of {world} ranks does not divide into nodes of {size} ranks, as {source} says: give "
+            f"process_group or device_mesh"
         )
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=_NAMES)
 
@@ -154,8 +147,7 @@ def _mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, devi
     place = row.index(here)
     if set(row) & set(column) != {here} or [other[place] for other in rows if len(other) == len(row)] != column:
         raise ValueError(
-            f"process_group is the ranks {row} to shard over and {column} to replicate over, which are no row and "
-            f"column of one grid of ranks: they must have rank {here} in common and no other, and all ranks "
-            f"that replicate must have the same place among those with which they shard"
+            f"process_group is the ranks {row} to shard over and {column} to replicate over: they must be row and "
+            f"column of one grid of ranks, with rank {here} in common and no other"
         )
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=_NAMES)

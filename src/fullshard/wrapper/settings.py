@@ -56,12 +56,10 @@ class MixedPrecision:
         keep_low_precision_grads: whether gradients stay in ``param_dtype``.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
-        _module_classes_to_ignore: modules of these classes are wrapped on their own and keep their dtypes, if there is
-            a wrap policy.
+        _module_classes_to_ignore: wrap policies wrap modules of these classes on their own, and they keep their dtypes.
 
     Raises:
-        TypeError: for a field of another type than said.
-        ValueError: for a dtype that is not floating-point.
+        TypeError, ValueError: for a field of another type, for a dtype that is not floating-point.
     """
 
     param_dtype: torch.dtype | None = None
@@ -107,59 +105,45 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig(_Switches):
-    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`.
-
-    Args:
-        offload_to_cpu: whether they are copied to the CPU.
-    """
+    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Adds ``rank0_only``: whether ranks but the first get an empty dict."""
-
-    rank0_only: bool = False
+    rank0_only: bool = False  # whether ranks but the first get an empty dict
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Adds nothing."""
+    pass
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Adds ``_use_dtensor``, for PyTorch's sake: the values are DTensors always."""
-
-    _use_dtensor: bool = False
+    _use_dtensor: bool = False  # for PyTorch's sake: the values are DTensors always
 
 
 @dataclass
 class OptimStateDictConfig(_Switches):
-    """How the tensors of an optimizer's state dict are given out; the counterpart of :class:`StateDictConfig`."""
+    """The same of an optimizer's state dict, class by class."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Adds ``rank0_only``: whether ranks but the first get an empty dict."""
-
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Leaves tensors where they are by default."""
-
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Adds ``_use_dtensor``, for PyTorch's sake: the values are DTensors always."""
-
     _use_dtensor: bool = False
 
 
@@ -193,11 +177,7 @@ class OptimStateKeyType(Enum):
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """The settings of the wrappers in ``module``; the defaults if there are none.
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """The settings of the wrappers in ``module``, an AssertionError if they differ; the defaults if there are none."""
     found = [each.__dict__["_settings"] for each in module.modules() if "_settings" in each.__dict__]
     for other in found[1:]:
         if other != found[0]:
@@ -205,44 +185,41 @@ def settings_of(module: nn.Module) -> StateDictSettings:
                 f"the wrappers in one {type(module).__name__} must have the same state dict settings, but there are "
                 f"{found[0]} and {other}: set them on the outermost one"
             )
-    kind = StateDictType.FULL_STATE_DICT
-    return found[0] if found else StateDictSettings(kind, *(cls() for cls in CONFIGS[kind]))  # type: ignore[arg-type]
+    if found:
+        return found[0]
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+
+
+# What users give, ours or PyTorch's, as one of ours; a TypeError for anything else.
 
 
 def as_sharding_strategy(strategy: object) -> ShardingStrategy:
-    """``strategy`` as one of ours (``FULL_SHARD`` for ``None``), or a TypeError."""
     return ShardingStrategy.FULL_SHARD if strategy is None else _member(strategy, ShardingStrategy, "sharding_strategy")
 
 
 def as_backward_prefetch(prefetch: object) -> BackwardPrefetch | None:
-    """``prefetch`` as one of ours (``None`` for ``None``), or a TypeError."""
     return None if prefetch is None else _member(prefetch, BackwardPrefetch, "backward_prefetch")
 
 
 def as_mixed_precision(precision: object) -> MixedPrecision:
-    """``precision`` as one of ours (the default one for ``None``), or a TypeError."""
     if precision is None:
         return MixedPrecision()
     return as_ours(precision, MixedPrecision, "mixed_precision", "param_dtype", "reduce_dtype", "buffer_dtype")
 
 
 def as_cpu_offload(offload: object) -> CPUOffload:
-    """``offload`` as one of ours (the default one for ``None``), or a TypeError."""
     return CPUOffload() if offload is None else as_ours(offload, CPUOffload, "cpu_offload", "offload_params")
 
 
 def as_state_dict_type(kind: object) -> StateDictType:
-    """``kind`` as one of ours, or a TypeError."""
     return _member(kind, StateDictType, "state_dict_type")
 
 
 def as_state_dict_config(config: object) -> StateDictConfig:
-    """``config`` as one of ours, of the class with the same name, or a TypeError."""
     return _configured(config, StateDictConfig, "state_dict_config")
 
 
 def as_optim_state_dict_config(config: object) -> OptimStateDictConfig:
-    """``config`` as one of ours, of the class with the same name, or a TypeError."""
     return _configured(config, OptimStateDictConfig, "optim_state_dict_config")
 
 
@@ -250,6 +227,7 @@ C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
 
 
 def _configured(config: object, base: type[C], argument: str) -> C:
+    """Of ours the class with the same name."""
     derived = (cls for cls in base.__subclasses__() if is_foreign(config, cls.__name__))
     return as_ours(config, next(derived, base), argument, "offload_to_cpu")
 

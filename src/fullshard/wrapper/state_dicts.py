@@ -6,6 +6,7 @@ meanwhile is the business of :mod:`fullshard.checkpoint.state_dict`.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,6 @@ from fullshard.wrapper.settings import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    as_optim_state_dict_config,
-    as_state_dict_config,
     as_state_dict_type,
     settings_of,
 )
@@ -63,11 +62,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set, in every wrapper in ``module``.
-
-        Raises:
-            AssertionError: the wrappers have different settings.
-        """
+        """What is set, in every wrapper in ``module``; an AssertionError if they differ."""
         return settings_of(module)
 
     @staticmethod
@@ -127,23 +122,15 @@ def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [each for each in module.modules() if isinstance(each, StateDictMethods)]
 
 
-def _set_state_dict_type(
-    module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
+def _set_state_dict_type(module: nn.Module, kind: StateDictType, *configs: Any) -> StateDictSettings:
     kind = as_state_dict_type(kind)
-    expected, expected_optim = CONFIGS[kind]
-    config = expected() if config is None else as_state_dict_config(config)
-    optim_config = expected_optim() if optim_config is None else as_optim_state_dict_config(optim_config)
-    for name, found, wanted in (
-        ("state_dict_config", config, expected),
-        ("optim_state_dict_config", optim_config, expected_optim),
-    ):
-        if type(found) is not wanted:
+    expected: tuple[type[Any], ...] = CONFIGS[kind]
+    given = [cls() if config is None else config for cls, config in zip(expected, configs, strict=True)]
+    settings = StateDictSettings(kind, *given)
+    for name, wanted in zip(("state_dict_config", "optim_state_dict_config"), expected, strict=True):
+        if type(found := getattr(settings, name)) is not wanted:
             raise RuntimeError(f"{name} for {kind} must be a {wanted.__name__}, got a {type(found).__name__}")
     before = settings_of(module)
     for wrapper in _wrappers(module):
-        wrapper._settings = StateDictSettings(kind, config, optim_config)
+        wrapper._settings = copy.copy(settings)
     return before

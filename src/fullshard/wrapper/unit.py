@@ -7,7 +7,6 @@ evaluation where the environment asks for it. Everything else is the engine's :c
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,19 +15,13 @@ import torch.nn as nn
 from fullshard import tree
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import Unit, unit_of
+from fullshard.schedule.unit import Unit
 from fullshard.torch_private import in_backward
 from fullshard.wrapper.settings import MixedPrecision
 
 
 class WrappedUnit(Unit):
-    """One wrapped module.
-
-    Args:
-        wrapper: the instance that wraps it.
-        precision: its dtypes.
-        buffers: each with the module that has it and its name there.
-    """
+    """One wrapped module. Of its buffers each is known by the module that has it and its name there."""
 
     tree = (*Unit.tree, "buffers", "buffer_dtypes")
 
@@ -40,10 +33,9 @@ class WrappedUnit(Unit):
         auto_reshard: bool,
         buffers: list[tuple[nn.Module, str]],
     ) -> None:
-        policy = MixedPrecisionPolicy(
-            precision.param_dtype, precision.reduce_dtype, None, precision.cast_forward_inputs
-        )
-        super().__init__((wrapper,), device, policy, auto_reshard)
+        dtypes = precision.param_dtype, precision.reduce_dtype, None
+        self._policy = MixedPrecisionPolicy(*dtypes, precision.cast_forward_inputs)
+        super().__init__((wrapper,), device, self._policy, auto_reshard)
         self.precision = precision
         self.buffers = buffers
         #: Of buffers that were cast, by module and name: what state dicts restore.
@@ -56,16 +48,14 @@ class WrappedUnit(Unit):
 
     def start(self) -> Schedule:
         schedule = super().start()
-        for unit in schedule.units:
-            if isinstance(unit, WrappedUnit):
-                unit._cast_buffers()
+        for unit in _wrapped(schedule):
+            unit._cast_buffers()
         return schedule
 
     def join(self, schedule: Schedule) -> None:
         super().join(schedule)
-        precision = self.precision
-        at_root = schedule.root is self and precision.cast_root_forward_inputs
-        self.casts_inputs = precision.cast_forward_inputs or at_root
+        at_root = schedule.root is self and self.precision.cast_root_forward_inputs
+        self.casts_inputs = self.precision.cast_forward_inputs or at_root
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,9 +65,8 @@ class WrappedUnit(Unit):
             schedule.reset()  # an error has ended the last step
         self.failed = False
         if schedule.root is self and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-            for unit in schedule.units:
-                if isinstance(unit, WrappedUnit):
-                    unit._compute_in_full(not module.training)
+            for unit in _wrapped(schedule):
+                unit._compute_in_full(not module.training)
         return super().pre_forward(module, args, kwargs)
 
     def _cast_buffers(self) -> None:
@@ -93,10 +82,8 @@ class WrappedUnit(Unit):
         if full is self._in_full:
             return
         self._in_full = full
-        policy, self.mp_policy = self.mp_policy, MixedPrecisionPolicy()
+        self.mp_policy = MixedPrecisionPolicy() if full else self._policy
         if not full:
-            precision = self.precision
-            self.mp_policy = replace(policy, param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
             self._cast_buffers()
         for group in self.groups:
             group.options.mp_policy = self.mp_policy
@@ -105,10 +92,8 @@ class WrappedUnit(Unit):
             module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
 
 
-def wrapped_unit(module: nn.Module) -> WrappedUnit | None:
-    """The unit of a wrapper, ``None`` for any other module."""
-    unit = unit_of(module)
-    return unit if isinstance(unit, WrappedUnit) else None
+def _wrapped(schedule: Schedule) -> list[WrappedUnit]:
+    return [unit for unit in schedule.units if isinstance(unit, WrappedUnit)]
 
 
 def keep_precision(module: nn.Module) -> None:
