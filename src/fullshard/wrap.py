@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain
+from functools import reduce
+from operator import or_
 from typing import Any, cast
 
 from torch import nn
@@ -205,7 +206,7 @@ def targets(
     for module in _post_order(root_module, {root_module}):
         overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
         if module is not root_module and (module in chosen or overriding):
-            ordered[module] = dict(chain(chosen.get(module, {}).items(), *(kw.items() for kw in overriding)))
+            ordered[module] = reduce(or_, overriding, chosen.get(module, {}))
     return ordered
 
 

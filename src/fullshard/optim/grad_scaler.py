@@ -19,13 +19,11 @@ from fullshard.torch_private import OpenGradScaler, local_of
 class ShardedGradScaler(OpenGradScaler):
     """A ``torch.amp.GradScaler`` for gradients of which each rank has a part, or none.
 
-    ``unscale_`` and ``step`` (the first of them for an optimizer) must be called by all ranks of ``process_group``,
-    since they communicate: one number, once for each optimizer. Gradients may be plain tensors, of 0 elements too, and
-    DTensors, of any floating dtype, on several devices.
+    ``unscale_`` and ``step`` (the first of them for an optimizer) must be called by all ranks, since they communicate:
+    one number, once for each optimizer. Gradients may be plain tensors and DTensors on several devices.
 
     Args:
         device: type of the device of the losses, and of what communicates.
-        init_scale, backoff_factor, growth_factor, growth_interval, enabled: those of ``torch.amp.GradScaler``.
         process_group: the ranks that skip a step together; ``None`` for all. Besides these, the ranks of the meshes of
             the DTensors do.
     """

@@ -18,6 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.checkpoint.state_dict import check_idle
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
@@ -115,8 +116,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     ) -> None:
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            found_is = f"a {type(module).__name__} has no forward, before which its parameters would be gathered"
-            warnings.warn(f"{found_is}: wrap its members", stacklevel=2)
+            warnings.warn(f"a {type(module).__name__} is never run itself: wrap its members", stacklevel=2)
         refuse_torchs(module)
         nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
         self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
@@ -126,14 +126,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         self._use_orig_params, kept = use_orig_params, self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
         own = (param for param in module.parameters() if param not in kept)
-        device, strategy = (
-            initialise.compute_device(own, device_id, device_type),
-            as_sharding_strategy(sharding_strategy),
-        )
-        self.sharding_strategy, data = strategy_and_mesh(
-            strategy, process_group, device_mesh, auto_wrap_policy is not None, device.type
-        )
-        if auto_wrap_policy is not None:
+        device, has_policy = initialise.compute_device(own, device_id, device_type), auto_wrap_policy is not None
+        strategy = as_sharding_strategy(sharding_strategy)
+        self.sharding_strategy, data = strategy_and_mesh(strategy, process_group, device_mesh, has_policy, device.type)
+        if has_policy:
             if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
                 both = data.shard_group, data.replicate_group
                 process_group = both if self.sharding_strategy in HYBRID else data.replicate_group
@@ -283,9 +279,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 raise NotImplementedError(f"summon_full_params does not support {what}")
         wrappers = wrappers if recurse else [each for each in wrappers if each is module]
         for each in wrappers:
-            if each._unit.phase is not Phase.IDLE or each._is_summoned:
-                where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
-                raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
+            check_idle(each._unit, "summon_full_params")
+            if each._is_summoned:
+                raise AssertionError(f"summon_full_params of {each._unit!r} was called inside another: leave it first")
         with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
             for each in wrappers:
                 each._is_summoned = True
@@ -320,15 +316,11 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         All ranks must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root.
         """
         self._expect_root("clip_grad_norm_")
-        sharded: dict[nn.Parameter, None] = {}
-        process_group: dist.ProcessGroup | None = None
-        for group in self._schedule().groups():
-            if group.data.shard_group is not None:
-                process_group = group.data.shard_group
-                sharded.update(dict.fromkeys(param.sharded for param in group.params))
+        groups = [group for group in self._schedule().groups() if group.data.shard_group is not None]
+        process_group = groups[-1].data.shard_group if groups else None
+        sharded = dict.fromkeys(param.sharded for group in groups for param in group.params)
         whole = [param for param in self.parameters() if param not in sharded]
-        device = self._unit.device
-        return clip_local_shards(list(sharded), whole, float(max_norm), float(norm_type), process_group, device)
+        return clip_local_shards(sharded, whole, max_norm, norm_type, process_group, self._unit.device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, here and in all modules inside.
@@ -396,7 +388,7 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
         for name, child in module._modules.items():
             if child in places:
                 places[child].append((module, name))
-    precise = [module for module in chosen if isinstance(module, apart)] if apart else []
+    precise = [module for module in chosen if isinstance(module, apart)]
     if precise:
         warnings.warn(
             f"modules of {sorted({type(module).__name__ for module in precise})} are wrapped on their own and keep "

@@ -126,8 +126,8 @@ def materialize(
     """Give memory and values to parameters and buffers on the meta device, if there are any.
 
     ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
-    meta are emptied and their ``reset_parameters()`` is called, of which what it raises is raised. Tensors that several
-    modules share stay shared, with the values of the first.
+    meta are emptied and their ``reset_parameters()`` is called, whose errors are raised after a warning that names the
+    module. Tensors that several modules share stay shared, with the values of the first.
 
     Args:
         modules: :func:`managed_modules`, the root first.
@@ -139,8 +139,9 @@ def materialize(
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")
+    but = but or Ignored(set(), set(), set())
     names = {module: name for name, module in modules[0].named_modules()}
-    spared: set[Tensor] = but.params | but.buffers if but is not None else set()
+    spared: set[Tensor] = but.params | but.buffers
 
     def on_meta(module: nn.Module) -> list[str]:
         return [name for _, name, tensor in _own([module]) if tensor.is_meta and tensor not in spared]
@@ -170,7 +171,7 @@ def materialize(
     for tensors, name, old in before:
         if old in made and name in tensors:
             tensors[name] = made[old]
-    for kept in (but.params, but.buffers) if but is not None else ():
+    for kept in (but.params, but.buffers):
         known: set[Any] = {made.get(tensor, tensor) for tensor in kept}
         kept.clear()
         kept.update(known)
