@@ -207,9 +207,9 @@ def _agree(
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
                 if isinstance(value, _Part) and not value.fits:
                     raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
-                if not flat and not _equal(known.setdefault(key, value), value):
-                    raise AssertionError(f"{what} is {value}, and on a rank before it {known[key]}")
-                known.setdefault(key, value)
+                first = known.setdefault(key, value)
+                if not flat and not _equal(first, value):
+                    raise AssertionError(f"{what} is {value}, and on a rank before it {first}")
     return agreed
 
 

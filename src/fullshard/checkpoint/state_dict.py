@@ -90,11 +90,11 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
     if _is_dropped(config, group):
         return {}
     as_rows, to_cpu = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
-    shown = [(index, group.params[index], value) for index, value in whole.items()]
-    return {
-        index: nn.Parameter(given_out(value, param, as_rows, to_cpu), param.sharded.requires_grad)
-        for index, param, value in shown
-    }
+    values = {}
+    for index, value in whole.items():
+        param = group.params[index]
+        values[index] = nn.Parameter(given_out(value, param, as_rows, to_cpu), param.sharded.requires_grad)
+    return values
 
 
 def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
@@ -211,7 +211,7 @@ class Loading:
         paths = _paths(wrapper)
         for group in (*self.unit.groups, *self.unit.borrowed):
             plain = _keys(group, paths, inner)
-            for key in plain.keys() & values.keys():
+            for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
                 values[key] = self._whole(group, plain[key], values[key])
             summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
             if not summoned:
