@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fullshard
 from tests.harness import World, ranks
-from tests.harness.compare import deviation, whole_gradients
+from tests.harness.compare import Precision, deviation, whole_gradients
 from tests.harness.models import MLP, seeded
-from tests.harness.wrapper import ORIGINAL, STRATEGIES, wrap_blocks
+from tests.harness.wrapper import ORIGINAL, SHARDED, STRATEGIES, wrap_blocks
 
 TRANSPORT = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
 STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,3 +102,65 @@ def test_an_optimizer_clears_what_waits_of_its_own_parameters_only(world: World,
         assert parameter.grad is not None
         assert found[name] is not None
         assert deviation(found[name], parameter.grad) < 1e-6, name
+
+
+HALF = Precision(torch.bfloat16, torch.float32)
+
+
+def evaluate(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        assert model(batch(0)).dtype == torch.float32
+    model.train()
+
+
+@ranks(2)
+@ORIGINAL
+@STRATEGY
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_gradients_that_wait_outlive_an_evaluation_in_full_precision(
+    world: World, strategy: str, original: bool, transport: str
+) -> None:
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        for evaluates in (False, True):
+            model = wrap_blocks(strategy=strategy, original=original, precision=HALF)(fullshard, seeded(MLP))
+            with model.no_sync():
+                model(batch(world.rank)).float().square().mean().backward()
+            if evaluates:
+                evaluate(model)
+            model(batch(10 + world.rank)).float().square().mean().backward()
+            found.append(whole_gradients(fullshard, model))
+    without, within = found
+    for name, gradient in without.items():
+        assert gradient is not None
+        torch.testing.assert_close(within[name], gradient, rtol=0, atol=0)
+
+
+@ranks(2)
+def test_an_evaluation_in_full_precision_between_forward_and_backward_is_refused(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        model = wrap_blocks(precision=HALF)(fullshard, seeded(MLP))
+        loss = model(batch(0)).float().mean()
+        evaluate(model)
+        with pytest.raises(RuntimeError, match="to evaluate in full precision, too"):
+            loss.backward()
+        model(batch(1)).float().mean().backward()
+        assert all(gradient is not None for gradient in whole_gradients(fullshard, model).values())
+
+
+@ranks(2)
+@ORIGINAL
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_gradient_that_waited_comes_home_in_its_own_dtype(world: World, strategy: str, original: bool) -> None:
+    """What was shown meanwhile is of the parameter's."""
+    options: dict[str, Any] = {"precision": Precision(torch.bfloat16), "flags": {"keep_low_precision_grads": True}}
+    model = wrap_blocks(strategy=strategy, original=original, **options)(fullshard, seeded(MLP))
+    with model.no_sync():
+        model(batch(world.rank)).float().mean().backward()
+    assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+    model(batch(world.rank)).float().mean().backward()
+    assert {each.grad.dtype for each in model.parameters() if each.grad is not None} == {torch.bfloat16}
