@@ -1,12 +1,13 @@
 # fullshard's commands. `make help` lists them; each makes the virtual environment it needs, once.
 #
-#   make train RANKS=2 STEPS=600 MODEL=base ARGS="--precision bf16"
+#   make train RANKS=2 STEPS=600 MODEL=base API=wrapper ARGS="--precision bf16"
 #   make test PYTHON=python3.12
 #   make train VENV="$VIRTUAL_ENV"      use an environment that is there already, and the torch that is in it
 
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= small
+API ?= fully_shard
 RANKS ?=
 STEPS ?=
 ARGS ?=
@@ -30,7 +31,7 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)'); \
 	threads=$$(($(CORES) / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
-		--nproc-per-node=$$ranks examples/train.py --model $(MODEL) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+		--nproc-per-node=$$ranks examples/train.py --model $(MODEL) --api $(API) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: lint types ## lint, check types, run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)

@@ -1,8 +1,8 @@
 """Checkpoints: each is a directory ``step-N`` of its own, and the small file ``latest`` says which one counts.
 
 Model and optimizer are saved by ``torch.distributed.checkpoint``, each rank its shards, and load on any number of
-ranks. There is no random state to keep: a batch is a function of seed and step (``data.py``). A save that is
-interrupted, at any moment, leaves ``latest`` on the older checkpoint, here of step 200::
+ranks and with either front end. There is no random state to keep: a batch is a function of seed and step (``data.py``).
+A save that is interrupted, at any moment, leaves ``latest`` on the older checkpoint, here of step 200::
 
     write step-300.partial  →  rename it to step-300  →  write latest.partial, rename it to latest  →  remove step-100
 
@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+import fullshard.interop  # noqa: F401  get_state_dict() and set_state_dict() then know the wrapper
 
 
 def latest(directory: Path) -> Path | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard import FullyShardedDataParallel
 from settings import Settings
 
 WARM_UP_STEPS = 40
@@ -23,7 +24,10 @@ def build(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> Tensor:
     """Clip the gradients, step the optimizer, and return the norm that the gradients of the whole model had."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+    if isinstance(model, FullyShardedDataParallel):  # whose gradients are parts of which torch knows nothing
+        norm = model.clip_grad_norm_(LARGEST_NORM)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
     for group in optimizer.param_groups:
         group["lr"] = settings.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
     optimizer.step()

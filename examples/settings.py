@@ -62,7 +62,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add("--lr", type=float, default=1e-3, help="learning rate, after a warm-up of 40 steps")
     add("--seed", type=int, default=0, help="decides the first weights, the batches and the sample")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of the forward and backward computation")
-    add("--api", choices=["fully_shard"], default="fully_shard", help="which front end of fullshard")
+    add("--api", choices=["fully_shard", "wrapper"], default="fully_shard", help="which front end of fullshard")
     add(
         "--reshard-after-forward",
         type=_reshard,
@@ -80,6 +80,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
     flags = vars(parser.parse_args(arguments))
     flags.setdefault("steps", STEPS[flags["model"]])
     flags.setdefault("checkpoint_dir", Path("runs") / flags["model"])
+    if flags["api"] == "wrapper" and not isinstance(flags["reshard_after_forward"], bool | None):
+        parser.error("--reshard-after-forward N is for --api fully_shard: the wrapper knows yes and no")
     return Settings(**flags)
 
 

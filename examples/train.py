@@ -25,8 +25,15 @@ import data
 import memory
 import optimizer as optimizers
 import reference
-from fullshard import MixedPrecisionPolicy, fully_shard
-from model import GPT, MODELS, loss_of
+from fullshard import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from fullshard.wrap import ModuleWrapPolicy
+from model import GPT, MODELS, Block, loss_of
 from settings import Refusal, Settings, parse
 
 VALIDATION_BATCHES = 16
@@ -72,12 +79,22 @@ class Run:
         return {**self.settings.identity, "text": self.corpus.fingerprint}
 
 
-def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> None:
+def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> nn.Module:
     """Shard each block, then the root, which takes what is left: the embedding, which is the head too, and the norm.
 
-    From here on a rank holds its part of every parameter, and a block is whole only while it computes.
+    From here on a rank holds its part of every parameter, and a block is whole only while it computes. Both front ends
+    do the same: ``fully_shard`` changes the model, and the wrapper puts modules around it and its blocks.
     """
     low = torch.bfloat16 if settings.precision == "bf16" else None
+    if settings.api == "wrapper":
+        keeps = settings.reshard_after_forward is False
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(low, torch.float32 if low else None, cast_forward_inputs=True),
+            device_mesh=mesh,
+        )
     apply = partial(
         fully_shard,
         mesh=mesh,
@@ -86,7 +103,8 @@ def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> None:
     )
     for block in model.blocks:
         apply(block)
-    apply(model)
+    sharded: GPT = apply(model)
+    return sharded
 
 
 def train(run: Run, done: int, start_memory: int) -> reference.Measurement | None:
@@ -204,12 +222,13 @@ def main(settings: Settings, place: Place) -> None:
     corpus = data.standard_library()
     start_memory = memory.now(place.device)
     torch.manual_seed(settings.seed)  # the same first weights on every rank
-    model = GPT(MODELS[settings.model]).to(place.device)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    shard(model, init_device_mesh(place.device.type, (place.ranks,)), settings)
+    whole = GPT(MODELS[settings.model]).to(place.device)
+    size = sum(parameter.numel() for parameter in whole.parameters())
+    model = shard(whole, init_device_mesh(place.device.type, (place.ranks,)), settings)
     run = Run(settings, place, corpus, model, optimizers.build(model, settings))
     place.say(
-        f"{settings.model}: {size / 1e6:.1f} million parameters on {place.device.type}, {settings.precision}; "
+        f"{settings.model}: {size / 1e6:.1f} million parameters on {place.device.type}, {settings.precision}, "
+        f"{settings.api}; "
         f"number of ranks: {place.ranks}.\n"
         f"Text: Python's standard library, {len(corpus.training) / 1e6:.1f} MB to train on and "
         f"{len(corpus.validation) / 1e6:.1f} MB to validate with."

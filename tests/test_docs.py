@@ -119,12 +119,15 @@ def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None
     assert "loss" in ended.stdout
 
 
-def test_the_code_that_moves_from_torch_runs_with_either() -> None:
-    """The README shows an import of torch and one of fullshard that take its place: both have every name."""
+@pytest.mark.parametrize(
+    ("page", "changes"), [(README, 1), (ROOT / "docs" / "migration.md", 2)], ids=["README", "docs"]
+)
+def test_the_code_that_moves_from_torch_runs_with_either(page: Path, changes: int) -> None:
+    """An import of torch and one of fullshard that take its place: both have every name."""
     change = r"^- from torch.distributed.fsdp import (.*)\n\+ from fullshard import \1$"
-    names = re.search(change, README.read_text(), re.MULTILINE)
-    assert names is not None
-    for name in names.group(1).split(", "):
+    found = re.findall(change, page.read_text(), re.MULTILINE)
+    assert len(found) == changes
+    for name in ", ".join(found).split(", "):
         assert hasattr(torch.distributed.fsdp, name)
         assert hasattr(fullshard, name)
 
@@ -195,6 +198,18 @@ def test_every_name_of_optim_is_described(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in vars(fullshard.FSDPModule) if not name.startswith("_")])
 def test_every_method_of_a_sharded_module_is_described(name: str) -> None:
     assert name in described()
+
+
+def methods_of_the_wrapper() -> set[str]:
+    """Those that it adds to ``nn.Module`` or changes."""
+    wrapper = fullshard.FullyShardedDataParallel
+    own = {name for cls in wrapper.__mro__ if cls.__module__.startswith("fullshard") for name in vars(cls)}
+    return {name for name in own if not name.startswith("_") and callable(getattr(wrapper, name))}
+
+
+@pytest.mark.parametrize("name", sorted(methods_of_the_wrapper()))
+def test_every_method_of_the_wrapper_is_described(name: str) -> None:
+    assert f"FullyShardedDataParallel.{name}" in described()
 
 
 @pytest.mark.parametrize("heading", [heading for heading in headings_of_the_reference() if "(" in heading])

@@ -62,10 +62,10 @@ def summon_full_params(
     try:
         for unit in units:
             for group in unit.groups:
+                group.check_in()
                 if group.summoned:
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
-                group.check_in()
                 whole = _whole(group, offload_to_cpu, with_grads)
                 shown = not rank0_only or is_first(group)
                 summoned.append(FullGroup(group, whole if shown else {}))
@@ -79,15 +79,31 @@ def summon_full_params(
 
 
 class FullGroup:
-    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`."""
+    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`.
+
+    They may stand in those of another one meanwhile.
+    """
+
+    #: Whether nobody closes it after an error, so that the next step, or whoever looks next, has to.
+    is_left_by_errors = False
 
     def __init__(self, group: Group, shown: Mapping[int, nn.Parameter]) -> None:
         self._group = group
         self._full = dict(shown)
+        self._outer: FullGroup | None = group.summoned
+        if self._outer is not None:
+            self._outer.shown()
         #: With flat parameters of which each rank has all, writes stay anyway, as users of torch's wrapper expect.
         self.is_all_there_is = group.is_flat and group.data.shard_group is None
-        group.summoned = True
+        group.summoned = self
         group.presentation.show_full(self._full)
+
+    def shown(self) -> Mapping[int, nn.Parameter]:
+        """What is shown now, by index: users may have replaced what was."""
+        for index in self._full:
+            if isinstance(now := self._group.presentation.shown_full(index), nn.Parameter):
+                self._full[index] = now
+        return self._full
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -96,14 +112,18 @@ class FullGroup:
             param, full = self._group.params[index], self._group.presentation.shown_full(index)
             if full is None:
                 continue
-            param.held.copy_(param.chunk_of(_local(full), rank))
+            param.held.copy_(param.chunk_of(local_tensor(full), rank))
             grad = param.gradient
             if full.grad is not None and grad is not None:
-                grad.copy_(param.chunk_of(_local(full.grad), rank))
+                grad.copy_(param.chunk_of(local_tensor(full.grad), rank))
 
     def close(self) -> None:
-        self._group.summoned = False
-        if self._full:
+        if self._group.summoned is not self:
+            return
+        self._group.summoned = self._outer
+        if self._full and self._outer is not None:
+            self._group.presentation.show_full(self._outer._full)
+        elif self._full:
             self._group.presentation.show_sharded()
         self._full.clear()
 
@@ -180,7 +200,8 @@ def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
     return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 

@@ -180,13 +180,7 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
                 f"fully_shard does not support containers that do not implement forward: {type(each).__name__} is "
                 f"never run itself. Apply it to each of its members, or give it a list of them"
             )
-        for name, inner in each.named_modules():
-            if _is_sharded_by_torch(inner):
-                which = f"'{name}' of this {type(each).__name__}" if name else f"this {type(each).__name__}"
-                raise ValueError(
-                    f"{which} was sharded by torch.distributed.fsdp before: shard the whole model either with it or "
-                    f"with fullshard, and import fully_shard from that one only"
-                )
+        refuse_torchs(each)
         if unit_of(each) is not None:
             raise AssertionError(
                 f"fully_shard was already applied to this {type(each).__name__}: it can be applied once to each module"
@@ -195,12 +189,22 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
 
 
-def _is_sharded_by_torch(module: nn.Module) -> bool:
-    """Whether the sharding that torch ships owns the module. Told by the name: fullshard imports nothing of it."""
-    return any(
-        cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") and cls.__module__.startswith("torch.distributed.")
-        for cls in type(module).__mro__
-    )
+def refuse_torchs(module: nn.Module) -> None:
+    """Refuse a module with one in it that the sharding that torch ships owns. Told by the name of its class: fullshard
+    imports nothing of it.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, inner in module.named_modules():
+        for cls in type(inner).__mro__:
+            known = cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
+            if known and cls.__module__.startswith("torch.distributed."):
+                which = f"'{name}' of this {type(module).__name__}" if name else f"this {type(module).__name__}"
+                raise ValueError(
+                    f"{which} was sharded by torch.distributed.fsdp before: shard the whole model either with it or "
+                    f"with fullshard, and import fully_shard or FullyShardedDataParallel from that one only"
+                )
 
 
 def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:

@@ -13,7 +13,7 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +21,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fullshard.full_params import FullGroup, gather
+from fullshard.full_params import FullGroup, gather, local_tensor
 from fullshard.group.flat import FLAT_NAME
 from fullshard.group.group import Group
 from fullshard.group.parameter import WRAPPED_NAME, plain_name
+from fullshard.schedule.unit import Phase
 from fullshard.torch_private import make_dtensor, sharding_spec
 from fullshard.wrapper.settings import FullStateDictConfig, StateDictConfig, StateDictType
 from fullshard.wrapper.unit import WrappedUnit
@@ -34,22 +35,41 @@ _PREFIX = f"{WRAPPED_NAME}."
 
 @contextmanager
 def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> Iterator[None]:
-    """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds."""
+    """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds.
+
+    Raises:
+        AssertionError: a forward or backward of the module runs.
+    """
+    check_idle(unit, "state_dict")
     shown: list[FullGroup] = []
     try:
-        for group in _hidden(unit):
+        for group in (*unit.groups, *unit.borrowed):
+            if isinstance(group.summoned, _Saved):
+                continue  # by a module around this one, which has a parameter of this group too
+            group.check_in()
             group.reshard()
             if kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
-                shown.append(FullGroup(group, _values(group, kind, config)))
+                shown.append(_Saved(group, _values(group, kind, config)))
         yield
     finally:
         for full in shown:
             full.close()
 
 
-def _hidden(unit: WrappedUnit) -> list[Group]:
-    """The groups of which modules of ``unit`` have parameters, tied ones of others too, that nobody shows yet."""
-    return [group for group in (*unit.groups, *unit.borrowed) if not group.summoned]
+class _Saved(FullGroup):
+    """What a group shows to a state dict."""
+
+
+class _Loaded(FullGroup):
+    """Into what values are loaded. A plain module around wrappers tells nobody that loading failed in the middle."""
+
+    is_left_by_errors = True
+
+
+def check_idle(unit: WrappedUnit, method: str) -> None:
+    if unit.phase is not Phase.IDLE:
+        phase = unit.phase.name.lower()
+        raise AssertionError(f"{method}() of {unit!r} was called inside its {phase}: call it after, on all ranks")
 
 
 def kind_for(group: Group, kind: StateDictType) -> StateDictType:
@@ -57,18 +77,21 @@ def kind_for(group: Group, kind: StateDictType) -> StateDictType:
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
 
 
-def is_kept(unit: WrappedUnit, config: StateDictConfig) -> bool:
-    """Whether this rank's state dict gets anything."""
-    rank0_only = isinstance(config, FullStateDictConfig) and config.rank0_only
-    return not rank0_only or all(group.data.shard_rank == 0 for group in unit.groups)
+def _is_dropped(config: StateDictConfig, group: Group) -> bool:
+    """Whether this rank's state dict gets nothing of a group's module."""
+    return isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0
 
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
     """What each parameter shows, in compact memory of its own; nothing on ranks that keep nothing."""
     if group.memory.has_meta:
         raise RuntimeError(group.memory.meta_message())
-    whole = gather(group, [param.held for param in group.params])
-    if isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0:
+    summoned: FullGroup | None = group.summoned
+    if summoned is None:
+        whole = gather(group, [param.held for param in group.params])
+    else:
+        whole = {index: local_tensor(full) for index, full in summoned.shown().items()}
+    if _is_dropped(config, group):
         return {}
     sharded = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT
     values = {}
@@ -95,30 +118,28 @@ def finish(
 ) -> None:
     """What is left to do once the state dict of a wrapped module is made: local shards, buffers, and ranks that keep
     nothing."""
-    names = {module: plain_name(name) for name, module in wrapper.named_modules()}
-    buffers = [(module, name, _join(prefix, names[module], name)) for module, name in unit.buffers]
-    kept = is_kept(unit, config)
+    paths = _paths(wrapper)
+    kept = not any(_is_dropped(config, group) for group in (*unit.groups, *unit.borrowed))
     for group in (*unit.groups, *unit.borrowed):
         local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
-        if not local and kept:
+        if local or not kept:
+            for _, path, name in _places(group, paths):
+                saved.pop(_join(prefix, path, name), None)
+        if group not in unit.groups:
             continue
-        for _, location in _locations(group):
-            if location.module in names:
-                saved.pop(_join(prefix, names[location.module], location.name), None)
-        if group in unit.borrowed:
-            continue
-        for number in range(len(group.sections)):
-            saved.pop(prefix + _flat_name(number), None)
-        for number, value in enumerate(_local_shards(group) if local else ()):
-            saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
-    for module, name, key in buffers:
-        if key not in saved:
-            continue
-        if not kept:
-            del saved[key]
-            continue
-        dtype = unit.buffer_dtypes.get((module, name))
-        saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype or saved[key].dtype)
+        for number in range(len(group.memory.shards)):
+            if not kept:
+                saved.pop(prefix + _flat_name(number), None)
+            if local:
+                value = _local_shard(group, number)
+                saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
+    for module, name in unit.buffers:
+        for key in [_join(prefix, plain_name(path), name) for path in paths.get(module, ())]:
+            if key in saved and not kept:
+                del saved[key]
+            elif key in saved:
+                dtype = unit.buffer_dtypes.get((module, name), saved[key].dtype)
+                saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
 
 def _join(prefix: str, module: str, name: str) -> str:
@@ -129,17 +150,29 @@ def _flat_name(number: int) -> str:
     return f"{FLAT_NAME}_{number}" if number else FLAT_NAME
 
 
-def _local_shards(group: Group) -> list[DTensor]:
-    """Each section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
-    data = group.data
-    shards = []
-    for section, shard in zip(group.sections, group.memory.shards, strict=True):
-        numel = section.plan.full_offsets[-1] + section.plan.params[-1].numel
-        here = sum(extent.numel for extent in section.plan.extents(data.shard_rank))
-        placements = [Replicate(), Shard(0)] if data.replicates else [Shard(0)]
-        spec = sharding_spec(data.mesh, placements, torch.Size((numel,)), (1,), section.dtype)
-        shards.append(make_dtensor(shard.detach()[:here], spec))
-    return shards
+def _local_shard(group: Group, number: int) -> DTensor:
+    """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
+    data, section, shard = group.data, group.sections[number], group.memory.shards[number]
+    numel = section.plan.full_offsets[-1] + section.plan.params[-1].numel
+    here = sum(extent.numel for extent in section.plan.extents(data.shard_rank))
+    placements = [Replicate(), Shard(0)] if data.replicates else [Shard(0)]
+    spec = sharding_spec(data.mesh, placements, torch.Size((numel,)), (1,), section.dtype)
+    return make_dtensor(shard.detach()[:here], spec)
+
+
+def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names that each module inside of a wrapper has there, one for each place if it is shared."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False):  # type: ignore[union-attr]
+        paths.setdefault(module, []).append(path)
+    return paths
+
+
+def _places(group: Group, paths: Mapping[nn.Module, list[str]]) -> Iterator[tuple[int, str, str]]:
+    """Where parameters of a group stand in a wrapper: which one, the path of its module, and its name there."""
+    for index, param in enumerate(group.params):
+        for at in param.locations:
+            yield from ((index, plain_name(path), at.name) for path in paths.get(at.module, ()))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -181,32 +214,40 @@ class Loading:
         errors: Sequence[str],
     ) -> None:
         """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
+        check_idle(self.unit, "load_state_dict")
         self.close()
         keys = [key for key in values if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]
         for key in keys:
             values[f"{prefix}{_PREFIX}{key[len(prefix) :]}"] = values.pop(key)
-        paths = {module: plain_name(name) for name, module in wrapper.named_modules()}
-        for group in _hidden(self.unit):
-            group.reshard()
-            group.check_in()
-            here = [(index, at) for index, at in _locations(group) if at.module in paths]
-            names = {plain_name(_join(prefix, paths[at.module], at.name)): index for index, at in here}
-            if f"{prefix}{_PREFIX}{FLAT_NAME}" in values and group in self.unit.groups:
-                self._load_local(group, values, prefix + _PREFIX)
-                for index, at in here:  # they have their values already
-                    key = _join(prefix + _PREFIX, paths[at.module], at.name)
-                    values[key] = self._blank(group, index).detach()
-            for key in [key for key in values if isinstance(values[key], DTensor)]:
-                if (found := names.get(plain_name(key))) is not None:
-                    values[key] = self._whole(group, found, values[key])
-            whole = {index: self._blank(group, index) for index in range(len(group.params))}
-            self._shown.append(FullGroup(group, whole))
+        paths = _paths(wrapper)
+        for group in (*self.unit.groups, *self.unit.borrowed):
+            plain = {_join(prefix + _PREFIX, path, name): index for index, path, name in _places(group, paths)}
+            for key in [key for key in values if key in plain]:
+                values[key] = self._whole(group, plain[key], values[key])
+            summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
+            if not summoned:
+                group.check_in()
+                group.reshard()
+            if any(f"{prefix}{_PREFIX}{_join('', at, FLAT_NAME)}" in values for at in self._flat_at(group, paths)):
+                if group in self.unit.groups:
+                    self._load_local(group, values, prefix + _PREFIX)
+                values.update((name, self._blank(group, index).detach()) for name, index in plain.items())
+            if not summoned:
+                blank = {index: self._blank(group, index) for index in range(len(group.params))}
+                self._shown.append(_Loaded(group, blank))
+
+    def _flat_at(self, group: Group, paths: Mapping[nn.Module, list[str]]) -> list[str]:
+        """Where a group's local shards are in the state dict of a wrapper."""
+        wrappers = [each for each in group.modules if each in paths]
+        return [path for each in wrappers for path in paths[each]] if group not in self.unit.groups else [""]
 
     def _load_local(self, group: Group, values: Any, prefix: str) -> None:
-        for number, shard in enumerate(_local_shards(group)):
-            value = values.pop(prefix + _flat_name(number))
+        for number in range(len(group.memory.shards)):
+            local = _local_shard(group, number).to_local()
+            value = values.pop(prefix + _flat_name(number), None)
             held = value.to_local() if isinstance(value, DTensor) else value
-            local = shard.to_local()
+            if held is None:
+                continue
             if held.shape != local.shape:
                 raise RuntimeError(
                     f"'{plain_name(prefix)}{_flat_name(number)}' has {held.numel()} elements for this rank, which "
@@ -214,16 +255,21 @@ class Loading:
                 )
             local.copy_(held)
 
-    def _whole(self, group: Group, index: int, value: DTensor) -> torch.Tensor:
-        moved: Any = value.to(group.device)
-        full: torch.Tensor = moved.full_tensor()
+    def _whole(self, group: Group, index: int, value: Any) -> Any:
+        """A value as the module shows it: without data parallelism."""
         spec = group.params[index].unsharded_spec
-        return full if spec is None else distribute_tensor(full, spec.mesh, spec.placements)
+        if isinstance(value, DTensor):
+            moved: Any = value.to(group.device)
+            value = moved.full_tensor()
+        if spec is None or not isinstance(value, torch.Tensor):
+            return value
+        return distribute_tensor(value.to(group.device), spec.mesh, spec.placements)
 
     def _blank(self, group: Group, index: int) -> nn.Parameter:
         """A whole parameter of which this rank's part is as it was: the other parts are nothing that it would keep."""
         param = group.params[index]
-        whole = torch.zeros(param.shape, dtype=param.dtype, device=group.device)
+        flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
+        whole = param.view(flat, param.plan_shape.shape)
         if not param.held.is_meta:
             param.chunk_of(whole, group.data.shard_rank).copy_(param.held)
         shown = whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
@@ -241,7 +287,3 @@ class Loading:
         shown, self._shown = self._shown, []
         for full in shown:
             full.close()
-
-
-def _locations(group: Group) -> list[tuple[int, Any]]:
-    return [(index, at) for index, param in enumerate(group.params) for at in param.locations]

@@ -15,6 +15,7 @@ of what is shown, and replace it: it is taken in before the next step.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -44,7 +45,7 @@ class ShardMetadata(NamedTuple):
     Attributes:
         param_names: relative to the wrapped module.
         param_shapes: of the whole parameters.
-        param_numels: elements that lie here.
+        param_numels: elements of the whole parameters.
         param_offsets: first and last element, of the flattened parameter, that lies here.
     """
 
@@ -83,7 +84,7 @@ class Fragment(ShardedParameter):
 
     Attributes:
         home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
-        stands_in: what the attribute of a hidden parameter is between uses: right of shape, and without memory.
+        stands_in: what the attribute of a hidden parameter is between uses: NaN, right of shape, one element of memory.
     """
 
     def __init__(
@@ -151,8 +152,7 @@ class Fragment(ShardedParameter):
         if self.home is not None:
             if whole:
                 self._gradient_hooks = tuple((before._backward_hooks or {}).values())
-                self.stands_in = torch.empty(self.shape, dtype=self.dtype, device=local.device)
-                self.stands_in.untyped_storage().resize_(0)
+                self.stands_in = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
             return
         grad = before.grad
         if grad is not None and whole:
@@ -328,7 +328,7 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
         shard_metadata=ShardMetadata(
             tuple(param.name for param, _, _ in here),
             tuple(param.shape for param, _, _ in here),
-            tuple(stop - start for _, start, stop in here),
+            tuple(param.shape.numel() for param, _, _ in here),
             tuple((start, stop - 1) for _, start, stop in here),
         ),
     )

@@ -144,7 +144,7 @@ class Group:
         #: Whether it is unsharded only because a forward left it so, as the root's does when nobody asked for it.
         self.left_by_forward = False
         self.hidden = False  # the modules show sharded parameters, though the others are there
-        self.summoned = False  # the modules show private full copies
+        self.summoned: Any = None  # what the modules show while they show private full copies
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
         self._build()
 
@@ -224,7 +224,9 @@ class Group:
 
     def check_in(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
-        if not self.summoned and not self.presentation.check_in():
+        if self.summoned is not None and self.summoned.is_left_by_errors:
+            self.summoned.close()
+        if self.summoned is None and not self.presentation.check_in():
             self.take_in()
 
     def take_in(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
-from fullshard.fully_shard import add_group, borrow, free_parameters
+from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.flat import Fragment
 from fullshard.group.group import GroupOptions
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
@@ -87,7 +87,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     Raises:
         ValueError: settings that exclude one another, parameters that cannot be flattened, sharded modules where a
-            policy is to wrap; parameters that differ between ranks.
+            policy is to wrap, or torch's own; parameters that differ between ranks.
         RuntimeError: parameters on several devices.
         TypeError: an argument of a wrong type.
     """
@@ -120,6 +120,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 f"members",
                 stacklevel=2,
             )
+        refuse_torchs(module)
         nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
         self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
         precision, prefetch = as_mixed_precision(mixed_precision), as_backward_prefetch(backward_prefetch)
@@ -222,6 +223,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             inner = {other for each in found for other in each.modules() if other is not each}
             found = [each for each in found if each not in inner]
         return found
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to shard over, or, where nothing is sharded, to replicate over; ``None`` without parameters."""
+        for each in self.fsdp_modules(self):
+            for group in each._unit.groups:
+                return group.data.shard_group or group.data.replicate_group
+        return None
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper, which this call makes it if none has run yet."""

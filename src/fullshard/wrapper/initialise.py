@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fullshard.device import compute_device as current_device
 from fullshard.device import default_device_type
+from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.registry import owner_of
 from fullshard.schedule.unit import unit_of
@@ -212,8 +213,8 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
         params: by names; DTensors of tensor parallel are as good as plain ones.
 
     Raises:
-        ValueError: a parameter that is not floating-point; parameters on several devices; frozen ones beside trainable
-            ones without ``use_orig_params``.
+        ValueError: a parameter that is not floating-point, or flat already; parameters on several devices; frozen ones
+            beside trainable ones without ``use_orig_params``.
     """
     first = next(iter(params), "")
     for name, param in params.items():
@@ -221,6 +222,10 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
             raise ValueError(
                 f"parameter '{name}' is {param.dtype}: only floating-point parameters are sharded. Make it a buffer, "
                 f"or give it in ignored_states"
+            )
+        if isinstance(param, FlatParameter):
+            raise ValueError(
+                f"parameter '{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
             )
         if param.device != params[first].device:
             raise ValueError(

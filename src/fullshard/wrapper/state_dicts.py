@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.nn as nn
@@ -58,12 +58,7 @@ class StateDictMethods(nn.Module):
             RuntimeError: a configuration of another type.
             AssertionError: the wrappers in ``module`` have different settings.
         """
-        warnings.warn(
-            "state_dict_type() and set_state_dict_type() are deprecated: get_state_dict() and set_state_dict() of "
-            "torch.distributed.checkpoint.state_dict know every parallelism, with `import fullshard.interop` this one",
-            FutureWarning,
-            stacklevel=2,
-        )
+        _warn_of_deprecation()
         return _set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -76,22 +71,15 @@ class StateDictMethods(nn.Module):
         return settings_of(module)
 
     @staticmethod
-    @contextmanager
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """:meth:`set_state_dict_type` for the time of a context."""
-        before = StateDictMethods.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for wrapper in _wrappers(module):
-                wrapper._settings = before
+        _warn_of_deprecation()
+        return _speaking(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: by the names of the plain model, with what :meth:`state_dict_type` says. All ranks call."""
@@ -113,6 +101,26 @@ class StateDictMethods(nn.Module):
         finally:
             for wrapper in _wrappers(self):
                 wrapper._loading.close()
+
+
+def _warn_of_deprecation() -> None:
+    warnings.warn(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
+        "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, with "
+        "`import fullshard.interop` this one",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+@contextmanager
+def _speaking(module: nn.Module, *settings: Any) -> Iterator[None]:
+    before = _set_state_dict_type(module, *settings)
+    try:
+        yield
+    finally:
+        for wrapper in _wrappers(module):
+            wrapper._settings = before
 
 
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:

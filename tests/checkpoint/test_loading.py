@@ -1,0 +1,343 @@
+"""`load_state_dict` of a wrapped model, and state dicts that travel: between kinds, wrappers, APIs and world sizes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import fullshard
+from tests.checkpoint.state_dicts import (
+    EACH_KIND,
+    EACH_STRATEGY,
+    assert_equal_states,
+    build,
+    mesh_options,
+    speaking,
+    whole,
+    wrapped,
+)
+from tests.harness import World, ranks
+from tests.harness.compare import mean_square
+from tests.harness.models import MixedDtypes, OddParameters, Transformer, random_batch, seeded
+from tests.harness.wrapper import EACH_WRAPPER, HYBRID, ORIGINAL, WRAPPERS, wrap
+
+BATCH = random_batch(4, 6)
+
+
+def assert_holds(model: Any, seed: int) -> None:
+    """The wrapped `Net` has the values of `build(seed)`, and computes with them."""
+    expected = build(seed)
+    assert_equal_states(model.state_dict(), expected.state_dict())
+    model.eval(), expected.eval()
+    assert torch.allclose(model(*BATCH(0)), expected(*BATCH(0)), atol=1e-6)
+
+
+@ranks(1, 2, 3)
+@EACH_KIND
+@EACH_STRATEGY
+@ORIGINAL
+def test_what_was_saved_is_loaded(world: World, kind: str, strategy: str, original: bool) -> None:
+    options = {"strategy": strategy, "original": original}
+    saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
+    before = [id(parameter) for parameter in model.parameters()]
+    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+        for part, from_part in ((model.module.blocks[0], saved.module.blocks[0]), (model, saved)):
+            keys = part.load_state_dict(from_part.state_dict())
+            assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert before == [id(parameter) for parameter in model.parameters()]
+    assert_holds(model, 1)
+
+
+@ranks(4)
+@EACH_KIND
+@pytest.mark.parametrize("strategy", HYBRID)
+def test_what_a_hybrid_saved_is_loaded(world: World, kind: str, strategy: str) -> None:
+    options = {"strategy": strategy, **mesh_options(world, strategy)}
+    saved, model = wrapped(fullshard, build(1), **options), wrapped(fullshard, build(2), **options)
+    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+        model.load_state_dict(saved.state_dict())
+    assert_holds(model, 1)
+
+
+@ranks(2)
+@EACH_WRAPPER
+@ORIGINAL
+@pytest.mark.parametrize("around", [False, True], ids=["root", "plain"])
+def test_of_a_plain_model(world: World, library: str, original: bool, around: bool) -> None:
+    """Which the wrapped one, and a plain module around wrappers, load as they are."""
+    fsdp = WRAPPERS[library]
+    if around:
+        model: Any = build(2)
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = wrap(fsdp, block, original=original)
+    else:
+        model = wrapped(fsdp, build(2), original=original)
+    keys = model.load_state_dict(build(1).state_dict())
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), build(1).state_dict())
+
+
+@ranks(3)
+@pytest.mark.parametrize("way", ["into torch", "from torch"])
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+@ORIGINAL
+def test_torch_loads_what_we_save_and_the_other_way_round(world: World, way: str, kind: str, original: bool) -> None:
+    models = {
+        name: wrapped(fsdp, build(seed), original=original, **mesh_options(world))
+        for seed, (name, fsdp) in enumerate(WRAPPERS.items())
+    }
+    source, target = ("fullshard", "torch") if way == "into torch" else ("torch", "fullshard")
+    with speaking(WRAPPERS[source], models[source], kind), speaking(WRAPPERS[target], models[target], kind):
+        models[target].load_state_dict(models[source].state_dict())
+    assert_equal_states(models[target].state_dict(), build(list(WRAPPERS).index(source)).state_dict())
+
+
+def composable(seed: int) -> Any:
+    """The same model sharded by `fully_shard`."""
+    model = build(seed)
+    for module in (*model.blocks, model):
+        fullshard.fully_shard(module)
+    return model
+
+
+@ranks(3)
+@ORIGINAL
+def test_one_api_loads_what_the_other_saves(world: World, original: bool) -> None:
+    model, other = wrapped(fullshard, build(1), original=original), composable(2)
+    with speaking(fullshard, model, "SHARDED"):
+        other.load_state_dict(model.state_dict())
+        assert_equal_states(whole(other.state_dict()), build(1).state_dict())
+        model.load_state_dict(composable(3).state_dict())
+        assert_equal_states(whole(model.state_dict()), build(3).state_dict())
+    plain = build(4)
+    plain.load_state_dict(model.state_dict())
+    assert_equal_states(plain.state_dict(), build(3).state_dict())
+
+
+@ranks(3)
+@ORIGINAL
+def test_a_checkpoint_of_two_ranks_is_loaded_by_three(world: World, original: bool, tmp_path: Path) -> None:
+    """Into the wrapper, into `fully_shard` and into a plain model."""
+    pair = dist.new_group([0, 1])
+    if world.rank < 2:
+        saved = wrapped(fullshard, build(1), original=original, process_group=pair)
+        with speaking(fullshard, saved, "SHARDED"):
+            dcp.save(saved.state_dict(), checkpoint_id=tmp_path, process_group=pair)
+    dist.barrier()
+    model = wrapped(fullshard, build(2), original=not original)
+    with speaking(fullshard, model, "SHARDED"):
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+        model.load_state_dict(state)
+    assert_holds(model, 1)
+    for other in (composable(3), build(4)):
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path)
+        other.load_state_dict(state)
+        assert_equal_states(whole(other.state_dict()), build(1).state_dict())
+
+
+@ranks(2)
+@EACH_KIND
+@ORIGINAL
+def test_files_of_torch_save(world: World, kind: str, original: bool, tmp_path: Path) -> None:
+    """No larger than the values that they hold, but for names and shapes."""
+    saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
+    path = tmp_path / f"{world.rank}.pt"
+    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+        torch.save(saved.state_dict(), path)
+        model.load_state_dict(torch.load(path, weights_only=False))
+    assert_holds(model, 1)
+
+
+@ranks(2)
+@EACH_WRAPPER
+@ORIGINAL
+def test_missing_and_unexpected_keys(world: World, library: str, original: bool) -> None:
+    """By their plain names; what is missing stays as it was."""
+    model = wrapped(WRAPPERS[library], build(2), original=original)
+    state = build(1).state_dict()
+    for name in ("gain", "blocks.1.0.weight", "shift"):
+        del state[name]
+    state.update({"extra": torch.ones(1), "blocks.0.0.extra": torch.ones(1)})
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    for name in ("gain", "blocks.1.0.weight", "shift", "extra", "blocks.0.0.extra"):
+        assert name in str(error.value)
+    keys = model.load_state_dict(state, strict=False)
+    if library == "fullshard":
+        assert sorted(keys.missing_keys) == ["blocks.1.0.weight", "gain", "shift"]
+        assert sorted(keys.unexpected_keys) == ["blocks.0.0.extra", "extra"]
+    expected = build(2)
+    expected.load_state_dict(state, strict=False)
+    assert_equal_states(model.state_dict(), expected.state_dict())
+
+
+@ranks(2)
+@EACH_WRAPPER
+@ORIGINAL
+def test_sizes_that_do_not_fit(world: World, library: str, original: bool) -> None:
+    """Are named, and the rest of the model stays usable."""
+    model = wrapped(WRAPPERS[library], build(2), original=original)
+    state = build(1).state_dict()
+    state["first.bias"] = torch.zeros(8)
+    with pytest.raises(RuntimeError, match=r"first\.bias.*\n*.*\[8\].*\[7\]"):
+        model.load_state_dict(state)
+    mean_square(model, BATCH(0)).backward()
+    model.load_state_dict(build(1).state_dict())
+    assert_equal_states(model.state_dict(), build(1).state_dict())
+
+
+@ranks(2)
+@ORIGINAL
+@pytest.mark.parametrize("where", ["root", "plain"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_after_an_error_in_the_middle_the_model_is_usable(world: World, original: bool, where: str, when: str) -> None:
+    inner = build(2)
+
+    def fail(*args: Any) -> None:
+        raise KeyError("a hook of the user")
+
+    linear = inner.blocks[1][0]
+    handle = getattr(linear, "register_load_state_dict_" + ("pre_hook" if when == "before" else "post_hook"))(fail)
+    model: Any = inner
+    if where == "root":
+        model = wrapped(fullshard, inner, original=original)
+    else:
+        for index, block in enumerate(inner.blocks):
+            inner.blocks[index] = wrap(fullshard, block, original=original)
+    with pytest.raises(KeyError):
+        model.load_state_dict(build(1).state_dict())
+    handle.remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean_square(model, BATCH(0)).backward()
+    optimizer.step()
+    model.load_state_dict(build(3).state_dict())
+    assert_equal_states(model.state_dict(), build(3).state_dict())
+    model.eval()
+    assert torch.allclose(model(*BATCH(0)), build(3).eval()(*BATCH(0)), atol=1e-6)
+
+
+@ranks(2)
+@ORIGINAL
+@pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
+def test_assign(world: World, original: bool, kind: str) -> None:
+    """Parameters stay the objects that they were, for the sake of optimizers; they take the values."""
+    saved, model = (wrapped(fullshard, build(seed), original=original) for seed in (1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [id(parameter) for parameter in model.parameters()]
+    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+        model.load_state_dict(saved.state_dict(), assign=True)
+    assert before == [id(parameter) for parameter in model.parameters()]
+    assert_equal_states(model.state_dict(), build(1).state_dict())
+    mean_square(model, BATCH(0)).backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["gain"], build(1).gain)
+
+
+@ranks(2)
+@ORIGINAL
+@EACH_KIND
+def test_ties_across_units(world: World, original: bool, kind: str) -> None:
+    """The names are all there, as in the plain model, and loading either loads both."""
+
+    def tied(seed: int) -> Any:
+        model: Any = seeded(lambda: Transformer(tied=True), seed)
+        model.head = wrap(fullshard, model.head, original=original)
+        return wrap(fullshard, model, original=original)
+
+    saved, model = tied(1), tied(2)
+    plain = seeded(lambda: Transformer(tied=True), 1).state_dict()
+    with speaking(fullshard, saved, kind), speaking(fullshard, model, kind):
+        state = saved.state_dict()
+        if kind != "LOCAL":
+            assert_equal_states(whole(state), plain)
+        model.load_state_dict(state)
+    assert_equal_states(model.state_dict(), plain)
+    ids = torch.arange(6).view(1, 6)
+    assert torch.allclose(model(ids), saved(ids), atol=1e-6)
+
+
+@ranks(2)
+@EACH_KIND
+@ORIGINAL
+def test_checkpoint_wrappers_and_none_are_interchangeable(world: World, kind: str, original: bool) -> None:
+    model: Any = build(1)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(fullshard, checkpoint_wrapper(block), original=original)
+    model = wrap(fullshard, model, original=original)
+    without, target = (wrapped(fullshard, build(seed), original=original) for seed in (2, 3))
+    for source, goal in ((model, target), (without, model)):
+        with speaking(fullshard, source, kind), speaking(fullshard, goal, kind):
+            goal.load_state_dict(source.state_dict())
+    assert_equal_states(target.state_dict(), build(1).state_dict())
+    assert_equal_states(model.state_dict(), build(2).state_dict())
+
+
+@ranks(2)
+def test_what_is_missing_of_a_parameter_that_is_not_contiguous_stays(world: World) -> None:
+    model = wrap(fullshard, seeded(OddParameters))
+    state = seeded(OddParameters).state_dict()
+    del state["crossed"]
+    assert model.load_state_dict(state, strict=False).missing_keys == ["crossed"]
+    assert_equal_states(model.state_dict(), seeded(OddParameters).state_dict())
+
+
+@ranks(2)
+@pytest.mark.parametrize(("model", "original"), [(OddParameters, True), (MixedDtypes, True), (MixedDtypes, False)])
+@EACH_KIND
+def test_odd_parameters(world: World, original: bool, model: Any, kind: str) -> None:
+    """Scalars, non-contiguous ones, several dtypes; frozen beside trained with original parameters."""
+    saved, other = (wrap(fullshard, seeded(model, seed), original=original) for seed in (1, 2))
+    with speaking(fullshard, saved, kind), speaking(fullshard, other, kind):
+        other.load_state_dict(saved.state_dict())
+    assert_equal_states(other.state_dict(), seeded(model, 1).state_dict())
+
+
+@ranks(2)
+@ORIGINAL
+def test_buffers_in_low_precision_take_values_of_full_precision(world: World, original: bool) -> None:
+    flags = {"buffer_dtype": torch.bfloat16}
+    model = wrap(fullshard, build(2), original=original, flags=flags)
+    assert model.check_is_root()
+    model.load_state_dict(build(1).state_dict())
+    assert model.module.shift.dtype == torch.bfloat16
+    assert torch.equal(model.module.shift, build(1).shift.bfloat16())
+
+
+@ranks(2)
+@ORIGINAL
+def test_inside_of_summon_full_params(world: World, original: bool) -> None:
+    model = wrapped(fullshard, build(2), original=original)
+    with fullshard.FullyShardedDataParallel.summon_full_params(model):
+        model.load_state_dict(build(1).state_dict())
+        assert torch.equal(model.module.first.weight, build(1).first.weight)
+    assert_holds(model, 1)
+
+
+@ranks(2)
+@ORIGINAL
+def test_copies_save_and_load_apart(world: World, original: bool) -> None:
+    model = wrapped(fullshard, build(2), original=original)
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(build(1).state_dict())
+    assert_holds(twin, 1)
+    assert_equal_states(model.state_dict(), build(2).state_dict())
+
+
+@ranks(2)
+@ORIGINAL
+def test_the_local_state_dict_of_another_sharding(world: World, original: bool) -> None:
+    small, large = (wrap(fullshard, nn.Linear(3, rows), original=original) for rows in (4, 5))
+    with speaking(fullshard, small, "LOCAL"), speaking(fullshard, large, "LOCAL"):
+        with pytest.raises(RuntimeError, match="_flat_param"):
+            large.load_state_dict(small.state_dict())
+        large.load_state_dict(large.state_dict())
