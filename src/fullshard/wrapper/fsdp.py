@@ -254,6 +254,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         Raises:
             ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
         """
+        self._unit.recover()
         if self._is_summoned or self._unit.phase is not Phase.IDLE:
             raise ValueError(
                 "apply() gathers the full parameters itself: call it between steps and outside of summon_full_params"
@@ -294,6 +295,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 raise NotImplementedError(f"summon_full_params does not support {what}")
         wrappers = wrappers if recurse else [each for each in wrappers if each is module]
         for each in wrappers:
+            each._unit.recover()
             if each._unit.phase is not Phase.IDLE or each._is_summoned:
                 where = "another summon_full_params" if each._is_summoned else f"its {each._unit.phase.name.lower()}"
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside {where}: leave it first")
