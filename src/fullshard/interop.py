@@ -66,7 +66,7 @@ def _reduce(schedule: Schedule) -> None:
         for group in schedule.groups():
             for index, param in enumerate(group.params):  # of which a stage may have computed the gradient by hand
                 if param.unsharded is not None and param.unsharded.grad is not None:
-                    group.gradients.receive(weakref.ref(group.gradients), index, param.unsharded)
+                    group.gradients.receive(weakref.ref(group), index, param.unsharded)
 
     with torch.enable_grad():
         nothing = torch.zeros((), requires_grad=True).clone()

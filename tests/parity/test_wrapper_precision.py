@@ -34,7 +34,7 @@ from tests.harness.wrapper import (
     wrap_blocks,
 )
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOOLEANS = [False, True]
 
 
@@ -261,3 +261,18 @@ def test_autocast(world: World, cache: bool, original: bool) -> None:
         return output.float().square().mean()
 
     compare(world, training(wrap_blocks(original=original), loss=loss))
+
+
+@ranks(2, 3, 4, transport="p2p")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ORIGINAL
+def test_sums_in_fp16_do_not_overflow(world: World, strategy: str, original: bool) -> None:
+    """The sum over ranks is larger than the largest number of fp16, the mean is not. (torch divides by a part of the
+    number of ranks before the sum, and overflows from three ranks on.)"""
+    for fsdp in OUR_WRAPPER.values():
+        precision = Precision(reduce_dtype=FP16)
+        model = wrap(fsdp, nn.Linear(4, 4, bias=False), strategy=strategy, original=original, precision=precision)
+        (model(torch.ones(1, 4)) * 48_000.0).sum().backward()
+        found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+        assert found[found != 0].tolist() == pytest.approx([48_000.0] * int((found != 0).sum()), rel=2**-10)
+        assert found.any()

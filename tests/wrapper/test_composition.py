@@ -221,13 +221,13 @@ def in_double() -> Any:
 
 @ranks(4)
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_tensor_parallel(world: World, strategy: str) -> None:
-    """With original parameters, which an optimizer has to see as what they are: pieces of pieces."""
+@ORIGINAL
+def test_tensor_parallel(world: World, strategy: str, original: bool) -> None:
     mesh = world.mesh(2, 2, names=("data", "tensor"))
 
     def shard(fsdp: ModuleType, model: Any) -> Any:
         split_over(mesh["tensor"], model)
-        return wrap_blocks(strategy=strategy, device_mesh=mesh["data"])(fsdp, model)
+        return wrap_blocks(strategy=strategy, original=original, device_mesh=mesh["data"])(fsdp, model)
 
     compare_states(world, in_double, shard, token_batch(3, 5), (mesh["data"].get_local_rank(), 2))
 

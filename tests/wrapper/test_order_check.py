@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.schedule import schedule
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -73,3 +74,16 @@ def test_equal_orders_pass(world: World, api: str) -> None:
             inner.order = order
             model(torch.ones(2, 4)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ranks(2)
+@pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
+def test_nothing_is_compared_unless_asked_for(world: World, api: str) -> None:
+    def compares(*args: Any) -> None:
+        raise AssertionError("a gather was compared")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "agree_on_next", compares)
+        sharded(api)(torch.ones(2, 4)).sum().backward()
+        with debugging(), pytest.raises(AssertionError, match="was compared"):
+            sharded(api)(torch.ones(2, 4))

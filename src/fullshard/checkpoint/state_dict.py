@@ -63,6 +63,7 @@ class _Loaded(FullGroup):
 
 
 def check_idle(unit: WrappedUnit, method: str) -> None:
+    unit.recover()
     if unit.phase is not Phase.IDLE:
         phase = unit.phase.name.lower()
         raise AssertionError(f"{method}() of {unit!r} was called inside its {phase}: call it after, on all ranks")

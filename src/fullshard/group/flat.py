@@ -103,6 +103,7 @@ class Fragment(ShardedParameter):
         self._run = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self.stands_in: torch.Tensor | None = None
+        self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
         return "flat", self._alignment
@@ -188,12 +189,14 @@ class Fragment(ShardedParameter):
     def show_waiting(self) -> torch.Tensor | None:
         """Let users see that a gradient waits to be reduced, and clear it; what they see is what is there already."""
         if self.sharded.grad is None and self.sharded.requires_grad:
-            self.sharded.grad = torch.zeros_like(self.sharded)
+            self._blank = self.sharded.grad = torch.zeros_like(self.sharded)
         return self.sharded.grad
 
     def hide_waiting(self) -> None:
-        """Nothing waits any more: a rank that holds nothing of the parameter has no gradient of it."""
-        if self.sharded.numel() == 0:
+        """Nothing is to be seen any more: what comes home is the first gradient, in its own dtype, unless users wrote
+        one; and a rank that holds nothing of the parameter has none."""
+        grad, self._blank = self._blank, None
+        if self.sharded.numel() == 0 or (grad is not None and self.sharded.grad is grad and not grad.any()):
             self.sharded.grad = None
 
     def copy(self, memo: dict[int, Any]) -> ShardedParameter:

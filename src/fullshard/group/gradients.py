@@ -107,7 +107,7 @@ class Gradients:
         trainable = leaf.requires_grad
         leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
-        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self), index))
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self._group), index))
         leaf.requires_grad_(trainable)
 
     @property
@@ -117,15 +117,25 @@ class Gradients:
             return True
         return bool(self._partial and self._group.options.all_reduce_gradients)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there are gradients that have not come home, waiting or kept."""
+        return bool(self._arrived or self._waiting or self._partial)
+
     @staticmethod
-    def receive(gradients: weakref.ref[Gradients], index: int, leaf: torch.Tensor) -> None:
+    def receive(reference: weakref.ref[Group], index: int, leaf: torch.Tensor) -> None:
         """Runs once for each parameter and backward."""
-        self, grad = gradients(), leaf.grad
-        if self is None or grad is None:
+        group, grad = reference(), leaf.grad
+        if group is None or grad is None:
             return
         leaf.grad = None
-        group = self._group
-        param = group.params[index]
+        self, param = group.gradients, group.params[index]
+        if leaf is not param.unsharded:
+            raise RuntimeError(
+                f"between the forward and the backward of {group!r} the dtype or the way in which it is gathered was "
+                f"changed (to evaluate in full precision, too): the gradient of parameter '{param.name}' was computed "
+                f"with memory that is gone. Change it after the backward"
+            )
         if not self._waiting:
             group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not group.is_unsharded and group.options.unshard_in_backward:

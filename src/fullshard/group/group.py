@@ -457,7 +457,10 @@ class Group:
     def rebuild(self) -> None:
         """Use other memory from now on: how or in which dtype parameters are gathered has changed."""
         self.reshard()
+        before = self.gradients
         self._build()
+        if before.has_any:  # between micro-batches: they go on where they are
+            self.gradients = before
 
     def use_transport(self, gather: Transport | None = None, reduce: Transport | None = None) -> None:
         """Move by other means from now on."""

@@ -53,7 +53,7 @@ class Schedule:
         self._forward_root: Unit | None = None
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
-        self._compares_order = dist.get_debug_level() is not dist.DebugLevel.OFF  # type: ignore[attr-defined]
+        self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self._in_backward = False
         self.backwards = 0
         self._step = 0

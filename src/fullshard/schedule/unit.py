@@ -369,6 +369,10 @@ class Unit:
     def join(self, schedule: Schedule) -> None:
         """Become part of a tree."""
         self.schedule = schedule
+        if self.chose_to_keep and schedule.root is not self:  # as the root of a tree of its own, before this one
+            self.chose_to_keep = False
+            for group in self.groups:
+                group.options.reshard_after_forward = True
         self.needed = [*self.groups, *self.borrowed]
 
 

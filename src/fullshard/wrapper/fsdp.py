@@ -242,6 +242,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
         All ranks must call it. A ValueError inside :meth:`summon_full_params`, or in a forward or backward.
         """
+        self._unit.recover()
         if self._is_summoned or self._unit.phase is not Phase.IDLE:
             raise ValueError("apply() gathers full parameters: call it between steps, outside of summon_full_params")
         with self.summon_full_params(self, recurse=False):

@@ -61,13 +61,23 @@ class WrappedUnit(Unit):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         schedule = self.schedule or self.start()
-        if schedule.root is self and (self.failed or schedule.is_in_backward) and not in_backward():
-            schedule.reset()  # an error has ended the last step
+        if schedule.root is self:
+            self.recover()
         self.failed = False
         if schedule.root is self and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
             for unit in _wrapped(schedule):
                 unit._compute_in_full(not module.training)
         return super().pre_forward(module, args, kwargs)
+
+    def recover(self) -> None:
+        """Be at the beginning of a step again, if an error has ended the last one. All ranks must call it."""
+        schedule = self.schedule
+        root = None if schedule is None else schedule.root
+        if schedule is None or not isinstance(root, WrappedUnit) or in_backward():
+            return
+        if root.failed or schedule.is_in_backward:
+            schedule.reset()
+            root.failed = False
 
     def _cast_buffers(self) -> None:
         dtype = self.precision.buffer_dtype
