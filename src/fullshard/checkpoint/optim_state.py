@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from fullshard.checkpoint.names import Place, shown_parameters
-from fullshard.checkpoint.state_dict import all_of, given_out
+from fullshard.checkpoint.state_dict import all_of, given_out, own_copy
 from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
@@ -160,9 +160,7 @@ def whole_state(
 
 def _copied(state: State, to_cpu: bool) -> State:
     """A state that shares nothing with the optimizer's, and no ``step`` with another parameter's."""
-    device = "cpu" if to_cpu else None
-    copied: State = tree_map_only(torch.Tensor, lambda each: each.detach().to(device or each.device, copy=True), state)
-    return copied
+    return tree_map_only(torch.Tensor, lambda each: own_copy(each.detach(), to_cpu), state)
 
 
 def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:

@@ -102,14 +102,14 @@ def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cp
     """What a state dict has of a whole value of ``param``, in memory of its own: this rank's rows of it as a DTensor,
     or all of it, also beside tensor parallel."""
     if as_rows:
-        rows = _own(param.rows_of(whole, param.data.shard_rank), to_cpu)
+        rows = own_copy(param.rows_of(whole, param.data.shard_rank), to_cpu)
         return make_dtensor(rows, altered_spec(param.spec, dtype=whole.dtype))
     if param.unsharded_spec is not None:
         whole = make_dtensor(whole, altered_spec(param.unsharded_spec, dtype=whole.dtype)).full_tensor()
-    return _own(whole, to_cpu)
+    return own_copy(whole, to_cpu)
 
 
-def _own(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
     moved = tensor.to("cpu") if to_cpu else tensor
     return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved
 
