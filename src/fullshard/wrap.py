@@ -191,17 +191,16 @@ def targets(
     """
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     forced = dict(class_overrides or {})
-    if hasattr(policy, "_run_policy") and not isinstance(policy, type):
-        chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
-    elif callable(policy) and not isinstance(policy, type):
-        uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-        chosen = _ask(policy, root_module, skipped, uncounted, tuple(forced))
-    else:
-        found = f"the class {policy.__name__} itself" if isinstance(policy, type) else repr(policy)
+    if isinstance(policy, type) or not (hasattr(policy, "_run_policy") or callable(policy)):
         raise TypeError(
-            f"auto_wrap_policy is {found}; expected a ModuleWrapPolicy, a CustomPolicy, or a function "
+            f"auto_wrap_policy is {policy!r}; expected a ModuleWrapPolicy, a CustomPolicy, or a function "
             "(module, recurse, nonwrapped_numel) -> bool"
         )
+    if hasattr(policy, "_run_policy"):
+        chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
+    else:
+        uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
+        chosen = _ask(policy, root_module, skipped, uncounted, tuple(forced))
     ordered = {}
     for module in _post_order(root_module, {root_module}):
         overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
