@@ -171,7 +171,8 @@ class Fragment(ShardedParameter):
         return grad if grad is None or self.home is None else self._part(grad)
 
     def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """In place of a flat parameter the first of its parameters is given all of its gradient."""
+        """Be given a reduced part, as the first of its parameters all of a flat parameter's; returns the gradient that
+        is there already, to be added to."""
         sharded = self.sharded
         if sharded.grad is None and local.dtype == sharded.dtype:
             sharded.grad = local
@@ -248,6 +249,10 @@ class FlatPresentation(Presentation):
         if self._flats:
             return [(indices[0], shard)]
         return [(index, part) for index, part in super().homes(indices, plan, shard) if part.numel()]
+
+    def take_gradients(self, homes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        params: Any = self._group.params
+        return [(grad, local) for i, local in homes if (grad := params[i].take_gradient(local)) is not None]
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():

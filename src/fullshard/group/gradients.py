@@ -66,7 +66,7 @@ class _Chosen:
     indices: tuple[int, ...]
     plan: Plan
     section: int
-    dtype: torch.dtype  # of the parameter and its gradient
+    dtype: torch.dtype  # of the gradient that comes home
     chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
 
 
@@ -253,32 +253,40 @@ class Gradients:
         wanted = self._arrived | set(self._partial)
         if group.options.reduce_unused or group.is_flat:
             wanted |= self._views.keys()
-        for blank in (*(self._views[index] for index in wanted - self._arrived), *self._gaps):
-            blank.zero_()
+        for index in wanted - self._arrived:
+            self._views[index].zero_()
+        for gap in self._gaps:
+            gap.zero_()
         self._arrived = set()
         self._collects = False
-        flight = _Reducing(self, self._choose(frozenset(wanted)))
+        chosen = frozenset(wanted)
+        flight = _Reducing(self, self._choices[chosen] if chosen in self._choices else self._choose(chosen))
         lanes = group.lanes
         assert lanes is not None
         group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
 
     def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
         """The parameters that take part, by section; as a rule the same in every step."""
-        group = self._group
-        if wanted not in self._choices:
-            chosen = []
-            for at, section in enumerate(self._sections):
-                positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
-                if not positions:
-                    continue
-                plan = section.plan.select(positions)
-                members = section.members if group.is_flat else [section.members[position] for position in positions]
-                shard = torch.empty(plan.shard_numel, device="meta")
-                homes = [(i, part) for i, part in group.presentation.homes(members, plan, shard) if i in wanted]
-                chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in homes)
-                chosen.append(_Chosen(tuple(i for i, _ in homes), plan, at, section.dtype, chunks))
-            self._choices[wanted] = chosen
-        return self._choices[wanted]
+        group, chosen = self._group, list[_Chosen]()
+        for at, section in enumerate(self._sections):
+            positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
+            if not positions:
+                continue
+            plan = section.plan.select(positions)
+            members = section.members if group.is_flat else [section.members[position] for position in positions]
+            shard = torch.empty(plan.shard_numel, device="meta")
+            homes = [(i, part) for i, part in group.presentation.homes(members, plan, shard) if i in wanted]
+            chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in homes)
+            chosen.append(_Chosen(tuple(i for i, _ in homes), plan, at, self._home_dtype(at), chunks))
+        self._choices[wanted] = chosen
+        return chosen
+
+    def _home_dtype(self, at: int) -> torch.dtype:
+        """In which dtype the gradients of a section come home: that of the parameters, unless lower ones are kept."""
+        group, stored = self._group, self._sections[at].dtype
+        if not group.options.keep_computed_dtype:
+            return stored
+        return group.compute_dtype(stored) if group.data.shard_group is not None else self._dtypes[at]
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
@@ -312,7 +320,7 @@ class _Reducing:
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         transfers = []
         for choice in self._chosen:
-            dtype = self._home_dtype(choice) if self._finishes_here else gradients._dtypes[choice.section]
+            dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
             output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
             if group.is_flat:  # all of the shard is shown, its padding too
                 output[sum(each.numel for each in choice.plan.extents(group.data.shard_rank)) :].zero_()
@@ -371,12 +379,6 @@ class _Reducing:
                 torch.accelerator.current_stream(group.device).wait_stream(stream)
         return Done()
 
-    def _home_dtype(self, choice: _Chosen) -> torch.dtype:
-        if not self._group.options.keep_computed_dtype:
-            return choice.dtype
-        sharded = self._group.data.shard_group is not None
-        return self._group.compute_dtype(choice.dtype) if sharded else self._gradients._dtypes[choice.section]
-
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
         return [
@@ -391,17 +393,11 @@ class _Reducing:
         if not self._finishes_here or group.offloads:
             where = torch.device("cpu") if group.offloads else group.device
             moved = zip(self._outputs, self._chosen, strict=True)
-            self._outputs = [output.to(where, self._home_dtype(choice)) for output, choice in moved]
-        sums: list[torch.Tensor] = []
-        addends: list[torch.Tensor] = []
+            self._outputs = [output.to(where, choice.dtype) for output, choice in moved]
         homes = self._locals()
-        for index, local in homes:
-            before = group.params[index].take_gradient(local)
-            if before is not None:
-                sums.append(before)
-                addends.append(local)
-        if sums:
-            foreach_add(sums, addends)
+        more = group.presentation.take_gradients(homes)
+        if more:
+            foreach_add([grad for grad, _ in more], [local for _, local in more])
         if any(map(post_accumulate_hooks, group.presentation.sharded)):
             with torch.no_grad():
                 for index, _ in homes:

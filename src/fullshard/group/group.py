@@ -154,11 +154,6 @@ class Group:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     @property
-    def is_flat(self) -> bool:
-        """Whether parameters are runs of one shard, see :mod:`fullshard.group.flat`."""
-        return bool(self.params) and isinstance(self.params[0], Fragment)
-
-    @property
     def offloads(self) -> bool:
         offload = self.options.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.parameters
@@ -170,6 +165,8 @@ class Group:
 
     def _build(self) -> None:
         """Lay the parameters out and move what they hold into the group's shard."""
+        #: Whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
+        self.is_flat = bool(self.params) and isinstance(self.params[0], Fragment)
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
@@ -376,7 +373,8 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self._show_unsharded()
+        self.hidden = False
+        self.presentation.show_unsharded()
 
     def _show_unsharded(self) -> None:
         self.hidden = False
@@ -407,7 +405,7 @@ class Group:
             return
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        self.hide()
+        self.presentation.show_sharded()
         self.hidden = False
         self._leave(State.SHARDED)
         self._resting = None

@@ -182,13 +182,6 @@ class ShardedParameter:
         assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
         return None if grad is None else local_of(grad)
 
-    def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """This rank's part of a gradient has come home; returns the one that is there already, to be added to."""
-        if self.sharded.grad is not None:
-            return self.gradient
-        self.sharded.grad = make_dtensor(local, self.spec)
-        return None
-
     def _sharded_spec(self, whole: torch.Tensor) -> DTensorSpec:
         if self.unsharded_spec is None:
             if self.data.spmd_mesh is not None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan
 from fullshard.group.parameter import Location, ShardedParameter, chunk_views
-from fullshard.torch_private import local_of
+from fullshard.torch_private import local_of, make_dtensor
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -54,6 +54,17 @@ class Presentation:
         """Every place where a parameter stands."""
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
+
+    def take_gradients(self, homes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Reduced parts have come home; returns those to be added to gradients that are there, each after such one."""
+        params, more = self._group.params, []
+        for index, local in homes:
+            param = params[index]
+            if param.sharded.grad is None:
+                param.sharded.grad = make_dtensor(local, param.spec)
+            elif (before := param.gradient) is not None:
+                more.append((before, local))
+        return more
 
     def show_sharded(self) -> None:
         show(self._sharded)
