@@ -141,9 +141,9 @@ def whole_state(
             saved[name] = _copied(mine[name], to_cpu)
     for group, names in groups.items():
         for index, key, gathered in _gathered(group, names, agreed, mine):
-            param = group.params[index]
-            if saves or param.unsharded_spec is not None:  # all ranks of tensor parallel take part
-                saved[names[index]][key] = given_out(gathered, param, as_dtensors, to_cpu)
+            whole = group.params[index]
+            if saves or whole.unsharded_spec is not None:  # all ranks of tensor parallel take part
+                saved[names[index]][key] = given_out(gathered, whole, as_dtensors, to_cpu)
     if not saves:
         return {}
     for key, value in states.items():
