@@ -107,10 +107,13 @@ def _machine(results: Results, steps: Results) -> Iterator[str]:
         for name, values in found["contenders"].items()
         if values["transport"]
     }
+    chosen = {
+        "fullshard": "the library with the transport it chooses here,",
+        "fullshard, wrapper": "its wrapper `FullyShardedDataParallel`, with",
+    }
     yield "Who is compared:\n"
     for name, transport in transports.items():
-        chosen = "the library with the transport it chooses here" if name == "fullshard" else "the same with"
-        yield f"- `{name}`: {chosen}{',' if name == 'fullshard' else ''} {_called(transport)}"
+        yield f"- `{name}`: {chosen.get(name, 'the same with')} {_called(transport)}"
     yield (
         "- `torch FSDP2`, `torch FSDP1`, `DDP`: `fully_shard`, `FullyShardedDataParallel` and "
         "`DistributedDataParallel` of torch, used as their documentation says"
