@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -136,15 +137,21 @@ def test_gaps_are_what_no_parameter_fills(plan: Plan) -> None:
     assert bool((filled == 1).all())
 
 
-@unhurried
-@given(plans())
-def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
-    full = torch.arange(plan.full_numel)
+def some_shards(plan: Plan, full: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """What the first rank, the last and one in the middle hold of a full buffer; -1 where they hold nothing of it."""
     for rank in {0, plan.world_size // 2, plan.world_size - 1}:
         shard = torch.full((plan.shard_numel,), -1)
         for extent in plan.extents(rank):
             for source, target in places(extent):
                 shard[target] = full[source]
+        yield rank, shard
+
+
+@unhurried
+@given(plans())
+def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
+    full = torch.arange(plan.full_numel)
+    for rank, shard in some_shards(plan, full):
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
             begin, shape = plan.place(index, rank)
             held = shard[begin : begin + torch.Size(shape).numel()]
@@ -184,11 +191,7 @@ def test_chunks_are_those_of_torch(param: ParamShape, world_size: int) -> None:
 @given(even_plans())
 def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
     full = torch.arange(plan.full_numel)
-    for rank in {0, plan.world_size // 2, plan.world_size - 1}:
-        shard = torch.full((plan.shard_numel,), -1)
-        for extent in plan.extents(rank):
-            for source, target in places(extent):
-                shard[target] = full[source]
+    for rank, shard in some_shards(plan, full):
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
             whole = full[offset : offset + param.numel].view(param.shape)
             expected = whole

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
@@ -39,6 +40,9 @@ TORCHS = SimpleNamespace(
     strategy=torch_fsdp.ShardingStrategy,
 )
 LIBRARIES = {"ours": OURS, "torch": TORCHS}
+both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
+libraries = pytest.mark.parametrize("name", LIBRARIES)
+to_dict, to_load = OptimStateMethods.optim_state_dict, OptimStateMethods.optim_state_dict_to_load
 KINDS = ("FULL", "SHARDED", "LOCAL")
 
 

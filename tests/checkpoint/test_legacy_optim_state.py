@@ -14,9 +14,10 @@ from fullshard.checkpoint.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
     LIBRARIES,
     OURS,
-    SHARDINGS,
     TORCHS,
     assert_same,
+    both_ways,
+    libraries,
     optimizer_of,
     quiet,
     train,
@@ -25,8 +26,6 @@ from tests.checkpoint.cases import (
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
-both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
-libraries = pytest.mark.parametrize("name", LIBRARIES)
 METHODS = [name for name, member in vars(OptimStateMethods).items() if isinstance(member, staticmethod)]
 
 

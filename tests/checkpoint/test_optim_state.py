@@ -26,17 +26,17 @@ from tests.checkpoint.cases import (
     SHARDINGS,
     TORCHS,
     assert_same,
+    both_ways,
     choose,
     optimizer_of,
     quiet,
+    to_dict,
+    to_load,
     train,
     wrapped,
 )
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
-
-both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
-to_dict, to_load = OptimStateMethods.optim_state_dict, OptimStateMethods.optim_state_dict_to_load
 
 
 class Tied(nn.Module):

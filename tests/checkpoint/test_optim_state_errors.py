@@ -9,24 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.wrapper.settings import settings_of
 from tests.checkpoint.cases import (
     LIBRARIES,
     OURS,
-    SHARDINGS,
+    both_ways,
     choose,
+    libraries,
     optimizer_of,
     quiet,
+    to_dict,
+    to_load,
     train,
     wrapped,
 )
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
-
-both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
-libraries = pytest.mark.parametrize("name", LIBRARIES)
-to_dict, to_load = OptimStateMethods.optim_state_dict, OptimStateMethods.optim_state_dict_to_load
 
 
 def trained(library: Any = OURS, rank: int = 0, **options: Any) -> Any:

@@ -14,28 +14,26 @@ from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.group.parameter import plain_name
 from tests.checkpoint.cases import (
     CPU,
     LIBRARIES,
     OURS,
-    SHARDINGS,
     TORCHS,
     assert_same,
+    both_ways,
     choose,
+    libraries,
     optimizer_of,
     quiet,
+    to_dict,
+    to_load,
     train,
     whole,
     wrapped,
 )
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
-
-both_ways = pytest.mark.parametrize("use_orig_params", SHARDINGS.values(), ids=SHARDINGS)
-libraries = pytest.mark.parametrize("name", LIBRARIES)
-to_dict, to_load = OptimStateMethods.optim_state_dict, OptimStateMethods.optim_state_dict_to_load
 
 
 class Odd(Optimizer):

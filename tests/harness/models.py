@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 Checkpointing = Literal["none", "reentrant", "non-reentrant"]
@@ -217,3 +218,20 @@ class _NestedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Output:
         return Output(torch.tanh(self.main(x)), {"two": [self.other(x), self.other(-x)]})
+
+
+def split_over(mesh: Any, model: Any) -> None:
+    """Tensor parallelism of the blocks of a transformer over a mesh, with all kinds of splits."""
+    for block in model.blocks:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "attention.query": ColwiseParallel(),
+                "attention.key": ColwiseParallel(),
+                "attention.value": ColwiseParallel(),
+                "attention.out": RowwiseParallel(),
+                "up": ColwiseParallel(),
+                "down": RowwiseParallel(),
+            },
+        )

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.harness import World, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
-from tests.harness.models import MLP, Block, Checkpointing, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Block, Checkpointing, Transformer, random_batch, seeded, split_over, token_batch
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False])
@@ -134,23 +133,6 @@ def test_cpu_offload_over_micro_batches(world: World) -> None:
 
     training = Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), micro_batches=3)
     compare(world, training)
-
-
-def split_over(mesh: Any, model: Any) -> None:
-    """Tensor parallelism of the blocks of a transformer over a mesh, with all kinds of splits."""
-    for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.out": RowwiseParallel(),
-                "up": ColwiseParallel(),
-                "down": RowwiseParallel(),
-            },
-        )
 
 
 def transformer_in_double(hidden: int = 18) -> nn.Module:

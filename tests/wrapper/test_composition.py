@@ -11,12 +11,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES, TOLERANCE, compare, deviation, mean_square
-from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import (
+    MLP,
+    MixedDtypes,
+    OddParameters,
+    Transformer,
+    random_batch,
+    seeded,
+    split_over,
+    token_batch,
+)
 from tests.harness.wrapper import (
     ORIGINAL,
     SHARDED,
@@ -197,22 +205,6 @@ def compare_states(
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------
-
-
-def split_over(mesh: Any, model: Any) -> None:
-    for block in model.blocks:
-        parallelize_module(
-            block,
-            mesh,
-            {
-                "attention.query": ColwiseParallel(),
-                "attention.key": ColwiseParallel(),
-                "attention.value": ColwiseParallel(),
-                "attention.out": RowwiseParallel(),
-                "up": ColwiseParallel(),
-                "down": RowwiseParallel(),
-            },
-        )
 
 
 def in_double() -> Any:

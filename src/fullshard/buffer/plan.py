@@ -134,6 +134,15 @@ class Plan:
         needed = sum(param.numel * (self.world_size if self.kept_whole(param) else 1) for param in self.params)
         return self.world_size * self.shard_numel - needed
 
+    @property
+    def end(self) -> int:
+        """Where in the full buffer the last parameter ends; what follows is padding."""
+        return _end(self.params, self.full_offsets)
+
+    def held(self, rank: int) -> int:
+        """Elements of the full buffer that ``rank`` owns."""
+        return sum(extent.numel for extent in self.extents(rank))
+
     def kept_whole(self, param: ParamShape) -> bool:
         return self.layout == "even" and param.dim is None
 
@@ -201,8 +210,9 @@ def make_plan(
 def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
     if layout == "flat":
-        end = full_offsets[-1] + params[-1].numel if params else 0
-        shard_numel = -(-end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
+        shard_numel = -(
+            -_end(params, full_offsets) // world_size
+        )  # not aligned: so cuts fall where users of torch's wrapper expect them
         return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
     if layout != "even":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
@@ -225,6 +235,10 @@ def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]
     return tuple(ends[:-1]), ends[-1]
 
 
+def _end(params: Sequence[ParamShape], full_offsets: Sequence[int]) -> int:
+    return full_offsets[-1] + params[-1].numel if params else 0
+
+
 def _align(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 
@@ -234,9 +248,8 @@ def _extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
     if not 0 <= rank < plan.world_size:
         raise ValueError(f"rank {rank} is not one of the plan's {plan.world_size}")
     if plan.layout == "flat":  # padding between parameters travels with them, padding at the tail does not
-        end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
         start = rank * plan.shard_numel
-        length = min(start + plan.shard_numel, end) - start
+        length = min(start + plan.shard_numel, plan.end) - start
         return (Extent(start, 0, length),) if length > 0 else ()
     extents = []
     for param, full_offset, shard_offset in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):

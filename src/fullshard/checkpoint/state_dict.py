@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.full_params import FullGroup, gather, local_tensor
-from fullshard.group.flat import FLAT_NAME
+from fullshard.group.flat import FLAT_NAME, flat_name
 from fullshard.group.group import Group
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase
@@ -134,10 +134,10 @@ def finish(
             saved.pop(key, None)
         for number in range(len(group.memory.shards)) if group in unit.groups else ():
             if not kept:
-                saved.pop(prefix + _flat_name(number), None)
+                saved.pop(prefix + flat_name(number), None)
             if local:
                 value = _local_shard(group, number)
-                saved[prefix + _flat_name(number)] = value.cpu() if config.offload_to_cpu else value
+                saved[prefix + flat_name(number)] = value.cpu() if config.offload_to_cpu else value
     for module, name in unit.buffers:
         for key in [_join(prefix, path, name) for path in paths.get(module, ())]:
             if key in saved and not kept:
@@ -152,18 +152,12 @@ def _join(prefix: str, path: str, name: str) -> str:
     return f"{prefix}{module}.{name}" if module else f"{prefix}{name}"
 
 
-def _flat_name(number: int) -> str:
-    return f"{FLAT_NAME}_{number}" if number else FLAT_NAME
-
-
 def _local_shard(group: Group, number: int) -> DTensor:
     """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
     data, section, shard = group.data, group.sections[number], group.memory.shards[number]
-    numel = section.plan.full_offsets[-1] + section.plan.params[-1].numel
-    here = sum(extent.numel for extent in section.plan.extents(data.shard_rank))
     placements = [Replicate(), Shard(0)] if data.replicates else [Shard(0)]
-    spec = sharding_spec(data.mesh, placements, torch.Size((numel,)), (1,), section.dtype)
-    return make_dtensor(shard.detach()[:here], spec)
+    spec = sharding_spec(data.mesh, placements, torch.Size((section.plan.end,)), (1,), section.dtype)
+    return make_dtensor(shard.detach()[: section.plan.held(data.shard_rank)], spec)
 
 
 def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:
@@ -231,13 +225,13 @@ class Loading:
     def _load_local(self, group: Group, values: Any, prefix: str) -> None:
         for number in range(len(group.memory.shards)):
             local = _local_shard(group, number).to_local()
-            held = values.pop(prefix + _flat_name(number), None)
+            held = values.pop(prefix + flat_name(number), None)
             if held is None:
                 continue
             held = local_tensor(held)
             if held.shape != local.shape:
                 raise RuntimeError(
-                    f"'{plain_name(prefix)}{_flat_name(number)}' has {held.numel()} elements for this rank, which "
+                    f"'{plain_name(prefix)}{flat_name(number)}' has {held.numel()} elements for this rank, which "
                     f"holds {local.numel()}: a local state dict loads only into the sharding of which it was made"
                 )
             local.copy_(held)

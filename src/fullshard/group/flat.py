@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 FLAT_NAME = "_flat_param"
 
 
+def flat_name(number: int) -> str:
+    """Under which name the flat parameter of a group's section stands."""
+    return f"{FLAT_NAME}_{number}" if number else FLAT_NAME
+
+
 class ShardMetadata(NamedTuple):
     """What this rank's shard of a flat parameter holds; one entry for each original parameter that has elements in it.
 
@@ -203,7 +208,7 @@ class Fragment(ShardedParameter):
     def copy(self, memo: dict[int, Any]) -> ShardedParameter:
         twin = super().copy(memo)
         assert isinstance(twin, Fragment)
-        if self.home is not None and self.stands_in is not None:
+        if self.home is not None:
             twin.home = copy.deepcopy(self.home, memo)
         return twin
 
@@ -236,14 +241,13 @@ class FlatPresentation(Presentation):
                 flat.data = shard
             for index in section.members:
                 group.params[index].sharded = flat
-            self._flats.append((first.home, f"{FLAT_NAME}_{number}" if number else FLAT_NAME, flat, section))
+            self._flats.append((first.home, flat_name(number), flat, section))
         super().prepare()
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
-        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
-        if self._flats:
             self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
+        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
 
     def homes(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
         if self._flats:
@@ -321,13 +325,12 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
     """Write on a flat parameter what lies in it."""
     runs = [plan.fragment(position, rank) for position in range(len(params))]
     here = [(param, start, stop) for param, (start, stop) in zip(params, runs, strict=True) if start < stop]
-    end = plan.full_offsets[-1] + params[-1].shape.numel()
     flat.__dict__.update(
         _fqns=tuple(param.name for param in params),
         _shapes=tuple(param.shape for param in params),
         _numels=tuple(param.shape.numel() for param in params),
         _num_params=len(params),
-        _unpadded_unsharded_size=torch.Size((end,)),
+        _unpadded_unsharded_size=torch.Size((plan.end,)),
         _padded_unsharded_size=torch.Size((plan.full_numel,)),
         _sharded_size=torch.Size((plan.shard_numel,)),
         shard_metadata=ShardMetadata(

@@ -323,7 +323,7 @@ class _Reducing:
             dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
             output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
             if group.is_flat:  # all of the shard is shown, its padding too
-                output[sum(each.numel for each in choice.plan.extents(group.data.shard_rank)) :].zero_()
+                output[choice.plan.held(group.data.shard_rank) :].zero_()
             self._outputs.append(output)
             transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
         if group.reduce_process_group is None:  # every rank keeps everything: the shard is the whole
