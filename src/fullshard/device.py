@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.transport import Pending
 from fullshard.torch_private import is_traceable_subclass
 
+#: To compare with: the type of a device is a new string whenever it is asked for.
+CPU = torch.device("cpu")
+
 
 class Mark(Protocol):
     """A point that work has to reach."""
@@ -111,7 +114,7 @@ class Lanes:
 
 def mark_now(device: torch.device) -> Mark:
     """A mark at the end of what the current lane holds."""
-    if device.type == "cpu":
+    if device == CPU:
         return PASSED
     return EventMark(torch.accelerator.current_stream(device).record_event(), device)
 
@@ -119,7 +122,7 @@ def mark_now(device: torch.device) -> Mark:
 def compute_device(device_type: str) -> torch.device:
     """The device of this process among those of a type: the current one."""
     if device_type == "cpu":
-        return torch.device("cpu")
+        return CPU
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 

@@ -160,7 +160,7 @@ def gather(
     if group.data.shard_group is None:
         foreach_copy(fulls, shards)
     elif transfers:
-        group.transport.private.all_gather(transfers, group.data.shard_group, 2 * group.tag).finish()
+        group.transport.private.gather_route(transfers, group.data.shard_group, 2 * group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:
             found[index] = _gather_extension(param, parts[index])

@@ -70,6 +70,10 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+#: While it is entered, attributes of DTensors are read in half the time: nobody looks for ``__torch_function__``.
+PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
+
+
 def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
 
@@ -77,7 +81,7 @@ def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     spec says. One loop, without the look for ``__torch_function__`` that is most of what reading ``grad`` of a DTensor
     takes: a step pays this for every parameter.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with PlainAttributes():
         try:
             for param, local, twin, spec in lent:
                 if param._local_tensor is not local:
@@ -158,15 +162,18 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
 PYTREE_NODES: dict[type, Any] = pytree.SUPPORTED_NODES
 
 
-def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def foreach_copy(targets: Tensors, sources: Tensors) -> None:
     """Many copies in one call, without waiting for the device; one by one they would cost the host most of a gather."""
     if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def foreach_add(targets: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
+def foreach_add(targets: Tensors, addends: Tensors) -> None:
     """Many sums in place in one call."""
-    torch._foreach_add_(list(targets), list(addends))
+    torch._foreach_add_(targets, addends)
 
 
 def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -188,29 +195,40 @@ _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessG
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
+def _asynchronous(options: Any, async_op: bool) -> Any:
+    options.asyncOp = async_op
+    return options
+
+
+_gather_options = {async_op: _asynchronous(AllgatherOptions(), async_op) for async_op in (False, True)}
+#: By the operation too, which is kept: nothing else may have its id.
+_reduce_options: dict[tuple[int, bool], tuple[Any, ReduceScatterOptions]] = {}
+
+
 def start_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``all_gather_single`` of plain, real tensors, outside of coalescing."""
-    options = AllgatherOptions()
-    options.asyncOp = async_op
-    work: dist.Work | None = _gather(group, output, source, options)
-    if work is not None and not async_op:
-        work.wait()
-    return work if async_op else None
+    work: dist.Work | None = _gather(group, output, source, _gather_options[async_op])
+    if work is None or async_op:
+        return work
+    work.wait()
+    return None
 
 
 def start_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    options.asyncOp = async_op
-    work: dist.Work | None = _reduce_scatter(group, output, source, options)
-    if work is not None and not async_op:
-        work.wait()
-    return work if async_op else None
+    known = _reduce_options.get((id(op), async_op))
+    if known is None:
+        known = _reduce_options[id(op), async_op] = op, _asynchronous(ReduceScatterOptions(), async_op)
+        known[1].reduceOp = op
+    work: dist.Work | None = _reduce_scatter(group, output, source, known[1])
+    if work is None or async_op:
+        return work
+    work.wait()
+    return None
 
 
 def premultiplied_sum(factor: float) -> Any:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Transfer, Transport
+from fullshard.comm.transport import Pending, Reduction, Transfer, Transport
 
 Shape = tuple[tuple[int, ...], int | None]
 """The shape of a parameter, and the dim along which it is cut."""
@@ -200,3 +201,24 @@ def assert_reduced(
         for start, expected in cut(transfer.plan, [term.sum(0) / divisor for term in terms], rank):
             found = transfer.shard[start : start + expected.numel()].double()
             torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest)
+
+
+def gather(
+    transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int = 0
+) -> Pending:
+    """One gather along a route of its own."""
+    assert process_group is not None
+    return transport.gather_route(transfers, process_group, tag).start()
+
+
+def reduce(
+    transport: Transport,
+    transfers: Sequence[Transfer],
+    process_group: dist.ProcessGroup | None,
+    tag: int,
+    reduction: Reduction,
+) -> Pending:
+    """One reduction along a route of its own."""
+    assert process_group is not None
+    route = transport.reduce_route(transfers, process_group, tag)
+    return route.start([transfer.shard for transfer in transfers], reduction)

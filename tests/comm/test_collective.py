@@ -25,6 +25,8 @@ from tests.comm.cases import (
     cut,
     fill_fulls,
     fill_shards,
+    gather,
+    reduce,
     transfers_of,
 )
 from tests.harness import World, fake_world, ranks
@@ -106,7 +108,7 @@ def test_the_messages_of_all_ranks_become_parameters(size: int, layout: LayoutNa
         assert dist.group.WORLD is not None
         transfers = transfers_of(case, size)
         fill_shards(case, transfers, rank)
-        CollectiveTransport(all_gather=PretendedGather(case)).all_gather(transfers, dist.group.WORLD, 0).finish()
+        gather(CollectiveTransport(all_gather=PretendedGather(case)), transfers, dist.group.WORLD, 0).finish()
     assert_gathered(case, transfers, rank)
 
 
@@ -120,9 +122,7 @@ def test_gradients_become_the_messages_for_all_ranks(size: int, layout: LayoutNa
         assert dist.group.WORLD is not None
         (transfer,) = transfers_of(case, size)
         fill_fulls(case, [transfer], rank)
-        CollectiveTransport(reduce_scatter=comm).reduce_scatter(
-            [transfer], dist.group.WORLD, 1, Reduction(4.0)
-        ).finish()
+        reduce(CollectiveTransport(reduce_scatter=comm), [transfer], dist.group.WORLD, 1, Reduction(4.0)).finish()
     (sent,) = comm.inputs
     assert comm.ops == [dist.ReduceOp.SUM]
     (values,) = case.values(rank)
@@ -144,8 +144,8 @@ def test_the_backends_collectives_take_any_number_of_ranks(size: int, layout: La
         transfers = transfers_of(case, size)
         before = [transfer.full.clone() for transfer in transfers]
         for _ in range(2):
-            transport.all_gather(transfers, dist.group.WORLD, 0).finish()
-            transport.reduce_scatter(transfers, dist.group.WORLD, 1, Reduction(size)).finish()
+            gather(transport, transfers, dist.group.WORLD, 0).finish()
+            reduce(transport, transfers, dist.group.WORLD, 1, Reduction(size)).finish()
     assert all(transfer.full.shape == old.shape for transfer, old in zip(transfers, before, strict=True))
 
 
@@ -175,7 +175,7 @@ def test_one_collective_serves_all_sections_of_a_gather(layout: LayoutName, monk
     case = Case(layout, (Section(torch.float32, ODD), Section(torch.bfloat16, ODD), Section(torch.float64, LARGE)))
     with fake_world(4):
         assert dist.group.WORLD is not None
-        CollectiveTransport().all_gather(transfers_of(case, 4), dist.group.WORLD, 0).finish()
+        gather(CollectiveTransport(), transfers_of(case, 4), dist.group.WORLD, 0).finish()
     assert len(recorder.calls) == 1
 
 
@@ -187,7 +187,7 @@ def test_one_collective_serves_all_sections_of_a_dtype_in_a_reduction(
     case = Case(layout, (Section(torch.float32, ODD), Section(torch.bfloat16, ODD), Section(torch.float32, LARGE)))
     with fake_world(4):
         assert dist.group.WORLD is not None
-        CollectiveTransport().reduce_scatter(transfers_of(case, 4), dist.group.WORLD, 1, Reduction(4)).finish()
+        reduce(CollectiveTransport(), transfers_of(case, 4), dist.group.WORLD, 1, Reduction(4)).finish()
     assert [source.dtype for _, source in recorder.calls] == [torch.float32, torch.bfloat16]
 
 
@@ -197,8 +197,8 @@ def test_a_flat_section_moves_without_a_copy(monkeypatch: pytest.MonkeyPatch) ->
     with fake_world(4):
         assert dist.group.WORLD is not None
         (transfer,) = transfers_of(Case("flat", (Section(torch.float32, LARGE),)), 4)
-        CollectiveTransport().all_gather([transfer], dist.group.WORLD, 0).finish()
-        CollectiveTransport().reduce_scatter([transfer], dist.group.WORLD, 1, Reduction(4)).finish()
+        gather(CollectiveTransport(), [transfer], dist.group.WORLD, 0).finish()
+        reduce(CollectiveTransport(), [transfer], dist.group.WORLD, 1, Reduction(4)).finish()
     full, shard = transfer.full.data_ptr(), transfer.shard.data_ptr()
     assert [(output.data_ptr(), source.data_ptr()) for output, source in recorder.calls] == [
         (full, shard),
@@ -214,7 +214,7 @@ def test_an_even_gather_sends_the_shards_themselves(monkeypatch: pytest.MonkeyPa
     with fake_world(4):
         assert dist.group.WORLD is not None
         transfers = transfers_of(case, 4)
-        CollectiveTransport().all_gather(transfers, dist.group.WORLD, 0).finish()
+        gather(CollectiveTransport(), transfers, dist.group.WORLD, 0).finish()
     ((_, source),) = recorder.calls
     assert source.data_ptr() == transfers[0].shard.data_ptr()
 
@@ -226,7 +226,7 @@ def test_the_number_of_copies_does_not_depend_on_the_number_of_ranks(monkeypatch
         recorder = Recorder(monkeypatch)
         with fake_world(size):
             assert dist.group.WORLD is not None
-            CollectiveTransport().all_gather(transfers_of(case, size), dist.group.WORLD, 0).finish()
+            gather(CollectiveTransport(), transfers_of(case, size), dist.group.WORLD, 0).finish()
         counts.append(recorder.copies)
         monkeypatch.undo()
     assert counts[0] == counts[1] <= 6
@@ -238,7 +238,7 @@ def test_equal_parameters_are_copied_together(size: int, monkeypatch: pytest.Mon
     recorder = Recorder(monkeypatch)
     with fake_world(size):
         assert dist.group.WORLD is not None
-        CollectiveTransport().all_gather(transfers_of(case, size), dist.group.WORLD, 0).finish()
+        gather(CollectiveTransport(), transfers_of(case, size), dist.group.WORLD, 0).finish()
     assert recorder.copies == 3
 
 
@@ -258,8 +258,8 @@ def test_repeated_collectives_take_no_new_staging(world: World) -> None:
     SHARED.drop()
     kept = []
     for _ in range(4):
-        transport.all_gather(transfers, dist.group.WORLD, 0).finish()
-        transport.reduce_scatter(transfers, dist.group.WORLD, 1, Reduction(2)).finish()
+        gather(transport, transfers, dist.group.WORLD, 0).finish()
+        reduce(transport, transfers, dist.group.WORLD, 1, Reduction(2)).finish()
         kept.append(SHARED.nbytes_free)
     assert kept[0] > 0
     assert len(set(kept)) == 1

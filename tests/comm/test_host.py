@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
-from tests.comm.cases import ODD, Case, Section, transfers_of
+from tests.comm.cases import ODD, Case, Section, reduce, transfers_of
 from tests.harness import World, ranks
 
 CASE = Case("even", (Section(torch.float32, (((8, 3), 0), ((5,), 0))),))
@@ -40,7 +40,7 @@ def open_files() -> int:
 
 def start(transport: HostTransport, transfers: list[Transfer], tag: int = 1) -> Any:
     assert dist.group.WORLD is not None
-    return transport.reduce_scatter(transfers, dist.group.WORLD, tag, Reduction())
+    return reduce(transport, transfers, dist.group.WORLD, tag, Reduction())
 
 
 @ranks(2)
@@ -53,7 +53,7 @@ def test_a_reduction_reads_in_place_and_sends_nothing(world: World) -> None:
         raise AssertionError("messages were exchanged")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PointToPointTransport, "reduce_scatter", refuse)
+        patch.setattr(PointToPointTransport, "reduce_route", refuse)
         pending = start(transport, transfers)
         pending.finish()
         pending.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import time
@@ -24,6 +23,8 @@ from tests.comm.cases import (
     assert_reduced,
     fill_fulls,
     fill_shards,
+    gather,
+    reduce,
     transfers_of,
 )
 from tests.harness import RankPool, World, ranks
@@ -49,7 +50,7 @@ def test_gathers_with_two_tags_may_start_in_opposite_order(world: World, finish_
     for case, some in zip(cases, transfers, strict=True):
         fill_shards(case, some, world.rank)
     order = [0, 1] if world.rank == 0 else [1, 0]
-    pending = {tag: transport.all_gather(transfers[tag], group(), tag) for tag in order}
+    pending = {tag: gather(transport, transfers[tag], group(), tag) for tag in order}
     for tag in order if finish_in_order else reversed(order):
         pending[tag].finish()
     for case, some in zip(cases, transfers, strict=True):
@@ -67,7 +68,7 @@ def test_a_users_own_messages_are_not_taken_for_ours(world: World) -> None:
         dist.irecv(received, 1 - world.rank, tag=5),
         dist.isend(torch.full((3,), float(world.rank)), 1 - world.rank, tag=5),
     ]
-    transport.all_gather(transfers, group(), tag=5).finish()
+    gather(transport, transfers, group(), tag=5).finish()
     for work in theirs:
         assert work is not None
         work.wait()
@@ -81,9 +82,11 @@ def test_repeated_exchanges_take_no_new_memory(world: World) -> None:
     case = Case("even", (Section(torch.float32, SIX_MEBIBYTES), Section(torch.bfloat16, SIX_MEBIBYTES)))
     gathered, reduced = transfers_of(case, world.size), transfers_of(case, world.size)
 
+    gathering, reducing = transport.gather_route(gathered, group(), 0), transport.reduce_route(reduced, group(), 1)
+
     def exchange() -> None:
-        pending = transport.all_gather(gathered, group(), 0)
-        transport.reduce_scatter(reduced, group(), 1, Reduction(2)).finish()
+        pending = gathering.start()
+        reducing.start([transfer.shard for transfer in reduced], Reduction(2)).finish()
         pending.finish()
 
     for _ in range(3):
@@ -103,34 +106,19 @@ def test_staging_is_bounded_and_can_be_given_back(world: World) -> None:
     transfers = transfers_of(case, world.size)
     SHARED.drop()
     fill_shards(case, transfers, world.rank)
-    transport.all_gather(transfers, group(), 0).finish()
+    gather(transport, transfers, group(), 0).finish()
     assert_gathered(case, transfers, world.rank)
     assert 0 < SHARED.nbytes_free <= 2 * limit, "what is received, and as much packed"
     SHARED.drop()  # small and large exchanges have buffers of their own
     fill_fulls(case, transfers, world.rank)
-    transport.reduce_scatter(transfers, group(), 1, Reduction(3)).finish()
+    reduce(transport, transfers, group(), 1, Reduction(3)).finish()
     assert_reduced(case, transfers, world.rank, 3)
     assert SHARED.nbytes_free <= 2 * limit
     assert SHARED.drop() > 0
     assert SHARED.nbytes_free == 0
     fill_shards(case, transfers, world.rank)
-    transport.all_gather(transfers, group(), 0).finish()
+    gather(transport, transfers, group(), 0).finish()
     assert_gathered(case, transfers, world.rank)
-
-
-@ranks(2)
-def test_what_was_prepared_goes_with_its_tensors(world: World) -> None:
-    transport = PointToPointTransport()
-    case = Case("even", (Section(torch.float32, ODD),))
-    for _ in range(3):
-        transfers = transfers_of(case, world.size)
-        transport.all_gather(transfers, group(), 0).finish()
-        transport.reduce_scatter(transfers, group(), 1, Reduction(2)).finish()
-    gc.collect()
-    assert (len(transport._gathers), len(transport._reductions)) == (1, 1)
-    del transfers
-    gc.collect()
-    assert (len(transport._gathers), len(transport._reductions)) == (0, 0)
 
 
 @ranks(4)
@@ -138,7 +126,7 @@ def test_low_precision_is_added_in_fp32(world: World) -> None:
     case = Case("even", (Section(torch.bfloat16, (((4, 2), 0),)),))
     (transfer,) = transfers_of(case, world.size, torch.float32)
     transfer.full.fill_(256 if world.rank == 0 else 1)
-    PointToPointTransport().reduce_scatter([transfer], group(), 1, Reduction()).finish()
+    reduce(PointToPointTransport(), [transfer], group(), 1, Reduction()).finish()
     assert transfer.shard[:2].tolist() == [259, 259], "256 + 1 is 256 in bf16"
 
 
@@ -148,7 +136,7 @@ def test_terms_are_added_in_the_order_of_ranks(world: World, shapes: tuple[tuple
     case = Case("flat", (Section(torch.float32, shapes),))
     (transfer,) = transfers_of(case, world.size)
     fill_fulls(case, [transfer], world.rank)
-    PointToPointTransport().reduce_scatter([transfer], group(), 1, Reduction()).finish()
+    reduce(PointToPointTransport(), [transfer], group(), 1, Reduction()).finish()
     totals = [torch.zeros_like(value) for value in case.values(0)[0]]
     for rank in range(world.size):
         for total, value in zip(totals, case.values(rank)[0], strict=True):
@@ -164,7 +152,7 @@ def test_integers_are_not_reduced(world: World) -> None:
     (transfer,) = transfers_of(Case("even", (Section(torch.float32, ODD),)), world.size)
     integers = Transfer(transfer.plan, transfer.full.to(torch.int32), transfer.shard)
     with pytest.raises(TypeError, match=r"got torch\.int32: .*FULLSHARD_TRANSPORT=collective"):
-        PointToPointTransport().reduce_scatter([integers], group(), 1, Reduction())
+        reduce(PointToPointTransport(), [integers], group(), 1, Reduction())
 
 
 @ranks(3)
@@ -178,7 +166,7 @@ def test_an_error_after_arrival_leaves_the_group_usable(world: World, staging: i
     def fail(tensor: torch.Tensor, divisor: float) -> None:
         raise MemoryError("on rank 1 only")
 
-    pending = transport.reduce_scatter(transfers, group(), 1, Reduction(3))
+    pending = reduce(transport, transfers, group(), 1, Reduction(3))
     if world.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sums, "divide_", fail)
@@ -187,19 +175,19 @@ def test_an_error_after_arrival_leaves_the_group_usable(world: World, staging: i
     else:
         pending.finish()
         assert_reduced(case, transfers, world.rank, 3)
-    transport.reduce_scatter(transfers, group(), 1, Reduction(3)).finish()
+    reduce(transport, transfers, group(), 1, Reduction(3)).finish()
     assert_reduced(case, transfers, world.rank, 3)
 
 
 def lose_the_last_rank(world: World) -> str:
     transport = PointToPointTransport()
     transfers = transfers_of(Case("even", (Section(torch.float32, LARGE),)), world.size)
-    transport.all_gather(transfers, group(), 8).finish()
+    gather(transport, transfers, group(), 8).finish()
     if world.rank == world.size - 1:
         os._exit(1)
     started = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        transport.all_gather(transfers, group(), 8).finish()
+        gather(transport, transfers, group(), 8).finish()
     assert time.monotonic() - started < 5
     return str(raised.value)
 

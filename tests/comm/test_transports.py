@@ -28,6 +28,8 @@ from tests.comm.cases import (
     cut,
     fill_fulls,
     fill_shards,
+    gather,
+    reduce,
     transfers_of,
 )
 from tests.harness import World, ranks
@@ -81,7 +83,7 @@ def test_every_rank_gathers_all_parameters(world: World, transport_name: str, la
     case = Case(layout, (Section(torch.float32, SHAPES[shapes]),))
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
-    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    gather(make(transport_name), transfers, group(), tag=0).finish()
     assert_gathered(case, transfers, world.rank)
 
 
@@ -94,7 +96,7 @@ def test_sections_of_several_dtypes_are_gathered_in_one_call(
     case = Case(layout, mixed(ODD, LARGE, TINY, ODD))
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
-    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    gather(make(transport_name), transfers, group(), tag=0).finish()
     assert_gathered(case, transfers, world.rank)
 
 
@@ -104,7 +106,7 @@ def test_sections_may_lie_in_memory_of_their_own(world: World, transport_name: s
     case = Case("even", mixed(ODD, TINY, LARGE))
     transfers = [transfers_of(Case("even", (section,)), world.size)[0] for section in case.sections]
     fill_shards(case, transfers, world.rank)
-    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    gather(make(transport_name), transfers, group(), tag=0).finish()
     assert_gathered(case, transfers, world.rank)
 
 
@@ -119,7 +121,7 @@ def test_a_gather_moves_any_dtype(world: World, transport_name: str, dtype: torc
         for t in transfers
     ]
     fill_shards(case, transfers, world.rank)
-    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    gather(make(transport_name), transfers, group(), tag=0).finish()
     assert_gathered(case, [type(t)(t.plan, t.full.to(dtype), t.shard) for t in transfers], world.rank)
 
 
@@ -134,7 +136,7 @@ def test_every_rank_gets_the_mean_of_what_it_owns(
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
+    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
     assert_reduced(case, transfers, world.rank, world.size)
 
 
@@ -148,7 +150,7 @@ def test_sections_of_several_dtypes_are_reduced_in_one_call(
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
+    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
     assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
 
 
@@ -163,7 +165,7 @@ def test_the_result_is_cast_to_the_dtype_of_the_shard(
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, shard_dtype, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
+    complete(reduce(transport, transfers, group(), 1, Reduction(world.size)))
     exactly_added = transport_name != "collective" or dtype.itemsize > 2
     for transfer in transfers:
         assert transfer.shard.dtype == shard_dtype
@@ -181,7 +183,7 @@ def test_the_sum_is_divided_by_any_divisor(
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)
-    complete(transport.reduce_scatter(transfers, group(), 1, reduction))
+    complete(reduce(transport, transfers, group(), 1, reduction))
     assert_reduced(case, transfers, world.rank, reduction.divisor, exactly_added=transport_name != "collective")
 
 
@@ -193,7 +195,7 @@ def test_the_mean_of_fp16_neither_overflows_nor_vanishes(world: World, transport
     transport = make(transport_name)
     (transfer,) = transfers_of(Case("even", (Section(torch.float16, (((8, 4), 0),)),)), world.size, transport=transport)
     transfer.full.fill_(value)
-    complete(transport.reduce_scatter([transfer], group(), 1, Reduction(4.0)))
+    complete(reduce(transport, [transfer], group(), 1, Reduction(4.0)))
     assert torch.equal(transfer.shard[:8], torch.full((8,), value, dtype=torch.float16))
 
 
@@ -207,10 +209,10 @@ def test_ranks_of_a_subgroup_are_numbered_within_it(world: World, transport_name
     case = Case(layout, mixed(ODD, LARGE))
     transfers = transfers_of(case, 2, transport=transport)
     fill_shards(case, transfers, rank)
-    transport.all_gather(transfers, pair, tag=0).finish()
+    gather(transport, transfers, pair, tag=0).finish()
     assert_gathered(case, transfers, rank)
     fill_fulls(case, transfers, rank)
-    complete(transport.reduce_scatter(transfers, pair, 1, Reduction(2)))
+    complete(reduce(transport, transfers, pair, 1, Reduction(2)))
     assert_reduced(case, transfers, rank, 2, exactly_added=transport_name != "collective")
 
 
@@ -221,19 +223,22 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
     cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
     gathered = [transfers_of(case, world.size, transport=transport) for case in cases]
     reduced = [transfers_of(case, world.size, transport=transport) for case in cases]
+    gathers = [transport.gather_route(each, group(), 2 * tag) for tag, each in enumerate(gathered)]
+    reductions = [transport.reduce_route(each, group(), 2 * tag + 1) for tag, each in enumerate(reduced)]
     for _ in range(3):
         pending = []
-        for tag, (case, gather, reduction) in enumerate(zip(cases, gathered, reduced, strict=True)):
-            fill_shards(case, gather, world.rank)
-            fill_fulls(case, reduction, world.rank)
-            pending.append(transport.all_gather(gather, group(), 2 * tag))
-            pending.append(transport.reduce_scatter(reduction, group(), 2 * tag + 1, Reduction(world.size)))
+        for number, case in enumerate(cases):
+            fill_shards(case, gathered[number], world.rank)
+            fill_fulls(case, reduced[number], world.rank)
+            shards = [transfer.shard for transfer in reduced[number]]
+            pending.append(gathers[number].start())
+            pending.append(reductions[number].start(shards, Reduction(world.size)))
         for one in pending:
             complete(one)
-        for case, gather, reduction in zip(cases, gathered, reduced, strict=True):
-            assert_gathered(case, gather, world.rank)
-            assert_reduced(case, reduction, world.rank, world.size, exactly_added=transport_name != "collective")
-            for transfer in (*gather, *reduction):
+        for case, here, there in zip(cases, gathered, reduced, strict=True):
+            assert_gathered(case, here, world.rank)
+            assert_reduced(case, there, world.rank, world.size, exactly_added=transport_name != "collective")
+            for transfer in (*here, *there):
                 transfer.full.fill_(math.nan)
 
 
@@ -244,10 +249,11 @@ def test_shards_may_be_new_tensors_in_every_reduction(world: World, transport_na
     transport = make(transport_name)
     case = Case(layout, mixed(ODD, LARGE))
     first = transfers_of(case, world.size, transport=transport)
+    route = transport.reduce_route(first, group(), 1)
     for _ in range(3):
         transfers = [type(t)(t.plan, t.full, torch.empty_like(t.shard)) for t in first]
         fill_fulls(case, transfers, world.rank)
-        complete(transport.reduce_scatter(transfers, group(), 1, Reduction(world.size)))
+        complete(route.start([transfer.shard for transfer in transfers], Reduction(world.size)))
         assert_reduced(case, transfers, world.rank, world.size, exactly_added=transport_name != "collective")
 
 
@@ -263,7 +269,7 @@ def test_a_selection_of_parameters_is_reduced(world: World, transport_name: str)
         plan = whole.plan.select(chosen)
         transfer = type(whole)(plan, whole.full, torch.full((plan.shard_numel,), math.nan))
         fill_fulls(case, [whole], world.rank)
-        complete(transport.reduce_scatter([transfer], group(), 1, Reduction()))
+        complete(reduce(transport, [transfer], group(), 1, Reduction()))
         sums = [torch.stack([values[index] for values in gradients]).sum(0) for index in chosen]
         for start, expected in cut(plan, sums, world.rank):
             torch.testing.assert_close(transfer.shard[start : start + expected.numel()], expected)
@@ -275,9 +281,10 @@ def test_memory_may_change_under_the_same_tensors(world: World, transport_name: 
     transport = make(transport_name)
     case = Case("even", mixed(ODD, LARGE))
     transfers = transfers_of(case, world.size)
+    route = transport.gather_route(transfers, group(), tag=0)
     for _ in range(3):
         fill_shards(case, transfers, world.rank)
-        transport.all_gather(transfers, group(), tag=0).finish()
+        route.start().finish()
         assert_gathered(case, transfers, world.rank)
         for transfer in transfers:
             storage = transfer.full.untyped_storage()
@@ -293,7 +300,7 @@ def test_autograd_does_not_see_a_gather(world: World, transport_name: str) -> No
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
     versions = [(transfer.full._version, transfer.shard._version) for transfer in transfers]
-    make(transport_name).all_gather(transfers, group(), tag=0).finish()
+    gather(make(transport_name), transfers, group(), tag=0).finish()
     assert [(transfer.full._version, transfer.shard._version) for transfer in transfers] == versions
 
 
@@ -305,9 +312,11 @@ def test_inference_mode_may_come_and_go(world: World, transport_name: str, first
     case = Case("even", mixed(ODD, LARGE))
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
+    with torch.inference_mode(first == "inference"):
+        route = transport.gather_route(transfers, group(), tag=0)
     for number in range(3):
         with torch.inference_mode((first == "inference") == (number % 2 == 0)):
-            transport.all_gather(transfers, group(), tag=0).finish()
+            route.start().finish()
         assert_gathered(case, transfers, world.rank)
         for transfer in transfers:
             transfer.full.fill_(math.nan)
@@ -322,24 +331,22 @@ def test_tensors_that_do_not_fit_their_plan_are_refused(world: World, transport_
     kind = type(transfer)
     numel = transfer.plan.shard_numel
     with pytest.raises(ValueError, match=r"'p0' is for 3 ranks, but the process group has 2"):
-        transport.all_gather([other], group(), 0)
+        gather(transport, [other], group(), 0)
     with pytest.raises(ValueError, match=rf"shard of the group of parameter 'p0' must be .* {numel} elements"):
-        transport.all_gather([kind(transfer.plan, transfer.full, transfer.shard[1:])], group(), 0)
+        gather(transport, [kind(transfer.plan, transfer.full, transfer.shard[1:])], group(), 0)
     wide = torch.empty(2 * transfer.plan.full_numel)[::2]
     with pytest.raises(ValueError, match=r"full buffer .* with strides \(2,\)"):
-        transport.reduce_scatter([kind(transfer.plan, wide, transfer.shard)], group(), 1, Reduction())
+        reduce(transport, [kind(transfer.plan, wide, transfer.shard)], group(), 1, Reduction())
     with pytest.raises(ValueError, match=r"dtype torch.float32 and its shard torch.float64"):
-        transport.all_gather([kind(transfer.plan, transfer.full, transfer.shard.double())], group(), 0)
+        gather(transport, [kind(transfer.plan, transfer.full, transfer.shard.double())], group(), 0)
     with pytest.raises(ValueError, match="is on cpu, but its shard is on meta"):
-        transport.reduce_scatter(
-            [kind(transfer.plan, transfer.full, transfer.shard.to("meta"))], group(), 1, Reduction()
-        )
+        reduce(transport, [kind(transfer.plan, transfer.full, transfer.shard.to("meta"))], group(), 1, Reduction())
 
 
 @ranks(2)
 @each_reducing_transport
 def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> None:
     transport = make(transport_name)
-    transport.all_gather([], group(), 0).finish()
-    complete(transport.reduce_scatter([], group(), 1, Reduction()))
+    gather(transport, [], group(), 0).finish()
+    complete(reduce(transport, [], group(), 1, Reduction()))
     assert transport.allocate(48, torch.device("cpu")).numel() == 48

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,9 +201,14 @@ def test_transports_are_told_of_forced_sums(world: World, forced: bool) -> None:
     seen: list[Reduction] = []
 
     class Listening(CollectiveTransport):
-        def reduce_scatter(self, transfers: Any, process_group: Any, tag: int, reduction: Reduction) -> Any:
-            seen.append(reduction)
-            return super().reduce_scatter(transfers, process_group, tag, reduction)
+        def reduce_route(self, *args: Any) -> Any:
+            route = super().reduce_route(*args)
+
+            def start(shards: Any, reduction: Reduction) -> Any:
+                seen.append(reduction)
+                return route.start(shards, reduction)
+
+            return SimpleNamespace(start=start)
 
     group.use_transport(reduce=Listening())
     model(inputs()).sum().backward()

@@ -19,7 +19,7 @@ The full buffer is parameter-major in every layout, so that an unsharded paramet
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
 A worked example of *even*: b has 3 rows of 5 elements. ``torch.chunk`` gives rank 0 two rows and rank 1 one row, so b
-takes 10 elements in each shard (16 with the alignment), of which rank 1 uses 5.
+takes 10 elements in each shard (12 with the alignment), of which rank 1 uses 5.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ LayoutName = Literal["even", "flat"]
 
 #: Elements to which each parameter is aligned by default: 16 bytes for the smallest dtype, 64 for fp32.
 ALIGNMENT = 16
+#: The same of chunks in a shard, where more would be multiplied by the ranks: what vector units take in one go.
+CHUNK_ALIGNMENT = 4
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def make_plan(
         params: shapes in the order in which they lie.
         world_size: number of ranks, at least 1.
         layout: ``"even"`` or ``"flat"``, see the module's docstring.
-        alignment: elements to a multiple of which each parameter starts, at least 1.
+        alignment: elements to a multiple of which each parameter starts, and of which a shard has (*even*), at least 1.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")
@@ -216,18 +218,23 @@ def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutNa
         return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
     if layout != "even":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
-    largest = (math.prod(param.chunk_shape(0, world_size)) for param in params)
-    shard_offsets, shard_numel = _place(largest, alignment)
+    shard_offsets, shard_numel = _place_chunks(params, world_size, alignment)
     return Plan(params, world_size, layout, full_offsets, full_numel, shard_offsets, shard_numel, alignment)
 
 
 @lru_cache(maxsize=4096)
 def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
     params = tuple(plan.params[i] for i in chosen)
-    largest = (math.prod(param.chunk_shape(0, plan.world_size)) for param in params)
-    shard_offsets, shard_numel = _place(largest, plan.alignment)
+    shard_offsets, shard_numel = _place_chunks(params, plan.world_size, plan.alignment)
     full_offsets = tuple(plan.full_offsets[i] for i in chosen)
     return replace(plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel)
+
+
+def _place_chunks(params: Sequence[ParamShape], world_size: int, alignment: int) -> tuple[tuple[int, ...], int]:
+    """Where in a shard each chunk begins, and the size of a shard, so that the next rank's begins on a boundary too."""
+    largest = (math.prod(param.chunk_shape(0, world_size)) for param in params)
+    offsets, numel = _place(largest, math.gcd(CHUNK_ALIGNMENT, alignment))
+    return offsets, _align(numel, alignment)
 
 
 def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:

@@ -14,16 +14,23 @@ The copies between the last two are strided, at most two for each parameter, wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking
-from fullshard.comm.prepared import PreparedCache, check_transfers
+from fullshard.comm.routes import check_transfers
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
 from fullshard.comm.staging import SHARED, Lease
-from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
+from fullshard.comm.transport import (
+    GatherRoute,
+    MovesPrivately,
+    Nowhere,
+    Pending,
+    ReduceRoute,
+    Reduction,
+    Transfer,
+)
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter
 
@@ -41,60 +48,35 @@ class CollectiveTransport(MovesPrivately):
     def __init__(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
-        self._gathers: PreparedCache[GatherPacking] = PreparedCache()
-        self._reductions: PreparedCache[ReducePacking] = PreparedCache()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
             return self._all_gather.allocate((nbytes,), dtype=torch.uint8, device=device)
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
-        if not transfers:
-            return Done()
-        key = (id(process_group), *map(id, chain.from_iterable(transfers)))
-        packing = self._gathers.get(key)
-        if packing is None:
-            check_transfers(transfers, process_group.size(), one_dtype=True)
-            packing = GatherPacking(transfers, process_group.rank(), self._all_gather)
-            self._gathers.put(key, packing, [process_group, *chain.from_iterable(transfers)])
-        if packing.is_empty:
-            return Done()
-        lease, gather = packing.bind()
-        foreach_copy(*gather.before)
-        work = (self._all_gather or start_all_gather)(
-            gather.output, gather.input, group=process_group, async_op=packing.is_host
-        )
-        return _Gathering(work, gather, lease)
+        check_transfers(transfers, process_group.size(), one_dtype=True)
+        route = _GatherRoute(transfers, process_group, self._all_gather) if transfers else None
+        return Nowhere() if route is None or route.is_empty else route
 
-    def reduce_scatter(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
-    ) -> Pending:
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
-        if not transfers:
-            return Done()
-        subjects = [subject for plan, full, _ in transfers for subject in (plan, full)]
-        key = (id(process_group), *map(id, subjects), *[shard.dtype for _, _, shard in transfers])
-        packing = self._reductions.get(key)
-        if packing is None:
-            check_transfers(transfers, process_group.size(), one_dtype=False)
-            packing = ReducePacking(transfers, process_group, self._reduce_scatter)
-            self._reductions.put(key, packing, [process_group, *subjects])
-        lease, batches = packing.bind()
-        reducing = _Reducing(transfers, lease)
-        for batch in batches:
-            scaling = choose_scaling(
-                batch.dtype, packing.world_size, reduction.divisor, reduction.sum_only, packing.backend
-            )
-            foreach_copy(*batch.before)
-            divide_(batch.input, scaling.before)
-            output = transfers[batch.members[0]].shard if batch.output is None else batch.output
-            work = (self._reduce_scatter or start_reduce_scatter)(
-                output, batch.input, op=scaling.op, group=process_group, async_op=packing.is_host
-            )
-            reducing.add(work, batch, scaling)
-        return reducing
+        check_transfers(transfers, process_group.size(), one_dtype=False)
+        return _ReduceRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
+
+
+class _GatherRoute(GatherPacking):
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
+        super().__init__(transfers, process_group.rank(), comm)
+        self._group = process_group
+        self._collective = comm or start_all_gather
+
+    def start(self) -> Pending:
+        lease, gather = self.bind()
+        foreach_copy(*gather.before)
+        work = self._collective(gather.output, gather.input, group=self._group, async_op=self.is_host)
+        return _Gathering(work, gather, lease)
 
 
 class _Gathering:
@@ -115,28 +97,52 @@ class _Gathering:
             SHARED.give_back(self._lease)
 
 
+class _ReduceRoute(ReducePacking):
+    def __init__(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: ReduceScatter | None
+    ) -> None:
+        super().__init__(transfers, process_group, comm)
+        self._group = process_group
+        self._collective = comm or start_reduce_scatter
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        lease, batches = self.bind()
+        divisor, sum_only = reduction
+        started = []
+        for batch in batches:
+            scaling = choose_scaling(batch.dtype, self.world_size, divisor, sum_only, self.backend)
+            foreach_copy(*batch.before)
+            divide_(batch.input, scaling.before)
+            output = shards[batch.members[0]] if batch.output is None else batch.output
+            work = self._collective(output, batch.input, op=scaling.op, group=self._group, async_op=self.is_host)
+            started.append((work, batch, scaling))
+        return _Reducing(shards, started, lease)
+
+
 class _Reducing:
     """Reduce-scatters on their way, one for each dtype."""
 
-    __slots__ = ("_lease", "_started", "_transfers")
+    __slots__ = ("_lease", "_shards", "_started")
 
-    def __init__(self, transfers: Sequence[Transfer], lease: Lease | None) -> None:
-        self._transfers = transfers
+    def __init__(
+        self,
+        shards: Sequence[torch.Tensor],
+        started: Sequence[tuple[dist.Work | None, Batch, Scaling]],
+        lease: Lease | None,
+    ) -> None:
+        self._shards = shards
+        self._started = started
         self._lease = lease
-        self._started: list[tuple[dist.Work | None, Batch, Scaling]] = []
-
-    def add(self, work: dist.Work | None, batch: Batch, scaling: Scaling) -> None:
-        self._started.append((work, batch, scaling))
 
     def finish(self) -> None:
         for work, batch, scaling in self._started:
             if work is not None:
                 work.wait()
             if batch.output is None:
-                divide_(self._transfers[batch.members[0]].shard, scaling.after)
+                divide_(self._shards[batch.members[0]], scaling.after)
                 continue
             for member, part in zip(batch.members, batch.parts, strict=True):
-                _move(part, self._transfers[member].shard, scaling.after)
+                _move(part, self._shards[member], scaling.after)
         if self._lease is not None:
             SHARED.give_back(self._lease)
 

@@ -24,11 +24,20 @@ from fullshard.buffer.plan import Plan
 from fullshard.comm.messages import whole_extent
 from fullshard.comm.neighbours import Gate, Neighbours, meet
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.prepared import PreparedCache, alias, check_transfers
+from fullshard.comm.routes import alias, check_transfers
 from fullshard.comm.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.staging import Lease, align
 from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable, view_piece
-from fullshard.comm.transport import Done, Pending, Reduction, SharedMemory, StillRead, Transfer
+from fullshard.comm.transport import (
+    GatherRoute,
+    Nowhere,
+    Pending,
+    ReduceRoute,
+    Reduction,
+    SharedMemory,
+    StillRead,
+    Transfer,
+)
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
@@ -52,7 +61,7 @@ class HostTransport:
 
     def __init__(self, neighbours: Neighbours, control: Segment, messages: PointToPointTransport) -> None:
         self.private = messages
-        self._neighbours = neighbours
+        self.neighbours = neighbours
         rank, size = neighbours.rank, neighbours.size
         line = Counters.nbytes(size)
         self._ready = Counters(control, 0, rank, size)
@@ -65,7 +74,7 @@ class HostTransport:
         self._slots = _Slots(self._ready, self._done, self._dropped)
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
-        self._routes: PreparedCache[_Route] = PreparedCache()
+        self._routes: weakref.WeakSet[_Route] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @staticmethod
@@ -108,23 +117,21 @@ class HostTransport:
 
     def share(self, nbytes: int) -> SharedMemory | None:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        start = align(Gate.nbytes(self._neighbours.size))
-        shared = self._neighbours.share(start + nbytes if nbytes else 0)
+        start = align(Gate.nbytes(self.neighbours.size))
+        shared = self.neighbours.share(start + nbytes if nbytes else 0)
         if shared is None:
             return None
-        return SharedMemory(*shared, start, Gate(self._neighbours, shared.segment, 0))
+        return SharedMemory(*shared, start, Gate(self.neighbours, shared.segment, 0))
 
-    # -- collectives -------------------------------------------------------------------------------------------------
+    # -- routes ------------------------------------------------------------------------------------------------------
 
-    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`; for values that lie in memory of this rank alone."""
-        return self.private.all_gather(transfers, process_group, tag)
+        return self.private.gather_route(transfers, process_group, tag)
 
-    def reduce_scatter(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
-    ) -> Pending:
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`; shared are full buffers in one piece of memory that
-        :meth:`allocate` made.
+        :meth:`allocate` made. Others travel as messages.
 
         Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
 
@@ -132,29 +139,32 @@ class HostTransport:
             RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
         """
         if not transfers:
-            return Done()
-        places = {transfer.full.untyped_storage().data_ptr() for transfer in transfers}
-        slot = self._slots.addresses.get(places.pop())
-        if slot is None or places:
-            return self.private.reduce_scatter(transfers, process_group, tag, reduction)
-        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
-        key = (*map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
-        route = self._routes.get(key)
-        if route is None:
-            check_transfers(transfers, process_group.size(), one_dtype=False)
-            check_summable(transfers)
-            route = _Route(transfers, self._neighbours, self._scratch)
-            self._routes.put(key, route, subjects)
+            return Nowhere()
+        if self.slot_of([transfer.full for transfer in transfers]) is None:
+            return self.private.reduce_route(transfers, process_group, tag)
+        check_transfers(transfers, process_group.size(), one_dtype=False)
+        check_summable(transfers)
+        route = _Route(self, transfers, tag, self._scratch)
+        self._routes.add(route)
+        return route
+
+    def slot_of(self, fulls: Sequence[torch.Tensor]) -> Address | None:
+        """Where the other ranks find buffers, if they lie in one slot."""
+        places = {full.untyped_storage().data_ptr() for full in fulls}
+        return self._slots.addresses.get(places.pop()) if len(places) == 1 else None
+
+    def start(self, route: _Route, slot: Address, shards: Sequence[torch.Tensor], divisor: float) -> _Reading:
+        """Tell the other ranks that the values of a route are ready."""
         self._slots.close_files()
         self._number += 1
-        neighbours, number = self._neighbours, self._number
+        neighbours, number = self.neighbours, self._number
         neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[neighbours.rank][at] = number
-        for offset, value in enumerate((tag, route.subject, *slot), 1):
+        for offset, value in enumerate((route.tag, route.subject, *slot), 1):
             self._entries[neighbours.rank][at + offset] = value
         self._ready.set(number)
-        reading = _Reading(self, route, number, tag, [transfer.shard for transfer in transfers], reduction.divisor)
+        reading = _Reading(self, route, number, shards, divisor)
         self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
         self._under_way.append(reading)
         return reading
@@ -168,7 +178,7 @@ class HostTransport:
 
     def let_go(self) -> None:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        for rank in range(self._neighbours.size):
+        for rank in range(self.neighbours.size):
             self._forget_slots_of(rank)
         self._slots.close_files()
 
@@ -179,36 +189,37 @@ class HostTransport:
 
     def _read(self, reading: _Reading) -> None:
         number = reading.number
-        self._neighbours.wait(self._ready, number, f"a reduction (tag {reading.tag})")
-        for rank in range(self._neighbours.size):
+        self.neighbours.wait(self._ready, number, f"a reduction (tag {reading.route.tag})")
+        for rank in range(self.neighbours.size):
             dropped = self._dropped.of(rank)
             if dropped != self._purged[rank]:
                 self._forget_slots_of(rank)
                 self._purged[rank] = dropped
-        slots = [self._slot_of(rank, reading) for rank in range(self._neighbours.size)]
+        slots = [self._slot_of(rank, reading) for rank in range(self.neighbours.size)]
         reading.route.write(slots, self._opened, reading.shards, reading.divisor)
         reading.is_read = True
-        reading.shards = []  # they are gradients now: the mark by which the slot is taken again must not keep them
+        reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
         self._done.set(number)
 
     def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:
         """Where ``rank`` has what is to be added up: the key of an opened segment."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
-        there, here = map(self._neighbours.global_rank, (rank, self._neighbours.rank))
-        if (number, tag) != (reading.number, reading.tag):
+        route = reading.route
+        there, here = map(self.neighbours.global_rank, (rank, self.neighbours.rank))
+        if (number, tag) != (reading.number, route.tag):
             raise RuntimeError(
-                f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {reading.tag}), or has given up "
+                f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {route.tag}), or has given up "
                 f"after an error: all ranks must run the same backwards, and call reset_iter_state() together after an "
                 f"error"
             )
-        if subject != reading.route.subject:
+        if subject != route.subject:
             raise RuntimeError(
                 f"rank {there} has gradients of other parameters of a group (tag {tag}) than rank {here}: where ranks "
                 f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         key = (rank, address[2])
-        if rank != self._neighbours.rank and key not in self._opened:
+        if rank != self.neighbours.rank and key not in self._opened:
             self._opened[key] = Segment.open(Address(*address))
         return key
 
@@ -216,11 +227,11 @@ class HostTransport:
         """A rank gave slots back to the system: let go of them here too."""
         for key in [key for key in self._opened if key[0] == rank]:
             del self._opened[key]
-        for route in self._routes.values():
+        for route in self._routes:
             route.forget()
 
     def wait_until_read(self, number: int) -> None:
-        self._neighbours.wait(self._done, number, "a reduction, to be read by the other ranks")
+        self.neighbours.wait(self._done, number, "a reduction, to be read by the other ranks")
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
@@ -255,18 +266,11 @@ class _Reading(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
     def __init__(
-        self,
-        transport: HostTransport,
-        route: _Route,
-        number: int,
-        tag: int,
-        shards: list[torch.Tensor],
-        divisor: float,
+        self, transport: HostTransport, route: _Route, number: int, shards: Sequence[torch.Tensor], divisor: float
     ) -> None:
         self._transport = transport
         self.route = route
         self.number = number
-        self.tag = tag
         self.shards = shards
         self.divisor = divisor
         self.is_read = False
@@ -275,8 +279,8 @@ class _Reading(StillRead):
         self._transport.read_up_to(self.number)
         if not self.is_read:
             raise RuntimeError(
-                f"a reduction (tag {self.tag}) was lost when reset_iter_state() was called after an error, perhaps in "
-                f"another model on the same ranks: call it on this model too"
+                f"a reduction (tag {self.route.tag}) was lost when reset_iter_state() was called after an error, "
+                f"perhaps in another model on the same ranks: call it on this model too"
             )
 
     def wait(self) -> None:
@@ -284,10 +288,12 @@ class _Reading(StillRead):
 
 
 class _Route:
-    """What this rank adds up in one call: what does not change from call to call."""
+    """What this rank adds up of some buffers."""
 
-    def __init__(self, transfers: Sequence[Transfer], neighbours: Neighbours, scratch: Lease) -> None:
-        self._rank, self._size = neighbours.rank, neighbours.size
+    def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:
+        self._transport = transport
+        self.tag = tag
+        self._rank = transport.neighbours.rank
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._plans: list[Plan] = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
@@ -298,6 +304,11 @@ class _Route:
         )
         self._scratch = scratch
         self._sums: dict[tuple[tuple[int, int], ...], list[Sum]] = {}
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        slot = self._transport.slot_of(self._fulls)
+        assert slot is not None, "the buffers left the slots of their transport"
+        return self._transport.start(self, slot, shards, reduction.divisor)
 
     def write(
         self,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.comm.backend import backend_name
-from fullshard.comm.prepared import Copies, alias
+from fullshard.comm.routes import Copies, alias
 from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.transport import Transfer
 from fullshard.policies import Comm

@@ -23,10 +23,18 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
-from fullshard.comm.prepared import Copies, PreparedCache, alias, check_transfers
+from fullshard.comm.routes import Copies, alias, check_transfers
 from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes, view_piece
-from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
+from fullshard.comm.transport import (
+    GatherRoute,
+    MovesPrivately,
+    Nowhere,
+    Pending,
+    ReduceRoute,
+    Reduction,
+    Transfer,
+)
 from fullshard.torch_private import foreach_copy
 
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
@@ -58,55 +66,23 @@ class PointToPointTransport(MovesPrivately):
 
     def __init__(self, staging: int = STAGING, large: int = LARGE) -> None:
         self._limits = (staging, large)
-        self._gathers: PreparedCache[_GatherRoute] = PreparedCache()
-        self._reductions: PreparedCache[_ReduceRoute] = PreparedCache()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        if not transfers:
-            return Done()
-        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full, transfer.shard)]
-        key = (id(process_group), *map(id, subjects))
-        route = self._gathers.get(key)
-        if route is None:
-            check_transfers(transfers, process_group.size(), one_dtype=True)
-            route = _GatherRoute(transfers, process_group, *self._limits)
-            self._gathers.put(key, route, [process_group, *subjects])
-        lease, rounds = route.bind()
-        exchange = _Exchange("all-gather", process_group, tag, rounds, lease, _copy_arrived)
-        exchange.start()
-        foreach_copy(*route.own)
-        return exchange
+        check_transfers(transfers, process_group.size(), one_dtype=True)
+        return _GatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
-    def reduce_scatter(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
-    ) -> Pending:
-        """See :class:`~fullshard.comm.transport.Transport`; ``reduction.sum_only`` is always so.
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+        """See :class:`~fullshard.comm.transport.Transport`; ``Reduction.sum_only`` is always so.
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
         """
-        if not transfers:
-            return Done()
-        subjects = [subject for transfer in transfers for subject in (transfer.plan, transfer.full)]
-        key = (id(process_group), *map(id, subjects), *[transfer.shard.dtype for transfer in transfers])
-        route = self._reductions.get(key)
-        if route is None:
-            check_transfers(transfers, process_group.size(), one_dtype=False)
-            route = _ReduceRoute(transfers, process_group, *self._limits)
-            self._reductions.put(key, route, [process_group, *subjects])
-        shards = [transfer.shard for transfer in transfers]
-
-        def add_arrived(arrived: _BoundRound) -> None:
-            for total in arrived.sums:
-                total.write(shards, reduction.divisor)
-
-        lease, rounds = route.bind()
-        exchange = _Exchange("reduce-scatter", process_group, tag, rounds, lease, add_arrived)
-        exchange.start()
-        return exchange
+        check_transfers(transfers, process_group.size(), one_dtype=False)
+        check_summable(transfers)
+        return _ReduceRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
 
 @dataclass
@@ -186,16 +162,19 @@ class _Exchange:
 
 
 class _Route:
-    """How the sections of one call travel, as ``plan_rounds`` lays them out: what does not change from call to call."""
+    """How some sections travel, as ``plan_rounds`` lays them out."""
 
     def __init__(
         self,
         transfers: Sequence[Transfer],
         process_group: dist.ProcessGroup,
+        tag: int,
         staging: int,
         large: int,
         plan_rounds: Callable[[tuple[Plan, ...], tuple[int, ...], int, int, int], tuple[Round, ...]],
     ) -> None:
+        self._process_group = process_group
+        self._tag = tag
         world_size = process_group.size()
         self._rank = process_group.rank()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
@@ -211,8 +190,8 @@ class _Route:
         self._scratch = 0
         self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
 
-    def bind(self) -> tuple[Lease | None, list[_BoundRound]]:
-        """Staging for one exchange, and the rounds in it; both are the same ones in every step."""
+    def _exchange(self, what: str, complete: Callable[[_BoundRound], None]) -> _Exchange:
+        """An exchange in staging of its own; its rounds there are the same ones in every step."""
         nbytes = self._scratch + min(_DEPTH, self._count) * self._turn
         lease = SHARED.lease(nbytes, torch.device("cpu")) if nbytes else None
         index = -1 if lease is None else lease.index
@@ -221,7 +200,7 @@ class _Route:
             with torch.inference_mode(False):
                 starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
                 rounds = self._bound[index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
-        return lease, rounds
+        return _Exchange(what, self._process_group, self._tag, rounds, lease, complete)
 
     def _round_bytes(self, index: int) -> int:
         """Bytes of staging of a round on this rank."""
@@ -265,17 +244,23 @@ class _GatherRoute(_Route):
     """How this rank's shards get to all ranks, and theirs to this one."""
 
     def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, staging: int, large: int
     ) -> None:
-        super().__init__(transfers, process_group, staging, large, gather_rounds)
+        super().__init__(transfers, process_group, tag, staging, large, gather_rounds)
         self._shards = [alias(transfer.shard) for transfer in transfers]
-        self.own: Copies = ([], [])  # what this rank has, into its own full buffers
+        self._own: Copies = ([], [])  # what this rank has, into its own full buffers
         with torch.inference_mode(False):
             for section, transfer in enumerate(transfers):
                 for extent in transfer.plan.extents(self._rank):
                     piece = whole_extent(section, extent)
-                    self.own[0].append(self._full(piece))
-                    self.own[1].append(self._shard(piece))
+                    self._own[0].append(self._full(piece))
+                    self._own[1].append(self._shard(piece))
+
+    def start(self) -> Pending:
+        exchange = self._exchange("all-gather", _copy_arrived)
+        exchange.start()
+        foreach_copy(*self._own)
+        return exchange
 
     def _shard(self, piece: Piece) -> torch.Tensor:
         """Where a piece of this rank lies in its shard."""
@@ -302,18 +287,23 @@ class _GatherRoute(_Route):
 
 
 class _ReduceRoute(_Route):
-    """How this rank's values get to the ranks that own them, and theirs to this one.
-
-    Of the shards only the dtype matters: each call may bring others.
-    """
+    """How this rank's values get to the ranks that own them, and theirs to this one."""
 
     def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, staging: int, large: int
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, staging: int, large: int
     ) -> None:
-        check_summable(transfers)
-        super().__init__(transfers, process_group, staging, large, reduce_rounds)
+        super().__init__(transfers, process_group, tag, staging, large, reduce_rounds)
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._scratch = max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        def add_arrived(arrived: _BoundRound) -> None:
+            for total in arrived.sums:
+                total.write(shards, reduction.divisor)
+
+        exchange = self._exchange("reduce-scatter", add_arrived)
+        exchange.start()
+        return exchange
 
     def _round_bytes(self, index: int) -> int:
         received = len(self._peers) * align(self._round(self._rank, index).nbytes)

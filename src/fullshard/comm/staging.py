@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fullshard.device import CPU
+
 #: Bytes to which everything in a buffer is aligned: a cache line, and more than any dtype asks for.
 ALIGNMENT = 64
 
@@ -66,7 +68,7 @@ class Staging:
         On a device with streams it may be used, and must be given back, on the current stream only.
         """
         # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
-        stream = 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+        stream = 0 if device == CPU else torch.accelerator.current_stream(device).stream_id
         place = (device, stream, nbytes <= _SMALL)
         free = self._free[place]
         if free:

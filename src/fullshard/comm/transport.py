@@ -52,8 +52,7 @@ class Transfer(NamedTuple):
     shard: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """What becomes of the ranks' values: their sum divided by ``divisor``.
 
     Args:
@@ -82,6 +81,25 @@ class Done:
 
     def finish(self) -> None:
         return
+
+
+class GatherRoute(Protocol):
+    """How some shards get to all ranks: worked out once, for tensors that stay, and taken in every step."""
+
+    def start(self) -> Pending: ...
+
+
+class ReduceRoute(Protocol):
+    """How the ranks' values of some buffers get to the shards that they are added up in."""
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending: ...
+
+
+class Nowhere:
+    """The route of no transfers."""
+
+    def start(self, *_: object) -> Pending:
+        return Done()
 
 
 class StillRead:
@@ -119,8 +137,9 @@ class SharedMemory:
 class Transport(Protocol):
     """The transitions of a buffer that need other ranks.
 
-    Every method must be called by all ranks of ``process_group`` with equal plans and tags. Buffers handed over belong
-    to the transport until ``finish`` returns (on a device with streams: until the lane's stream has passed it).
+    A route must be started by all ranks of ``process_group``, each with its own of equal plans and tags; to make one
+    communicates nothing. From ``start`` on its buffers belong to the transport until ``finish`` returns (on a device
+    with streams: until the lane's stream has passed it).
     """
 
     name: str
@@ -151,21 +170,27 @@ class Transport(Protocol):
         """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
         ...
 
-    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
-        """Sharded to replicated: write every rank's ``shard`` to its extents of every rank's ``full``.
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+        """Sharded to replicated: to write every rank's ``shard`` to its extents of every rank's ``full``.
 
         ``full`` and ``shard`` of one transfer have one dtype. Padding of ``full`` is left undefined. Parameters that
         every rank keeps whole (``dim=None``) are taken from this rank's own shard.
+
+        Raises:
+            ValueError: a tensor does not fit its plan, or a plan the number of ranks.
         """
         ...
 
-    def reduce_scatter(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
-    ) -> Pending:
-        """Partial to sharded: write the reduced extents of this rank to its ``shard``, overwriting it.
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+        """Partial to sharded: to write the reduced extents of this rank to a shard, overwriting it.
 
-        ``full`` has the dtype that travels; ``shard`` may have another, into which the result is cast. ``full`` may be
-        overwritten. Padding of ``shard`` is left undefined. ``tag`` is a small non-negative integer that is unique to
-        the group and the kind of exchange, so that messages of different groups are never taken for one another.
+        ``full`` has the dtype that travels and may be overwritten. Of each ``shard`` the dtype counts, into which the
+        result is cast; every start brings shards of its own. Their padding is left undefined. ``tag`` is a small
+        non-negative integer that is unique to the group and the kind of exchange, so that messages of different groups
+        are never taken for one another.
+
+        Raises:
+            ValueError: a tensor does not fit its plan, or a plan the number of ranks.
+            TypeError: a dtype that the transport cannot add up.
         """
         ...

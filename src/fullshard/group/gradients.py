@@ -24,8 +24,8 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, Pending, Reduction, StillRead, Transfer
-from fullshard.device import Mark, mark_now
+from fullshard.comm.transport import Done, Pending, ReduceRoute, Reduction, StillRead, Transfer, Transport
+from fullshard.device import CPU, Mark, mark_now
 from fullshard.group.flat import Fragment
 from fullshard.group.parameter import ShardedParameter, whole_views
 from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks, version_of
@@ -60,14 +60,41 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Part:
     """The parameters of one section that take part in a reduction."""
 
     indices: tuple[int, ...]
     plan: Plan
     section: int
-    dtype: torch.dtype  # of the gradient that comes home
+    dtype: torch.dtype  # in which the reduced values are written
+    home_dtype: torch.dtype  # of the gradient that comes home
     chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
+
+
+class _Choice:
+    """The parameters that take part in a reduction, by section, and how their gradients travel.
+
+    Args:
+        parts: of the sections.
+        fulls: where the gradients of each part's section lie.
+        is_final: whether the reduce-scatter gives the final values, so that they may be written in their own dtype.
+    """
+
+    def __init__(self, parts: Sequence[_Part], fulls: Sequence[torch.Tensor], is_final: bool) -> None:
+        self.parts = parts
+        self.fulls = fulls
+        self.is_final = is_final
+        self._route: ReduceRoute | None = None
+        self._between: tuple[Transport, dist.ProcessGroup] | None = None
+
+    def route(self, group: Group, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
+        """The route to ``outputs``, which serves all later ones: for as long as nobody chooses another transport."""
+        between = self._between
+        if self._route is None or between is None or between[0] is not group.reduce_transport or between[1] is not over:
+            transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
+            self._route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
+            self._between = group.reduce_transport, over
+        return self._route
 
 
 class Gradients:
@@ -81,8 +108,10 @@ class Gradients:
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
+        self._nbytes: dict[int, int] = {}  # of each of these
+        self._every: frozenset[int] = frozenset()
         self._gaps: list[torch.Tensor] = []  # what no gradient fills and travels nevertheless
-        self._choices: dict[frozenset[int], list[_Chosen]] = {}
+        self._choices: dict[tuple[frozenset[int], bool], _Choice] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
         self._collects = False
         self._waiting: dict[int, torch.Tensor] = {}
@@ -136,7 +165,8 @@ class Gradients:
                 f"changed (to evaluate in full precision, too): the gradient of parameter '{param.name}' was computed "
                 f"with memory that is gone. Change it after the backward"
             )
-        if not self._waiting:
+        first = not self._waiting
+        if first:
             group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not group.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
@@ -145,18 +175,19 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
-        if self._shown_waiting:
-            self._heed_clearing()
-        if not self._collects:
-            self._begin()
-        if index not in self._views:
+        if first:
+            if self._shown_waiting:
+                self._heed_clearing()
+            if not self._collects:
+                self._begin()
+        if index not in self._nbytes:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
         if index in self._waiting:
             self.settle()
         self._waiting[index] = grad
-        self._waiting_bytes += grad.nbytes
+        self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
 
@@ -168,10 +199,11 @@ class Gradients:
             with torch.no_grad():
                 return self.settle()
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        again = waiting.keys() & self._arrived
-        if again:
-            foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
-        foreach_copy([self._views[index] for index in waiting], list(waiting.values()))
+        views = self._views
+        if not self._arrived.isdisjoint(waiting):
+            again = waiting.keys() & self._arrived
+            foreach_add([views[index] for index in again], [waiting.pop(index) for index in again])
+        foreach_copy([views[index] for index in waiting], list(waiting.values()))
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
@@ -212,6 +244,8 @@ class Gradients:
                     if group.is_flat:
                         self._gaps += [view for index, view in views.items() if not trainable[index]]
                         self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
+            self._nbytes = {index: view.nbytes for index, view in self._views.items()}
+            self._every = frozenset(self._views)
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
@@ -250,24 +284,26 @@ class Gradients:
         self.settle()
         if not self._collects:
             self._begin()
-        wanted = self._arrived | set(self._partial)
-        if group.options.reduce_unused or group.is_flat:
-            wanted |= self._views.keys()
-        for index in wanted - self._arrived:
-            self._views[index].zero_()
+        arrived, self._arrived = self._arrived, set()
+        self._collects = False
+        wanted = self._every
+        if len(arrived) < len(wanted):
+            if not (group.options.reduce_unused or group.is_flat):
+                wanted = frozenset(arrived.union(self._partial))
+            for index in wanted - arrived:
+                self._views[index].zero_()
         for gap in self._gaps:
             gap.zero_()
-        self._arrived = set()
-        self._collects = False
-        chosen = frozenset(wanted)
-        flight = _Reducing(self, self._choices[chosen] if chosen in self._choices else self._choose(chosen))
-        lanes = group.lanes
-        assert lanes is not None
-        group.flight.add(lanes.reduce.run(flight.start, flight.scattered))
+        is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
+        choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
+        assert group.lanes is not None
+        assert self._buffer is not None
+        flight = _Reducing(group, self._partial, choice, self._buffer)
+        group.flight.add(group.lanes.reduce.run(flight.start, flight.scattered))
 
-    def _choose(self, wanted: frozenset[int]) -> list[_Chosen]:
-        """The parameters that take part, by section; as a rule the same in every step."""
-        group, chosen = self._group, list[_Chosen]()
+    def _choose(self, wanted: frozenset[int], is_final: bool) -> _Choice:
+        """What takes part if these parameters do; as a rule the same in every step."""
+        group, parts = self._group, list[_Part]()
         for at, section in enumerate(self._sections):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
@@ -277,9 +313,12 @@ class Gradients:
             shard = torch.empty(plan.shard_numel, device="meta")
             homes = [(i, part) for i, part in group.presentation.homes(members, plan, shard) if i in wanted]
             chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in homes)
-            chosen.append(_Chosen(tuple(i for i, _ in homes), plan, at, self._home_dtype(at), chunks))
-        self._choices[wanted] = chosen
-        return chosen
+            home_dtype = self._home_dtype(at)
+            dtype = home_dtype if is_final else self._dtypes[at]
+            parts.append(_Part(tuple(i for i, _ in homes), plan, at, dtype, home_dtype, chunks))
+        choice = _Choice(parts, [self._sections_full[part.section] for part in parts], is_final)
+        self._choices[wanted, is_final] = choice
+        return choice
 
     def _home_dtype(self, at: int) -> torch.dtype:
         """In which dtype the gradients of a section come home: that of the parameters, unless lower ones are kept."""
@@ -300,42 +339,35 @@ class Gradients:
 
 
 class _Reducing:
-    """One reduction on its way."""
+    """One reduction on its way; ``partial`` has what was summed before over some of the ranks only."""
 
-    def __init__(self, gradients: Gradients, chosen: Sequence[_Chosen]) -> None:
-        self._gradients = gradients
-        self._group = gradients._group
-        assert gradients._buffer is not None
-        self._buffer = gradients._buffer
-        self._chosen = chosen
+    def __init__(self, group: Group, partial: dict[int, torch.Tensor], choice: _Choice, buffer: SlotBuffer) -> None:
+        self._group = group
+        self._partial = partial
+        self._choice = choice
+        self._buffer = buffer
         self._outputs: list[torch.Tensor] = []
         self._pending: Pending = Done()
-        group = self._group
-        #: Whether reduce-scatter gives the final value, so that it may be written in the parameter's dtype.
-        self._finishes_here = group.data.replicate_group is None and group.options.all_reduce_hook is None
 
     def start(self) -> Pending:
-        group, gradients = self._group, self._gradients
-        factor = group.options.divide_factor
+        group, choice = self._group, self._choice
+        outputs = self._outputs = [
+            torch.empty(part.plan.shard_numel, dtype=part.dtype, device=group.device) for part in choice.parts
+        ]
+        if group.is_flat:  # all of the shard is shown, its padding too
+            for part, output in zip(choice.parts, outputs, strict=True):
+                output[part.plan.held(group.data.shard_rank) :].zero_()
+        factor, over = group.options.divide_factor, group.reduce_process_group
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        transfers = []
-        for choice in self._chosen:
-            dtype = choice.dtype if self._finishes_here else gradients._dtypes[choice.section]
-            output = torch.empty(choice.plan.shard_numel, dtype=dtype, device=group.device)
-            if group.is_flat:  # all of the shard is shown, its padding too
-                output[choice.plan.held(group.data.shard_rank) :].zero_()
-            self._outputs.append(output)
-            transfers.append(Transfer(choice.plan, gradients._sections_full[choice.section], output))
-        if group.reduce_process_group is None:  # every rank keeps everything: the shard is the whole
-            for transfer in transfers:
-                for extent in transfer.plan.extents(0):
-                    source = transfer.full[extent.full_start : extent.full_start + extent.length]
-                    transfer.shard[extent.shard_start : extent.shard_start + extent.length] = source / divisor
-            return Done()
-        reduction = Reduction(divisor, group.options.sum_only)
-        tag = 2 * group.tag + 1
-        self._pending = group.reduce_transport.reduce_scatter(transfers, group.reduce_process_group, tag, reduction)
-        return self._pending
+        if over is not None:
+            route = choice.route(group, over, outputs)
+            self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only))
+            return self._pending
+        for part, full, output in zip(choice.parts, choice.fulls, outputs, strict=True):  # the shard is the whole
+            for extent in part.plan.extents(0):
+                source = full[extent.full_start : extent.full_start + extent.length]
+                output[extent.shard_start : extent.shard_start + extent.length] = source / divisor
+        return Done()
 
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
@@ -343,11 +375,11 @@ class _Reducing:
         assert group.lanes is not None
         read = self._pending if isinstance(self._pending, StillRead) else mark_now(group.device)
         self._buffer.give_back(read)
-        if self._finishes_here:
+        if self._choice.is_final:
             self.come_home()
             return
         if group.data.replicate_group is not None:
-            partial = self._gradients._partial
+            partial = self._partial
             for index, local in self._locals():
                 if index in partial:
                     local.add_(partial.pop(index))
@@ -383,17 +415,17 @@ class _Reducing:
         """The chunk of each parameter in the outputs."""
         return [
             (index, output.as_strided(size, stride, start))
-            for choice, output in zip(self._chosen, self._outputs, strict=True)
-            for index, (size, stride, start) in zip(choice.indices, choice.chunks, strict=True)
+            for part, output in zip(self._choice.parts, self._outputs, strict=True)
+            for index, (size, stride, start) in zip(part.indices, part.chunks, strict=True)
         ]
 
     def come_home(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
         group = self._group
-        if not self._finishes_here or group.offloads:
-            where = torch.device("cpu") if group.offloads else group.device
-            moved = zip(self._outputs, self._chosen, strict=True)
-            self._outputs = [output.to(where, choice.dtype) for output, choice in moved]
+        if group.offloads or not self._choice.is_final:
+            where = CPU if group.offloads else group.device
+            moved = zip(self._outputs, self._choice.parts, strict=True)
+            self._outputs = [output.to(where, part.home_dtype) for output, part in moved]
         homes = self._locals()
         more = group.presentation.take_gradients(homes)
         if more:

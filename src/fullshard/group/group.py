@@ -27,7 +27,7 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, Pending, Transfer, Transport
+from fullshard.comm.transport import Done, GatherRoute, Pending, Transfer, Transport
 from fullshard.device import PASSED, Lanes, Mark, mark_now
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.flat import FlatPresentation, Fragment
@@ -193,7 +193,7 @@ class Group:
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._leaf_versions = 0
-        self._transfers: list[Transfer] = []
+        self._route: GatherRoute | None = None
         self._staging: SlotBuffer | None = None
         self._resting: Resting | None = None
         self._extensions = ExtensionGather(self) if any(param.extends for param in self.params) else None
@@ -255,7 +255,7 @@ class Group:
         self.lanes, self.flight, self.pools = lanes, flight, pools
         self.full.move(self.memory.parameter_pool)
         self.gradients.move()
-        self._staging, self.memory.staged_views, self._transfers = None, (), []
+        self._staging, self.memory.staged_views, self._route = None, (), None
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
@@ -335,22 +335,20 @@ class Group:
             self.memory.copy_whole(self._full_views)
             pending = Done()
         else:
-            pending = self._private_transport.all_gather(self._gather_transfers(), self.data.shard_group, 2 * self.tag)
+            if self.memory.needs_staging:
+                self._staging = self.memory.stage(self._staging)
+            pending = (self._route or self._make_route(self.data.shard_group)).start()
         if self._extensions is not None:
             pending = self._extensions.start(pending)
         return pending
 
-    def _gather_transfers(self) -> list[Transfer]:
-        """What an all-gather reads and writes; where dtype or device differ, the shard is copied to staging first."""
-        if self.memory.needs_staging:
-            self._staging = self.memory.stage(self._staging)
-        if not self._transfers:
-            sources = self.memory.staged_views if self.memory.needs_staging else self.memory.views
-            self._transfers = [
-                Transfer(section.plan, full, shard)
-                for section, full, shard in zip(self.sections, self._full_views, sources, strict=True)
-            ]
-        return self._transfers
+    def _make_route(self, shard_group: dist.ProcessGroup) -> GatherRoute:
+        """What an all-gather reads and writes; where dtype or device differ, it reads the shard's copy in staging."""
+        shards = self.memory.staged_views if self.memory.needs_staging else self.memory.views
+        plans = [section.plan for section in self.sections]
+        transfers = list(map(Transfer, plans, self._full_views, shards))
+        self._route = self._private_transport.gather_route(transfers, shard_group, 2 * self.tag)
+        return self._route
 
     def _end_gather(self) -> None:
         if self._staging is not None:

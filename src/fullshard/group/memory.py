@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,7 @@ from fullshard.buffer.slots import SlotBuffer, SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.group.parameter import chunk_views
 from fullshard.group.sharing import SharedChunks
-from fullshard.torch_private import foreach_copy, version_of
+from fullshard.torch_private import PlainAttributes, foreach_copy, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -125,7 +126,8 @@ class Memory:
     @property
     def version(self) -> int:
         """Counts the writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
-        return sum(map(version_of, (*self._group.presentation.sharded, *self._written)), self.steps)
+        with PlainAttributes():
+            return sum(map(version_of, chain(self._group.presentation.sharded, self._written)), self.steps)
 
     @torch.inference_mode(False)
     @torch.no_grad()

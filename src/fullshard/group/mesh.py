@@ -7,7 +7,7 @@ to the parameters what a DTensor on such a mesh looks like.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -38,15 +38,15 @@ class DataMesh:
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         return self.shard_group.size() if self.shard_group is not None else 1
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         return self.shard_group.rank() if self.shard_group is not None else 0
 
-    @property
+    @cached_property
     def replicate_size(self) -> int:
         return self.replicate_group.size() if self.replicate_group is not None else 1
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan
 from fullshard.group.parameter import Location, ShardedParameter, chunk_views
-from fullshard.torch_private import local_of, make_dtensor
+from fullshard.torch_private import PlainAttributes, local_of, make_dtensor
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -83,7 +83,8 @@ class Presentation:
 
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
-        self.trainable = tuple(map(_requires_grad, self.sharded))
+        with PlainAttributes():
+            self.trainable = tuple(map(_requires_grad, self.sharded))
         if self._group.is_unsharded and not self._group.hidden:
             return not self._stand_ins and stand(self._unsharded)
         if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):

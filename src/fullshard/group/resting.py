@@ -38,10 +38,9 @@ class Resting:
         ]
         nbytes = shard_bytes(sections, group.compute_dtypes)
         views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
-        self._transfers = []
-        shown = []
+        transfers, shown = [], []
         for section, full, shard in zip(sections, full_views, views, strict=True):
-            self._transfers.append(Transfer(section.plan, full, shard))
+            transfers.append(Transfer(section.plan, full, shard))
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
                 param = group.params[index]
                 assert param.unsharded_local is not None
@@ -49,6 +48,8 @@ class Resting:
                 if param.unsharded_spec is None:  # beside tensor parallel the small mesh has no DTensor
                     shown += [(at.module, at.name, self._as_parameter(param, local)) for at in param.locations]
         show(updates(shown))
+        assert mesh.shard_group is not None
+        self._route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
         #: Whoever reads the small shard waits for the copies that filled it.
         self.filled = mark_now(group.device)
 
@@ -60,5 +61,4 @@ class Resting:
         return nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
 
     def gather(self) -> Pending:
-        assert self._mesh.shard_group is not None
-        return self._group.transport.private.all_gather(self._transfers, self._mesh.shard_group, 2 * self._group.tag)
+        return self._route.start()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.transport import Done, MovesPrivately, Pending, Reduction, Transfer
+from fullshard.comm.transport import Done, GatherRoute, MovesPrivately, Pending, ReduceRoute, Reduction, Transfer
 from fullshard.group.group import Group
 
 Hook = Callable[..., Any]
@@ -40,15 +40,21 @@ class _HookTransport(MovesPrivately):
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def all_gather(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Pending:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         raise NotImplementedError("a communication hook reduces and does not gather")
 
-    def reduce_scatter(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, reduction: Reduction
-    ) -> Pending:
-        for transfer in transfers:
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+        return _HookRoute([transfer.full for transfer in transfers], partial(self._hook, self._state))
+
+
+class _HookRoute:
+    def __init__(self, fulls: Sequence[torch.Tensor], hook: Hook) -> None:
+        self._fulls, self._hook = fulls, hook
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        for full, shard in zip(self._fulls, shards, strict=True):
             # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
-            reduced = torch.empty(transfer.shard.shape, dtype=transfer.full.dtype, device=transfer.full.device)
-            self._hook(self._state, transfer.full.detach(), reduced)
-            transfer.shard.copy_(reduced)
+            reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
+            self._hook(full.detach(), reduced)
+            shard.copy_(reduced)
         return Done()

@@ -1,60 +1,25 @@
-"""What transports work out once for the tensors of a call and use again in every later one.
+"""What the routes of all transports have in common.
 
-Owns the memory of it, :class:`PreparedCache`, which forgets what was prepared as soon as one of the tensors is gone,
-and the check of what a caller hands over, which is therefore made once and not at every call. What is prepared is up
-to each transport.
+Owns the check of what a caller hands over, which is made once for each route and not at every start, and the tensors
+that stand for the caller's. How values travel is up to each transport.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
 
 import torch
 
 from fullshard.comm.transport import Transfer
 
-Value = TypeVar("Value")
-
 #: Targets and sources, for one call that copies all of them.
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
-class PreparedCache(Generic[Value]):
-    """Values that live as long as all the objects that they were prepared for.
-
-    Keys are made of ``id()``: looking at shapes or comparing plans would cost more than the work that is saved.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[Hashable, Value] = {}
-        self._subjects: dict[Hashable, list[weakref.ref[Any]]] = {}
-        self.get = self._values.get
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def values(self) -> list[Value]:
-        return list(self._values.values())
-
-    def put(self, key: Hashable, value: Value, subjects: Sequence[object]) -> None:
-        """Keep ``value`` until the first of ``subjects``, whose ids make up ``key``, is gone."""
-        forget = _forget(self._values, self._subjects, key)
-        self._values[key] = value
-        self._subjects[key] = [weakref.ref(subject, forget) for subject in subjects]
-
-
-def _forget(values: dict[Hashable, Any], subjects: dict[Hashable, Any], key: Hashable) -> Callable[[Any], object]:
-    """A callback that does not hold the cache."""
-    return lambda _: (values.pop(key, None), subjects.pop(key, None))
-
-
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage that does not keep ``tensor`` alive and counts its versions apart.
+    """A tensor on the same storage that counts its versions apart.
 
-    Views of ``tensor`` itself would keep it alive as their base, and so what is cached would never be forgotten; and a
-    copy into such a view would look to autograd like a change of what it saved from ``tensor``.
+    A copy into a view of ``tensor`` itself would look to autograd like a change of what it saved from it.
     """
     return tensor.data
 
