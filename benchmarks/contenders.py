@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
+from benchmarks.least import shard_least
 from fullshard.buffer import heap
 from fullshard.comm import select
 
@@ -35,7 +36,8 @@ class Contender:
 
     Args:
         name: how tables call it.
-        library: ``fullshard``, ``wrapper`` (its second front end), ``FSDP2``, ``FSDP1``, ``DDP`` or ``alone``.
+        library: ``fullshard``, ``wrapper`` (its second front end), ``FSDP2``, ``FSDP1``, ``DDP``, ``alone``, or
+            ``least``, where next to nothing but calls of torch is left of a library.
         transport: which transport of fullshard moves its buffers.
         default: whether that is the one fullshard chooses by itself here.
     """
@@ -75,6 +77,8 @@ class Contender:
         """
         if self.library == "alone":
             return model
+        if self.library == "least":
+            return shard_least(model, blocks)
         if self.library == "DDP":
             return DistributedDataParallel(model)
         if self.library == "FSDP1":
@@ -133,6 +137,7 @@ FSDP2 = Contender("torch FSDP2", "FSDP2")
 FSDP1 = Contender("torch FSDP1", "FSDP1")
 DDP = Contender("DDP", "DDP")
 ALONE = Contender("no communication", "alone")
+LEAST = Contender("torch's calls alone", "least")
 
 
 def ours(every_transport: bool = True) -> list[Contender]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.contenders import ALONE, FSDP1, FSDP2, Contender, ours
+from benchmarks.contenders import ALONE, FSDP1, FSDP2, LEAST, Contender, ours
 from benchmarks.figures import Spread, spread
 from benchmarks.models import Chain
 from benchmarks.ranks import run_pretending
@@ -48,7 +48,7 @@ def measure_host(world_size: int, counts: list[int], groups: int, rounds: int) -
 
 
 def _measure(counts: list[int], groups: int, rounds: int) -> dict[int, dict[str, Any]]:
-    contenders = [*ours(every_transport=False), FSDP2, FSDP1, ALONE]
+    contenders = [*ours(every_transport=False), FSDP2, FSDP1, LEAST, ALONE]
     library = _free_collectives()
     found = {count: _measure_count(contenders, count, groups, rounds) for count in counts}
     del library

@@ -92,7 +92,7 @@ def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
     model, optimizer, steps = _train(contender, work, prefetch)
     resident.settle()
     rest, allocated = resident.bytes_now() - before, resident.bytes_allocated() - allocated_before
-    if contender.library == "fullshard":
+    if contender.library in ("fullshard", "wrapper"):
         model.free_buffers()  # type: ignore[operator]
     resident.settle()
     freed = resident.bytes_now() - before

@@ -225,7 +225,9 @@ def _host(found: Any) -> Iterator[str]:
     yield (
         "One process that believes to be a rank of W, whose collectives do nothing: what is left is what the library "
         "does to organize a step. Microseconds of CPU for each group in a forward and a backward (quartiles), less "
-        f"those of modules that are not sharded. `fullshard` uses {_called(transport)}: the others need real ranks.\n"
+        f"those of modules that are not sharded. `fullshard` uses {_called(transport)}: the others need real ranks. "
+        "`torch's calls alone` is a hundred lines that gather, reduce, show and hide as a library of DTensors must, "
+        "with nothing around it.\n"
     )
     rows = []
     for each in found:

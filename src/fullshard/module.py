@@ -20,7 +20,6 @@ from typing_extensions import deprecated
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.native import process_group_memory, symmetric_memory
-from fullshard.comm.staging import SHARED
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers
@@ -273,11 +272,7 @@ class FSDPModule:
 
         What transports keep for messages goes too; all models of the process share that.
         """
-        schedule = _schedule(self)
-        nbytes = schedule.pools.drop() + SHARED.drop()
-        for transport in {group.reduce_transport for group in schedule.groups()}:
-            transport.let_go()
-        return nbytes
+        return _schedule(self).free_buffers()
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 

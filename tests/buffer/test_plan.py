@@ -113,7 +113,7 @@ def test_parameters_lie_in_order_without_overlap(plan: Plan) -> None:
 @unhurried
 @given(plans())
 def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Plan) -> None:
-    chunk_alignment = math.gcd(plan.alignment, 4)
+    chunk_alignment = math.gcd(plan.alignment, 4) if plan.world_size > 1 else plan.alignment
     assert all(offset % plan.alignment == 0 for offset in plan.full_offsets)
     assert all(offset % chunk_alignment == 0 for offset in plan.shard_offsets)
     assert plan.layout == "flat" or plan.shard_numel % plan.alignment == 0
@@ -121,6 +121,13 @@ def test_parameters_are_aligned_and_nothing_more_is_added_between_them(plan: Pla
         assert following - offset - param.numel < plan.alignment
     for param, (offset, following) in zip(plan.params, pairwise(plan.shard_offsets), strict=False):
         assert following - offset - math.prod(param.chunk_shape(0, plan.world_size)) < chunk_alignment
+
+
+@unhurried
+@given(even_plans())
+def test_a_single_rank_has_the_full_buffer(plan: Plan) -> None:
+    alone = make_plan(plan.params, 1, plan.layout, plan.alignment)
+    assert (alone.shard_offsets, alone.shard_numel) == (alone.full_offsets, alone.full_numel)
 
 
 @unhurried

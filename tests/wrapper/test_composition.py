@@ -353,3 +353,27 @@ def test_a_model_wrapped_by_torch_is_refused(world: World, original: bool) -> No
     model.blocks[0] = wrap(LIBRARIES["torch"], model.blocks[0], original=original)
     with pytest.raises(ValueError, match="torch"):
         wrap(fullshard, model, original=original)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@ranks(2, transport="p2p")
+@ORIGINAL
+def test_buffers_go_back_to_the_system_and_the_next_step_is_right(world: World, original: bool) -> None:
+    def train(free: bool) -> list[float]:
+        model = wrap_blocks(original=original)(fullshard, seeded(MLP))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = mean_square(model, BATCH(10 * step + world.rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if free:
+                assert model.free_buffers() > 0
+                assert model.free_buffers() == 0
+        return losses
+
+    assert train(free=True) == train(free=False)

@@ -231,9 +231,12 @@ def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
 
 
 def _place_chunks(params: Sequence[ParamShape], world_size: int, alignment: int) -> tuple[tuple[int, ...], int]:
-    """Where in a shard each chunk begins, and the size of a shard, so that the next rank's begins on a boundary too."""
+    """Where in a shard each chunk begins, and the size of a shard, so that the next rank's begins on a boundary too.
+
+    The shard of a single rank is the full buffer.
+    """
     largest = (math.prod(param.chunk_shape(0, world_size)) for param in params)
-    offsets, numel = _place(largest, math.gcd(CHUNK_ALIGNMENT, alignment))
+    offsets, numel = _place(largest, math.gcd(CHUNK_ALIGNMENT, alignment) if world_size > 1 else alignment)
     return offsets, _align(numel, alignment)
 
 

@@ -285,7 +285,7 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        if self.full.keeps_values and in_backward() and self._gathered == self._current():
+        if self.full.keeps_values and in_backward() and self._gathered == self._current() and not self._was_written():
             self.full.take()
             self._arrive()
             return False
@@ -410,12 +410,9 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        versions = sum(map(version_of, self.presentation.unsharded))
-        if self._leaf_versions != versions:
-            self._leaf_versions = versions
-            self._gathered = None  # written in place: thrown away, as every reshard does
-            if isinstance(self.full, SharedBuffer):
-                self.full.discard_writes()
+        if isinstance(self.full, SharedBuffer) and self._was_written():
+            self.full.discard_writes()
+            self._gathered = None
         if self._extensions is not None:
             self._extensions.leave()
             self._gathered = None
@@ -423,6 +420,11 @@ class Group:
             self.full.poison()
             self._gathered = None
         self.full.give_back(mark_now(self.device))
+
+    def _was_written(self) -> bool:
+        """Whether leaves were written in place since the last look: thrown away, as by every reshard."""
+        before, self._leaf_versions = self._leaf_versions, sum(map(version_of, self.presentation.unsharded))
+        return before != self._leaf_versions
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""

@@ -8,6 +8,7 @@ the units which module is running.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed
+from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.agreement import agree_on_next
 from fullshard.group.gradients import Flight
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from fullshard.schedule.unit import Unit
 
 T = TypeVar("T")
+
+_unshards_in_backward = attrgetter("options.unshard_in_backward")
 
 
 class Schedule:
@@ -89,6 +93,13 @@ class Schedule:
             if group.full.takes_turns:
                 pool = group.memory.parameter_pool
                 pool.ordinary = max(pool.ordinary, group.full.nbytes)
+
+    def free_buffers(self) -> int:
+        """Give what is kept for the next step back to the system, and what transports keep; returns the bytes."""
+        nbytes = self.pools.drop() + SHARED.drop()
+        for transport in {group.reduce_transport for group in self.groups()}:
+            transport.let_go()
+        return nbytes
 
     def groups(self) -> list[Group]:
         return [group for unit in self.units for group in unit.groups]
@@ -182,7 +193,7 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead((other for other in ahead if other.options.unshard_in_backward), self.prefetch_limit)
+            self._gather_ahead(filter(_unshards_in_backward, ahead), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -211,7 +222,8 @@ class Schedule:
     def unshard(self, group: Group) -> None:
         """Gather ``group`` unless it was gathered ahead, and let its modules show the unsharded parameters."""
         before = group.state
-        self.gather(group)
+        if before is not State.GATHERING:
+            self.gather(group)
         group.wait_for_unshard()
         if self.observers and before is not State.UNSHARDED:
             self.tell("unshard", group)
@@ -223,7 +235,7 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
-        started = self._in_range("all_gather", group, group.unshard)
+        started = self._in_range("all_gather", group, group.unshard) if profiler_listens() else group.unshard()
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)
 
@@ -250,14 +262,15 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
-            self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            if profiler_listens():
+                self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            else:
+                group.gradients.reduce()
             if self.observers:
                 self.tell("reduce", group)
 
     def _in_range(self, action: str, group: Group, do: Callable[[], T]) -> T:
-        """``do()``, while a profiler listens in a range with the label that traces of torch's own FSDP have."""
-        if not profiler_listens():
-            return do()
+        """``do()`` in a range with the label that traces of torch's own FSDP have."""
         with torch.profiler.record_function(f"FSDP::{action} ({group.name})"):
             return do()
 

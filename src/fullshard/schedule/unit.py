@@ -225,13 +225,7 @@ class Unit:
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: what it reads is about to be somebody else's."""
         storages = {group.full.storage_id for group in self.needed}
-
-        def owned(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.layout is torch.strided and storage_id(tensor) in storages:
-                return tensor.clone()
-            return tensor
-
-        return tree.map_tensors(owned, output)
+        return tree.map_tensors(partial(_owned, storages), output)
 
     # -- the marks in autograd's graph -------------------------------------------------------------------------------
 
@@ -383,3 +377,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def _replace(replacement: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     return replacement.get(id(tensor), tensor)
+
+
+def _owned(storages: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.layout is torch.strided and storage_id(tensor) in storages else tensor

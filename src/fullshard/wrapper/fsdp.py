@@ -348,6 +348,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     # -- as a module ---------------------------------------------------------------------------------------------------
 
+    def free_buffers(self) -> int:
+        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
+
+        What transports keep for messages goes too; all models of the process share that. Torch's wrapper keeps none.
+        Every rank must call it.
+        """
+        return self._schedule().free_buffers()
+
     @property
     def _unit(self) -> WrappedUnit:
         unit: WrappedUnit = self.__dict__["_fullshard_unit"]
