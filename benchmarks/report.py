@@ -37,6 +37,7 @@ _TITLES = {
     "steps": "Time of a step",
     "moves": "What a step moves",
     "group": "One group's gather and reduction",
+    "exchanges": "Messages or collectives",
     "host": "What the host does for a group",
     "optimizer": "A step of an optimizer",
     "memory": "Memory of a rank",
@@ -75,8 +76,9 @@ def parts(results: Results) -> dict[str, str]:
         made["goals"] = lambda: _goals(results)
     if steps:
         made |= {"steps": lambda: _steps(steps, results["machine"]["cores"]), "moves": lambda: _moves(steps)}
-    tables = (("group", _group), ("host", _host), ("optimizer", _optimizer), ("memory", _memory), ("padding", _padding))
-    for name, make in (*tables, ("initialisation", _initialisation), ("checkpoint", _checkpoint)):
+    tables = (("group", _group), ("exchanges", _exchanges), ("host", _host), ("optimizer", _optimizer))
+    others = (("memory", _memory), ("padding", _padding), ("initialisation", _initialisation))
+    for name, make in (*tables, *others, ("checkpoint", _checkpoint)):
         if name in results:
             made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
     return {name: "\n".join(make()) for name, make in made.items()}
@@ -217,6 +219,29 @@ def _group(found: Any) -> Iterator[str]:
         rows.append([name, *times, f"{found['copied'][name]:.2f}" if name in found["copied"] else "-"])
     rows.append(["one copy of it (memcpy)", _milliseconds(found["copy"]["memcpy"]), "-", "1.00"])
     yield _table(rows, ["", "gather, ms", "reduction, ms", "copied, U"])
+
+
+def _exchanges(found: Any) -> Iterator[str]:
+    yield (
+        "CPU of an exchange by messages between pairs of ranks (`p2p`), over that by gloo's own collectives "
+        "(`collective`), for groups from 16 KiB to 16 MiB whose parameters are those of a transformer's block; all "
+        "ranks on this machine, over sockets. Below 1 messages cost less.\n"
+    )
+    sizes = list(found[0]["sizes"])
+    rows = [
+        [
+            str(each["ranks"]),
+            what,
+            *(_ratio(ratio(each["sizes"][size][what], "cpu", "p2p", "collective")) for size in sizes),
+        ]
+        for each in found
+        for what in ("gather", "reduction")
+    ]
+    yield _table(rows, ["W", "", *map(_size, sizes)])
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
 
 
 def _host(found: Any) -> Iterator[str]:

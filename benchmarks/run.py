@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import machine, page
 from benchmarks.checkpoint import measure_checkpoint
+from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
@@ -32,7 +33,18 @@ from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
 from benchmarks.steps import measure_steps
 
-NAMES = ("communication", "compute", "group", "host", "optimizer", "memory", "padding", "initialisation", "checkpoint")
+NAMES = (
+    "communication",
+    "compute",
+    "group",
+    "exchanges",
+    "host",
+    "optimizer",
+    "memory",
+    "padding",
+    "initialisation",
+    "checkpoint",
+)
 
 
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
@@ -40,6 +52,8 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     communication, compute, blocks, saved = [TINY] * 4 if quick else (COMMUNICATION, COMPUTE, BLOCKS, SAVED)
     rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 2, 2)
     sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
+    exchanged = [2**14] if quick else [2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
+    ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {
             "communication W=2": lambda: measure_steps(communication, 2, rounds, keep=True),
@@ -50,6 +64,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
             "compute W=4": lambda: measure_steps(compute, 4, fewest),
         },
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
+        "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
         "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
         "memory": {"memory": lambda: measure_memory(blocks, 2)},

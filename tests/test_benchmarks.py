@@ -11,6 +11,7 @@ import pytest
 from benchmarks import machine, page, ranks, run
 from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.contenders import ALONE, DDP, FSDP2, Contender
+from benchmarks.exchanges import measure_exchanges
 from benchmarks.figures import ratio, spread
 from benchmarks.goals import GOALS, Goal, excess, judge
 from benchmarks.group import measure_group
@@ -75,6 +76,7 @@ def test_host_costs_are_those_of_the_library(host: list[dict[str, Any]]) -> None
     for name in SHARDED:
         assert counts[8][name]["calls"] < counts[32][name]["calls"]
         assert len(counts[8][name]["seconds"]) == 3
+        assert counts[8]["torch's calls alone"]["calls"] < counts[8][name]["calls"]
 
 
 def test_a_group_is_gathered_and_reduced_by_itself(group: dict[str, Any]) -> None:
@@ -166,10 +168,26 @@ def test_steps_of_optimizers_are_timed(optimizer: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
+def exchanges() -> list[dict[str, Any]]:
+    return measure_exchanges([2**14, 2**16], [2], rounds=2)
+
+
+def test_exchanges_are_timed_by_size(exchanges: list[dict[str, Any]]) -> None:
+    (found,) = exchanges
+    assert (found["ranks"], list(found["sizes"])) == (2, [2**14, 2**16])
+    for kinds in found["sizes"].values():
+        assert set(kinds) == {"gather", "reduction"}
+        for transports in kinds.values():
+            assert set(transports) == {"p2p", "collective"}
+            assert all(len(each["cpu"]) == 2 and min(each["cpu"]) > 0 for each in transports.values())
+
+
+@pytest.fixture(scope="module")
 def results(
     steps: dict[str, Any],
     host: list[dict[str, Any]],
     group: dict[str, Any],
+    exchanges: list[dict[str, Any]],
     memory: dict[str, Any],
     initialisation: dict[str, Any],
     checkpoint: dict[str, Any],
@@ -180,6 +198,7 @@ def results(
         "quick": False,
         "communication W=2": steps,
         "group": group,
+        "exchanges": exchanges,
         "host": host,
         "memory": memory,
         "initialisation": initialisation,

@@ -13,6 +13,7 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
+from tests.comm.cases import Case, Section, assert_gathered, fill_shards, transfers_of
 from tests.harness import World, fake_world, ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -53,6 +54,28 @@ def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
             ValueError, match="cannot serve this process group: rank 2 runs on another host than rank 0"
         ):
             select_transport(group(), CPU)
+
+
+@ranks(2)
+@pytest.mark.parametrize("numel", [2**18, 2**18 + 16], ids=["small", "larger"])
+@pytest.mark.parametrize("forced", [True, False])
+def test_two_hosts_gather_small_groups_by_a_collective(world: World, numel: int, forced: bool) -> None:
+    case = Case("even", (Section(torch.float32, (((numel,), 0),)),))
+    transfers = transfers_of(case, world.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.comm.neighbours._host", lambda: f"host {dist.get_rank()}")
+        patch.setenv("FULLSHARD_TRANSPORT", "p2p" if forced else "")
+        transport = select_transport(group(), CPU)
+        assert transport.name == "p2p"
+        called = []
+        native = CollectiveTransport.gather_route
+        patch.setattr(CollectiveTransport, "gather_route", lambda *args: called.append(0) or native(*args))
+        route = transport.gather_route(transfers, group(), 0)
+    for _ in range(2):
+        fill_shards(case, transfers, world.rank)
+        route.start().finish()
+        assert_gathered(case, transfers, world.rank)
+    assert bool(called) == (numel == 2**18 and not forced)
 
 
 def refuse(*args: Any) -> Any:

@@ -345,3 +345,14 @@ def test_process_group_memory_and_custom_collectives_exclude_each_other(world: W
         model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(AssertionError):
         model.set_symm_mem_for_comm()
+
+
+@ranks(2)
+def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
+    """Between two hosts small groups are gathered by a collective and reduced by messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fullshard.comm.neighbours._host", lambda: f"host {world.rank}")
+        pair = twins(world)
+    assert {group.transport.name for group in groups_of(pair.sharded)} == {"p2p"}
+    for _ in range(3):
+        pair.step()

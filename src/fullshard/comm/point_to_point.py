@@ -34,6 +34,7 @@ from fullshard.comm.transport import (
     ReduceRoute,
     Reduction,
     Transfer,
+    Transport,
 )
 from fullshard.torch_private import foreach_copy
 
@@ -42,6 +43,10 @@ STAGING = 8 * 2**20
 #: Bytes from which a piece gets a message of its own. A message costs about 30 us on either side, and more where its
 #: arrival stops the thread that sends another; copying so many bytes twice costs about as much.
 LARGE = 256 * 2**10
+#: Bytes of a group up to which two ranks gather by the backend's all-gather, which costs them half: what counts there
+#: is how often threads are woken. From three ranks on messages cost no more, from six on two thirds, and reductions
+#: less at nearly every size. Measured by ``benchmarks/exchanges.py``.
+SMALL = 2**20
 #: Bytes of staging for each rank in a round, however many ranks there are.
 _LEAST_STAGING = 64 * 2**10
 #: Rounds that are under way at once.
@@ -60,18 +65,26 @@ class PointToPointTransport(MovesPrivately):
     Args:
         staging: bytes of staging for what an exchange receives from all ranks together.
         large: bytes from which a piece gets a message of its own.
+        native: gathers small groups of two ranks; ``None`` for messages whatever the size.
     """
 
     name = "p2p"
 
-    def __init__(self, staging: int = STAGING, large: int = LARGE) -> None:
+    def __init__(self, staging: int = STAGING, large: int = LARGE, native: Transport | None = None) -> None:
         self._limits = (staging, large)
+        self._native = native
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`."""
+        if (
+            self._native is not None
+            and process_group.size() == 2
+            and sum(each.full.nbytes for each in transfers) <= SMALL
+        ):
+            return self._native.gather_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=True)
         return _GatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 

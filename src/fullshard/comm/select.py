@@ -20,6 +20,7 @@ from fullshard.comm.transport import Transport
 
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
+_between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
 
 #: The names that ``FULLSHARD_TRANSPORT`` may have.
 NAMES = (HostTransport.name, PointToPointTransport.name, CollectiveTransport.name)
@@ -29,7 +30,8 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """The transport for buffers on ``device`` that move among the ranks of ``process_group``, all of which call it.
 
     On gloo and the CPU shared memory if all ranks are on one host, and messages between pairs of ranks otherwise, as
-    collectives copy and allocate several times what they move; the native collectives everywhere else.
+    collectives copy and allocate several times what they move (but for small gathers of two ranks, see
+    :data:`~fullshard.comm.point_to_point.SMALL`); the native collectives everywhere else.
 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
@@ -53,4 +55,4 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         return shared
     if wanted:
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot serve this process group: {shared}; unset it")
-    return _point_to_point()
+    return _between_hosts()
