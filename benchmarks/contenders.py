@@ -39,13 +39,13 @@ class Contender:
         library: ``fullshard``, ``wrapper`` (its second front end), ``FSDP2``, ``FSDP1``, ``DDP``, ``alone``, or
             ``least``, where next to nothing but calls of torch is left of a library.
         transport: which transport of fullshard moves its buffers.
-        default: whether that is the one fullshard chooses by itself here.
+        forced: whether it is asked for by name, and not what fullshard chooses by itself here.
     """
 
     name: str
     library: str
     transport: str = ""
-    default: bool = True
+    forced: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -85,7 +85,7 @@ class Contender:
             return _wrap_fsdp1(torch_fsdp, model, blocks, reshard, materialize)
         if self.library == "FSDP2":
             return _wrap_composable(torch_fsdp.fully_shard, model, blocks, reshard)
-        with _transport(self.transport):
+        with _transport(self.transport if self.forced else ""):
             if self.library == "wrapper":
                 return _wrap_fsdp1(fullshard, model, blocks, reshard, materialize)
             return _wrap_composable(fullshard.fully_shard, model, blocks, reshard)
@@ -147,7 +147,7 @@ def ours(every_transport: bool = True) -> list[Contender]:
     chosen = select.select_transport(group, device).name
     found = [Contender("fullshard", "fullshard", chosen)]
     if every_transport:
-        found.append(Contender("fullshard, wrapper", "wrapper", chosen, default=False))
+        found.append(Contender("fullshard, wrapper", "wrapper", chosen))
     for name in select.NAMES if every_transport else ():
         with _transport(name):
             try:
@@ -155,5 +155,5 @@ def ours(every_transport: bool = True) -> list[Contender]:
             except ValueError:
                 continue
         if usable.name != chosen:
-            found.append(Contender(f"fullshard, {name}", "fullshard", name, default=False))
+            found.append(Contender(f"fullshard, {name}", "fullshard", name, forced=True))
     return found

@@ -1,7 +1,8 @@
 """Gathers and reductions at many sizes: messages between pairs of ranks beside the process group's own collectives.
 
 It is the measurement from which the library chooses between the two, for ranks on several hosts. A group has the
-parameters of a transformer's block; sizes are bytes of the whole group. Transports take turns.
+parameters of a transformer's block; sizes are bytes of the whole group, rounded down to a width that 8 divides.
+Transports take turns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import GatherRoute, ReduceRoute, Reduction, Transfer
 
-#: Bytes that all exchanges of one turn move, at most.
+#: Bytes that the exchanges of one turn move together, about; at least one is made.
 _TURN = 16 * 2**20
 
 

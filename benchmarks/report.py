@@ -222,12 +222,12 @@ def _group(found: Any) -> Iterator[str]:
 
 
 def _exchanges(found: Any) -> Iterator[str]:
+    sizes = list(found[0]["sizes"])
     yield (
         "CPU of an exchange by messages between pairs of ranks (`p2p`), over that by gloo's own collectives "
-        "(`collective`), for groups from 16 KiB to 16 MiB whose parameters are those of a transformer's block; all "
-        "ranks on this machine, over sockets. Below 1 messages cost less.\n"
+        f"(`collective`), for groups of about {_size(sizes[0])} to {_size(sizes[-1])} whose parameters are those of a "
+        "transformer's block; all ranks on this machine, over sockets. Below 1 messages cost less.\n"
     )
-    sizes = list(found[0]["sizes"])
     rows = [
         [
             str(each["ranks"]),
@@ -251,8 +251,8 @@ def _host(found: Any) -> Iterator[str]:
         "One process that believes to be a rank of W, whose collectives do nothing: what is left is what the library "
         "does to organize a step. Microseconds of CPU for each group in a forward and a backward (quartiles), less "
         f"those of modules that are not sharded. `fullshard` uses {_called(transport)}: the others need real ranks. "
-        "`torch's calls alone` is a hundred lines that gather, reduce, show and hide as a library of DTensors must, "
-        "with nothing around it.\n"
+        "`torch's calls alone` (`benchmarks/least.py`) gathers, reduces, shows and hides as a library of DTensors "
+        "must, with nothing around it.\n"
     )
     rows = []
     for each in found:

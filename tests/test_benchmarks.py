@@ -26,7 +26,7 @@ from benchmarks.steps import measure_steps
 SHARDED = {"fullshard", "torch FSDP2", "torch FSDP1"}
 #: Large enough for the kernel's count of memory, 12 MiB a group, and small enough to take seconds.
 MODEST = Work("modest", blocks=3, width=512, sequence=4, vocabulary=64)
-SOCKETS = Contender("fullshard, p2p", "fullshard", "p2p")
+SOCKETS = Contender("fullshard, p2p", "fullshard", "p2p", forced=True)
 
 
 @pytest.fixture(scope="module")

@@ -258,19 +258,19 @@ class FSDPModule:
         for group in _groups(self, recurse):
             shard_group = group.data.shard_group
             if not enable or shard_group is None:
-                group.reduce_process_group = shard_group
+                group.reduce_over(shard_group)
             elif group.reduce_process_group is shard_group:
                 ranks = tuple(dist.get_process_group_ranks(shard_group))
                 if ranks not in made:
                     made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-                group.reduce_process_group = made[ranks]
+                group.reduce_over(made[ranks])
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def free_buffers(self) -> int:
         """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
 
-        What transports keep for messages goes too; all models of the process share that.
+        What transports keep for messages goes too; all models of the process share that. Every rank must call it.
         """
         return _schedule(self).free_buffers()
 

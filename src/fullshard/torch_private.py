@@ -195,14 +195,15 @@ _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessG
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
-def _asynchronous(options: Any, async_op: bool) -> Any:
+def _with_async(options: Any, async_op: bool) -> Any:
     options.asyncOp = async_op
     return options
 
 
-_gather_options = {async_op: _asynchronous(AllgatherOptions(), async_op) for async_op in (False, True)}
-#: By the operation too, which is kept: nothing else may have its id.
+_gather_options = {async_op: _with_async(AllgatherOptions(), async_op) for async_op in (False, True)}
+#: By the operation too, which is kept: nothing else may have its id (sums with different factors compare equal).
 _reduce_options: dict[tuple[int, bool], tuple[Any, ReduceScatterOptions]] = {}
+_MOST_OPTIONS = 256
 
 
 def start_all_gather(
@@ -222,7 +223,9 @@ def start_reduce_scatter(
     """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
     known = _reduce_options.get((id(op), async_op))
     if known is None:
-        known = _reduce_options[id(op), async_op] = op, _asynchronous(ReduceScatterOptions(), async_op)
+        if len(_reduce_options) >= _MOST_OPTIONS:  # who divides by another number in every step
+            _reduce_options.clear()
+        known = _reduce_options[id(op), async_op] = op, _with_async(ReduceScatterOptions(), async_op)
         known[1].reduceOp = op
     work: dist.Work | None = _reduce_scatter(group, output, source, known[1])
     if work is None or async_op:

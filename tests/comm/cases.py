@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Pending, Reduction, Transfer, Transport
+from fullshard.comm.transport import Pending, Reduction, StillRead, Transfer, Transport
 
 Shape = tuple[tuple[int, ...], int | None]
 """The shape of a parameter, and the dim along which it is cut."""
@@ -222,3 +222,10 @@ def reduce(
     assert process_group is not None
     route = transport.reduce_route(transfers, process_group, tag)
     return route.start([transfer.shard for transfer in transfers], reduction)
+
+
+def complete(pending: Pending) -> None:
+    """Finish, and wait until the buffers that were handed over may be written again."""
+    pending.finish()
+    if isinstance(pending, StillRead):
+        pending.wait()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard import torch_private
 from fullshard.buffer.plan import LayoutName
 from fullshard.comm import collective
 from fullshard.comm.collective import CollectiveTransport
@@ -263,3 +264,14 @@ def test_repeated_collectives_take_no_new_staging(world: World) -> None:
         kept.append(SHARED.nbytes_free)
     assert kept[0] > 0
     assert len(set(kept)) == 1
+
+
+def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
+    """Divisors may change in every step, and on NCCL each makes an operation of its own."""
+    with fake_world(2, 0):
+        assert dist.group.WORLD is not None
+        for _ in range(600):
+            op = torch_private.premultiplied_sum(0.5)
+            torch_private.start_reduce_scatter(torch.zeros(1), torch.zeros(2), op, dist.group.WORLD, async_op=True)
+            assert torch_private._reduce_options[id(op), True][1].reduceOp == op
+    assert len(torch_private._reduce_options) <= torch_private._MOST_OPTIONS

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
-from tests.comm.cases import ODD, Case, Section, reduce, transfers_of
+from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
 from tests.harness import World, ranks
 
 CASE = Case("even", (Section(torch.float32, (((8, 3), 0), ((5,), 0))),))
@@ -186,18 +186,16 @@ def test_nothing_is_left_of_slots_that_come_and_go(world: World) -> None:
 @ranks(2)
 def test_others_let_go_of_a_slot_at_their_next_reduction(world: World) -> None:
     transport = make()
+    assert dist.group.WORLD is not None
     first, second = (transfers_of(CASE, world.size, transport=transport) for _ in range(2))
-    for transfers in (first, second):
-        pending = start(transport, transfers)
-        pending.finish()
-        pending.wait()
+    routes = [transport.reduce_route(transfers, dist.group.WORLD, 1) for transfers in (first, second)]
+    for route, transfers in zip(routes, (first, second), strict=True):
+        complete(route.start([transfers[0].shard], Reduction()))
     before = mappings()
-    del transfers, pending, first
+    del transfers, first, route, routes[0]
     gc.collect()
     dist.barrier()
-    pending = start(transport, second)
-    pending.finish()
-    pending.wait()
+    complete(routes[0].start([second[0].shard], Reduction()))
     assert mappings() == before - 2, "this rank's and that of the other"
     dist.barrier()
 

@@ -12,7 +12,7 @@ from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Pending, Reduction, StillRead, Transport
+from fullshard.comm.transport import Reduction, Transport
 from tests.comm.cases import (
     EMPTY,
     EQUAL,
@@ -25,6 +25,7 @@ from tests.comm.cases import (
     Shapes,
     assert_gathered,
     assert_reduced,
+    complete,
     cut,
     fill_fulls,
     fill_shards,
@@ -60,13 +61,6 @@ def make(transport_name: str, process_group: dist.ProcessGroup | None = None) ->
         return shared
     transport: Transport = TRANSPORTS[transport_name]()
     return transport
-
-
-def complete(pending: Pending) -> None:
-    """Finish, and wait until the buffers that were handed over may be written again."""
-    pending.finish()
-    if isinstance(pending, StillRead):
-        pending.wait()
 
 
 def mixed(*shapes: Shapes) -> tuple[Section, ...]:

@@ -73,6 +73,40 @@ def test_custom_collectives_move_and_allocate(world: World, fsdp: Library) -> No
     assert_close(whole(weight.grad), reference.blocks[1][0].weight.grad, "gradient")
 
 
+@ranks(2, transport="p2p")
+def test_collectives_may_change_between_steps(world: World) -> None:
+    pair = twins(world)
+    reductions = [CountingReduceScatter(), CountingReduceScatter()]
+    gather = CountingAllGather()
+    pair.step()
+    for reduce in reductions:
+        pair.sharded.blocks[1].set_custom_reduce_scatter(reduce)
+        pair.step()
+        assert [each.calls for each in reductions] == [1, reductions.index(reduce)]
+    pair.sharded.blocks[1].set_custom_all_gather(gather)
+    pair.step()
+    assert gather.calls >= 1
+    for enable in (True, False):
+        pair.sharded.set_separate_reduce_scatter_group(enable)
+        pair.step()
+    assert [each.calls for each in reductions] == [1, 4]
+
+
+@ranks(2, transport="p2p")
+def test_a_model_that_joins_another_gathers_what_it_has_then(world: World) -> None:
+    policy = fullshard.MixedPrecisionPolicy(param_dtype=torch.float64, output_dtype=torch.float32)
+    inner, reference = shard_mlp(mp_policy=policy), seeded(MLP).double()
+    for _ in range(2):
+        assert_close(inner(inputs()), reference(inputs().double()).float(), "output")
+    inner.reshard()
+    outer = nn.Sequential(inner, nn.Identity())
+    fullshard.fully_shard(outer)
+    with torch.no_grad():
+        for parameter in (*outer.parameters(), *reference.parameters()):
+            parameter.mul_(2)
+    assert_close(outer(inputs()), reference(inputs().double()).float(), "output of the larger model")
+
+
 @ranks(2)
 def test_custom_collectives_with_several_groups(world: World) -> None:
     meshes = world.mesh(), world.mesh(1, 2, names=("a", "b"))["b"]
@@ -350,9 +384,14 @@ def test_process_group_memory_and_custom_collectives_exclude_each_other(world: W
 @ranks(2)
 def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
     """Between two hosts small groups are gathered by a collective and reduced by messages."""
+    called = []
+    native = CollectiveTransport.gather_route
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.neighbours._host", lambda: f"host {world.rank}")
         pair = twins(world)
-    assert {group.transport.name for group in groups_of(pair.sharded)} == {"p2p"}
-    for _ in range(3):
-        pair.step()
+        patch.setattr(CollectiveTransport, "gather_route", lambda *args: called.append(0) or native(*args))
+        for _ in range(3):
+            pair.step()
+    groups = groups_of(pair.sharded)
+    assert {group.transport.name for group in groups} == {"p2p"}
+    assert len(called) == len(groups)

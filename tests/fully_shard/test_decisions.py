@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -344,3 +345,35 @@ def test_a_detached_use_of_a_block(world: World) -> None:
     pair = twins(world, lambda: seeded(Detached), reshard_after_forward=True)
     for _ in range(3):
         pair.step()
+
+
+@ranks(2, transport="p2p")
+@pytest.mark.parametrize("when", ["unsharded by hand", "evaluated"])
+def test_a_rank_that_once_wrote_to_its_parameters_gathers_as_the_others_do(world: World, when: str) -> None:
+    """What is written in place is thrown away on reshard, and no reason to gather later, when others need not."""
+    model = shard_mlp()
+
+    def write(module: Any) -> None:
+        if world.rank == 0:
+            with torch.no_grad():
+                for param in module.parameters():
+                    param.mul_(2)
+
+    model(inputs()).sum().backward()
+    if when == "evaluated":
+        hooks = [block.register_forward_hook(lambda block, *_: write(block)) for block in model.blocks]
+        with torch.no_grad():
+            model(inputs())
+        for hook in hooks:
+            hook.remove()
+    for block in model.blocks if when == "unsharded by hand" else ():
+        block.unshard()
+        write(block)
+        block.reshard()
+    recorder = Recorder(model, "gather", "reuse")
+    for _ in range(2):
+        model(inputs()).sum().backward()
+    seen: list[Any] = [None, None]
+    dist.all_gather_object(seen, recorder.take())
+    assert seen[0] == seen[1]
+    assert any(event.startswith("reuse") for event in seen[0])

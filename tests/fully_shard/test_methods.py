@@ -135,6 +135,22 @@ def test_without_all_reduce_replicas_keep_partial_sums(world: World, fsdp: Libra
 
 
 @ranks(2)
+def test_partial_sums_of_a_parameter_that_was_frozen_are_not_lost(world: World) -> None:
+    model = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard")))
+    model.set_requires_all_reduce(False)
+    model(inputs()).sum().backward()
+    model.set_requires_all_reduce(True)
+    model.blocks[1][0].weight.requires_grad_(False)
+    with pytest.raises(
+        RuntimeError, match=r"gradients of \['blocks\.1\.0\.weight'\] were summed over some of the ranks only"
+    ):
+        model(inputs()).sum().backward()
+    model.reset_iter_state()
+    model(inputs()).sum().backward()
+    assert model.blocks[1][0].weight.grad is None
+
+
+@ranks(2)
 @BOTH
 @pytest.mark.parametrize("recurse", [True, False])
 def test_set_reshard_after_forward(world: World, fsdp: Library, recurse: bool) -> None:

@@ -358,7 +358,7 @@ def test_a_model_wrapped_by_torch_is_refused(world: World, original: bool) -> No
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@ranks(2, transport="p2p")
+@ranks(2)
 @ORIGINAL
 def test_buffers_go_back_to_the_system_and_the_next_step_is_right(world: World, original: bool) -> None:
     def train(free: bool) -> list[float]:

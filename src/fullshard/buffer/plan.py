@@ -33,7 +33,7 @@ from typing import Literal
 
 LayoutName = Literal["even", "flat"]
 
-#: Elements to which each parameter is aligned by default: 16 bytes for the smallest dtype, 64 for fp32.
+#: Elements to which each parameter in a full buffer is aligned by default: 16 bytes of the smallest dtype, 64 of fp32.
 ALIGNMENT = 16
 #: The same of chunks in a shard, where more would be multiplied by the ranks: what vector units take in one go.
 CHUNK_ALIGNMENT = 4
@@ -199,7 +199,8 @@ def make_plan(
         params: shapes in the order in which they lie.
         world_size: number of ranks, at least 1.
         layout: ``"even"`` or ``"flat"``, see the module's docstring.
-        alignment: elements to a multiple of which each parameter starts, and of which a shard has (*even*), at least 1.
+        alignment: elements, at least 1, to a multiple of which each parameter starts in the full buffer and the size of
+            a shard is rounded up (*even*); chunks in it start on multiples of :data:`CHUNK_ALIGNMENT`.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")

@@ -36,6 +36,7 @@ from fullshard.comm.transport import (
     Transfer,
     Transport,
 )
+from fullshard.device import CPU
 from fullshard.torch_private import foreach_copy
 
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.
@@ -78,7 +79,7 @@ class PointToPointTransport(MovesPrivately):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """See :class:`~fullshard.comm.transport.Transport`."""
+        """See :class:`~fullshard.comm.transport.Transport`; ``tag`` is not used for small groups of two ranks."""
         if (
             self._native is not None
             and process_group.size() == 2
@@ -206,7 +207,7 @@ class _Route:
     def _exchange(self, what: str, complete: Callable[[_BoundRound], None]) -> _Exchange:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         nbytes = self._scratch + min(_DEPTH, self._count) * self._turn
-        lease = SHARED.lease(nbytes, torch.device("cpu")) if nbytes else None
+        lease = SHARED.lease(nbytes, CPU) if nbytes else None
         index = -1 if lease is None else lease.index
         rounds = self._bound.get(index)
         if rounds is None:

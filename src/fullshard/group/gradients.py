@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, Pending, ReduceRoute, Reduction, StillRead, Transfer, Transport
+from fullshard.comm.transport import Done, Pending, ReduceRoute, Reduction, StillRead, Transfer
 from fullshard.device import CPU, Mark, mark_now
 from fullshard.group.flat import Fragment
 from fullshard.group.parameter import ShardedParameter, whole_views
@@ -33,7 +33,7 @@ from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_h
 if TYPE_CHECKING:
     from fullshard.group.group import Group
 
-_MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy
+_MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
 
 class Flight:
@@ -85,15 +85,12 @@ class _Choice:
         self.fulls = fulls
         self.is_final = is_final
         self._route: ReduceRoute | None = None
-        self._between: tuple[Transport, dist.ProcessGroup] | None = None
 
     def route(self, group: Group, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
-        """The route to ``outputs``, which serves all later ones: for as long as nobody chooses another transport."""
-        between = self._between
-        if self._route is None or between is None or between[0] is not group.reduce_transport or between[1] is not over:
+        """The route to ``outputs``, which serves all later ones."""
+        if self._route is None:
             transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
             self._route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
-            self._between = group.reduce_transport, over
         return self._route
 
 
@@ -124,6 +121,10 @@ class Gradients:
         """Take memory from the pools that the group has now."""
         if self._buffer is not None:
             self._buffer.move(self._group.memory.gradient_pool)
+
+    def forget_routes(self) -> None:
+        """Reductions go another way from now on."""
+        self._choices = {}
 
     # -- arrival -----------------------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ class Gradients:
                 self._heed_clearing()
             if not self._collects:
                 self._begin()
-        if index not in self._nbytes:
+        if index not in self._views:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
@@ -284,6 +285,12 @@ class Gradients:
         self.settle()
         if not self._collects:
             self._begin()
+        if lost := self._partial.keys() - self._every:
+            names = sorted(group.params[index].name for index in lost)
+            raise RuntimeError(
+                f"gradients of {names} were summed over some of the ranks only (set_requires_all_reduce(False)), and "
+                f"then they stopped to require gradients: freeze parameters after a backward with all-reduce"
+            )
         arrived, self._arrived = self._arrived, set()
         self._collects = False
         wanted = self._every

@@ -223,6 +223,8 @@ class Group:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
         if self.summoned is not None and self.summoned.is_left_by_errors:
             self.summoned.close()
+        if self.memory.shared is None:
+            self._look_for_writes()  # older ones are no reason to gather, or ranks would differ that wrote and did not
         if self.summoned is None and not self.presentation.check_in():
             self.take_in()
 
@@ -285,7 +287,8 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        if self.full.keeps_values and in_backward() and self._gathered == self._current() and not self._was_written():
+        is_there = self.full.keeps_values and in_backward() and self._gathered == self._current()
+        if is_there and not self._look_for_writes():
             self.full.take()
             self._arrive()
             return False
@@ -410,7 +413,7 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if isinstance(self.full, SharedBuffer) and self._was_written():
+        if isinstance(self.full, SharedBuffer) and self._look_for_writes():
             self.full.discard_writes()
             self._gathered = None
         if self._extensions is not None:
@@ -421,7 +424,7 @@ class Group:
             self._gathered = None
         self.full.give_back(mark_now(self.device))
 
-    def _was_written(self) -> bool:
+    def _look_for_writes(self) -> bool:
         """Whether leaves were written in place since the last look: thrown away, as by every reshard."""
         before, self._leaf_versions = self._leaf_versions, sum(map(version_of, self.presentation.unsharded))
         return before != self._leaf_versions
@@ -468,6 +471,12 @@ class Group:
             self.rebuild()
         if reduce is not None:
             self.reduce_transport = reduce
+            self.gradients.forget_routes()
+
+    def reduce_over(self, process_group: dist.ProcessGroup | None) -> None:
+        """Reduce over other communicators of the same ranks from now on."""
+        self.reduce_process_group = process_group
+        self.gradients.forget_routes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group of the copied parameters, in memory of its own."""

@@ -235,7 +235,7 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
-        started = self._in_range("all_gather", group, group.unshard) if profiler_listens() else group.unshard()
+        started = self._in_range("all_gather", group, group.unshard)
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)
 
@@ -262,15 +262,14 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
-            if profiler_listens():
-                self._in_range("post_backward_reduce", group, group.gradients.reduce)
-            else:
-                group.gradients.reduce()
+            self._in_range("post_backward_reduce", group, group.gradients.reduce)
             if self.observers:
                 self.tell("reduce", group)
 
     def _in_range(self, action: str, group: Group, do: Callable[[], T]) -> T:
-        """``do()`` in a range with the label that traces of torch's own FSDP have."""
+        """``do()``, while a profiler listens in a range with the label that traces of torch's own FSDP have."""
+        if not profiler_listens():
+            return do()
         with torch.profiler.record_function(f"FSDP::{action} ({group.name})"):
             return do()
 
