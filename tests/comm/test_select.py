@@ -13,7 +13,16 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.select import select_transport
-from tests.comm.cases import Case, Section, assert_gathered, fill_shards, transfers_of
+from fullshard.comm.transport import Reduction
+from tests.comm.cases import (
+    Case,
+    Section,
+    assert_gathered,
+    assert_reduced,
+    fill_fulls,
+    fill_shards,
+    transfers_of,
+)
 from tests.harness import World, fake_world, ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -57,25 +66,39 @@ def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("numel", [2**18, 2**18 + 16], ids=["small", "larger"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nbytes", [2**18, 2**18 + 64], ids=["small", "larger"])
 @pytest.mark.parametrize("forced", [True, False])
-def test_two_hosts_gather_small_groups_by_a_collective(world: World, numel: int, forced: bool) -> None:
-    case = Case("even", (Section(torch.float32, (((numel,), 0),)),))
+def test_two_hosts_move_small_groups_by_collectives(
+    world: World, dtype: torch.dtype, nbytes: int, forced: bool
+) -> None:
+    """But low precision is added in fp32 always, which collectives do not."""
+    case = Case("even", (Section(dtype, (((nbytes // dtype.itemsize,), 0),)),))
     transfers = transfers_of(case, world.size)
+    called = []
+    routes = {name: getattr(CollectiveTransport, name) for name in ("gather_route", "reduce_route")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.neighbours._host", lambda: f"host {dist.get_rank()}")
         patch.setenv("FULLSHARD_TRANSPORT", "p2p" if forced else "")
+        for name, route in routes.items():
+            patch.setattr(
+                CollectiveTransport, name, lambda *args, name=name, route=route: called.append(name) or route(*args)
+            )
         transport = select_transport(group(), CPU)
         assert transport.name == "p2p"
-        called = []
-        native = CollectiveTransport.gather_route
-        patch.setattr(CollectiveTransport, "gather_route", lambda *args: called.append(0) or native(*args))
-        route = transport.gather_route(transfers, group(), 0)
+        gathering, reducing = (
+            transport.gather_route(transfers, group(), 0),
+            transport.reduce_route(transfers, group(), 1),
+        )
     for _ in range(2):
         fill_shards(case, transfers, world.rank)
-        route.start().finish()
+        gathering.start().finish()
         assert_gathered(case, transfers, world.rank)
-    assert bool(called) == (numel == 2**18 and not forced)
+        fill_fulls(case, transfers, world.rank)
+        reducing.start([transfers[0].shard], Reduction(world.size)).finish()
+        assert_reduced(case, transfers, world.rank, world.size)
+    small = nbytes == 2**18 and not forced
+    assert called == (["gather_route", "reduce_route"][: 2 if dtype.itemsize == 4 else 1] if small else [])
 
 
 def refuse(*args: Any) -> Any:

@@ -383,7 +383,7 @@ def test_process_group_memory_and_custom_collectives_exclude_each_other(world: W
 
 @ranks(2)
 def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
-    """Between two hosts small groups are gathered by a collective and reduced by messages."""
+    """Between two hosts small groups move by collectives."""
     called = []
     native = CollectiveTransport.gather_route
     with pytest.MonkeyPatch.context() as patch:

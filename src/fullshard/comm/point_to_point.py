@@ -44,10 +44,10 @@ STAGING = 8 * 2**20
 #: Bytes from which a piece gets a message of its own. A message costs about 30 us on either side, and more where its
 #: arrival stops the thread that sends another; copying so many bytes twice costs about as much.
 LARGE = 256 * 2**10
-#: Bytes of a group up to which two ranks gather by the backend's all-gather, which costs them half: what counts there
-#: is how often threads are woken. From three ranks on messages cost no more, from six on two thirds, and reductions
-#: less at nearly every size. Measured by ``benchmarks/exchanges.py``.
-SMALL = 2**20
+#: Bytes of a group up to which two ranks use the backend's collectives, at a third of the cost: gloo's receiving thread
+#: spins while another thread sends to the same rank, which two that exchange little at the same moment hit nearly every
+#: time. More ranks, and larger groups, cost less by messages. Measured by ``benchmarks/exchanges.py``.
+SMALL = 2**18
 #: Bytes of staging for each rank in a round, however many ranks there are.
 _LEAST_STAGING = 64 * 2**10
 #: Rounds that are under way at once.
@@ -66,7 +66,7 @@ class PointToPointTransport(MovesPrivately):
     Args:
         staging: bytes of staging for what an exchange receives from all ranks together.
         large: bytes from which a piece gets a message of its own.
-        native: gathers small groups of two ranks; ``None`` for messages whatever the size.
+        native: gathers and reduces small groups of two ranks; ``None`` for messages whatever the size.
     """
 
     name = "p2p"
@@ -80,11 +80,7 @@ class PointToPointTransport(MovesPrivately):
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`; ``tag`` is not used for small groups of two ranks."""
-        if (
-            self._native is not None
-            and process_group.size() == 2
-            and sum(each.full.nbytes for each in transfers) <= SMALL
-        ):
+        if self._native is not None and _is_small(transfers, process_group):
             return self._native.gather_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=True)
         return _GatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
@@ -94,9 +90,16 @@ class PointToPointTransport(MovesPrivately):
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
         """
+        full_precision = all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)
+        if self._native is not None and full_precision and _is_small(transfers, process_group):
+            return self._native.reduce_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
         return _ReduceRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+
+
+def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -> bool:
+    return process_group.size() == 2 and sum(transfer.full.nbytes for transfer in transfers) <= SMALL
 
 
 @dataclass

@@ -30,7 +30,7 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """The transport for buffers on ``device`` that move among the ranks of ``process_group``, all of which call it.
 
     On gloo and the CPU shared memory if all ranks are on one host, and messages between pairs of ranks otherwise, as
-    collectives copy and allocate several times what they move (but for small gathers of two ranks, see
+    collectives copy and allocate several times what they move (but for small groups of two ranks, see
     :data:`~fullshard.comm.point_to_point.SMALL`); the native collectives everywhere else.
 
     Raises:
