@@ -374,8 +374,7 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self.hidden = False
-        self.presentation.show_unsharded()
+        self._show_unsharded()
 
     def _show_unsharded(self) -> None:
         self.hidden = False
