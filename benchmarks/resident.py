@@ -31,9 +31,7 @@ def return_what_is_freed() -> None:
 def settle() -> None:
     """Free what nobody holds, and wait until the other ranks have."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    heap.return_freed()
     dist.barrier()
 
 

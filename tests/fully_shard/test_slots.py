@@ -6,6 +6,8 @@ import gc
 import itertools
 import mmap
 import resource
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.buffer import heap
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.staging import SHARED
 from fullshard.group.memory import all_pools
@@ -131,6 +134,29 @@ def test_dropped_slots_give_their_memory_back_and_the_next_step_is_right(world: 
     pair.step()
     assert sum(pool.nbytes_free for pool in {id(pool): pool for pool in pools}.values()) <= 2 * kept
     pair.step()
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux tells it")
+@ranks(2, transport="p2p")
+def test_freed_buffers_are_the_systems_and_not_kept_in_the_heap(world: World) -> None:
+    """The heap was told to keep what a step frees, so that it does not give it back by itself."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    for layer in model:
+        fullshard.fully_shard(layer)
+    fullshard.fully_shard(model)
+    for _ in range(3):
+        model(torch.ones(1, 1024)).sum().backward()
+        model.zero_grad()
+    before, freed = resident(), model.free_buffers()
+    assert freed >= 8 * 2**20
+    assert before - resident() > freed / 2
+    left = resident()
+    heap.return_freed()
+    assert left - resident() < 2**20, "nothing was left to give back"
 
 
 @ranks(2, transport="p2p")

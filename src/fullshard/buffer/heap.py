@@ -32,6 +32,13 @@ def keep_freed(nbytes: int) -> None:
         kept = nbytes
 
 
+def return_freed() -> None:
+    """Give what the heap keeps back to the system: ``malloc_trim(3)``, where the C library has it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 def set_option(option: int, value: int) -> bool:
     """``mallopt(3)``; returns whether the C library has it and took the value."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.heap import keep_freed
+from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.agreement import agree_on_next
@@ -99,6 +99,8 @@ class Schedule:
         nbytes = self.pools.drop() + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.let_go()
+        if self.device.type == "cpu":
+            return_freed()
         return nbytes
 
     def groups(self) -> list[Group]:
