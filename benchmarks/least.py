@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fullshard.group.presentation import show, updates
 from fullshard.torch_private import (
     apply_function,
     foreach_copy,
@@ -59,25 +60,15 @@ class _Group:
         self.gradients = list(self.full.clone())
         self.sharded = [nn.Parameter(DTensor.from_local(row, mesh, [Shard(0)], run_check=False)) for row in self.shard]
         self.spec = spec_of(self.sharded[0])  # type: ignore[arg-type]
-        names = [(inner, name) for inner, name, _ in places]
-        self.shown = [(inner, {name: leaf}) for (inner, name), leaf in zip(names, self.leaves, strict=True)]
-        self.hidden = [(inner, {name: param}) for (inner, name), param in zip(names, self.sharded, strict=True)]
-        if len({id(inner) for inner, _ in names}) == 1:
-            holder = names[0][0]
-            self.shown = [(holder, {name: leaf for (_, name), leaf in zip(names, self.leaves, strict=True)})]
-            self.hidden = [(holder, {name: param for (_, name), param in zip(names, self.sharded, strict=True)})]
+        self.shown = updates([(*place[:2], leaf) for place, leaf in zip(places, self.leaves, strict=True)])
+        self.hidden = updates([(*place[:2], param) for place, param in zip(places, self.sharded, strict=True)])
         self.arrived: list[Tensor] = []
         self.reducing: tuple[dist.Work | None, Tensor] | None = None
         for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(self.receive)
         block.register_forward_pre_hook(self.before_forward)
         block.register_forward_hook(self.after_forward)
-        self.show(self.hidden)
-
-    @staticmethod
-    def show(updates: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-        for module, params in updates:
-            module._parameters.update(params)
+        show(self.hidden)
 
     def gather(self) -> None:
         self.work = start_all_gather(self.messages, self.shard, self.process_group, async_op=True)
@@ -90,7 +81,7 @@ class _Group:
         self.work = None
         with torch.no_grad():
             foreach_copy(*self.unpacked)
-        self.show(self.shown)
+        show(self.shown)
         if ahead is not None:
             ahead.gather()
 
@@ -100,7 +91,7 @@ class _Group:
 
     def after_forward(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         output.register_hook(self.before_backward)
-        self.show(self.hidden)
+        show(self.hidden)
 
     def before_backward(self, grad: Tensor) -> None:
         self.unshard(self.previous)
@@ -120,7 +111,7 @@ class _Group:
             output = torch.empty(self.shard.shape)
             work = start_reduce_scatter(output, self.messages, dist.ReduceOp.SUM, self.process_group, async_op=True)
             self.reducing = work, output
-            self.show(self.hidden)
+            show(self.hidden)
             if self.previous is None:
                 self.hand_over()
 

@@ -203,6 +203,12 @@ def assert_reduced(
             torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * largest)
 
 
+def group() -> dist.ProcessGroup:
+    """All ranks of the test."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def gather(
     transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int = 0
 ) -> Pending:

@@ -24,17 +24,13 @@ from tests.comm.cases import (
     fill_fulls,
     fill_shards,
     gather,
+    group,
     reduce,
     transfers_of,
 )
 from tests.harness import RankPool, World, ranks
 
 SIX_MEBIBYTES = (((1024, 1024), 0), ((1024,), 0), ((512, 1024), 1))
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def page_faults() -> int:

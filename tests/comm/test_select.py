@@ -21,16 +21,12 @@ from tests.comm.cases import (
     assert_reduced,
     fill_fulls,
     fill_shards,
+    group,
     transfers_of,
 )
 from tests.harness import World, fake_world, ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @ranks(2)

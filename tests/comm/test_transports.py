@@ -30,6 +30,7 @@ from tests.comm.cases import (
     fill_fulls,
     fill_shards,
     gather,
+    group,
     reduce,
     transfers_of,
 )
@@ -47,11 +48,6 @@ each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: The ranks of a host gather as messages what does not lie in memory that they share.
 each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "host"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
-
-
-def group() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def make(transport_name: str, process_group: dist.ProcessGroup | None = None) -> Transport:

@@ -213,9 +213,8 @@ def make_plan(
 def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
     if layout == "flat":
-        shard_numel = -(
-            -_end(params, full_offsets) // world_size
-        )  # not aligned: so cuts fall where users of torch's wrapper expect them
+        end = _end(params, full_offsets)
+        shard_numel = -(-end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
         return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
     if layout != "even":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
