@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.select import select_transport
 from fullshard.device import compute_device, move_to_device
 from fullshard.group.agreement import agree
-from fullshard.group.group import Group, GroupOptions
+from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.offload import prepare_offload
+from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.registry import owner_of, register
 from fullshard.module import sharded_class

@@ -34,12 +34,13 @@ from fullshard.group.flat import FlatPresentation, Fragment
 from fullshard.group.gradients import Flight, Gradients
 from fullshard.group.memory import Memory, Pools
 from fullshard.group.mesh import DataMesh
+from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fullshard.policies import CPUOffloadPolicy
 from fullshard.torch_private import in_backward, version_of
 
 _TAGS_APART = 1 << 16
@@ -75,29 +76,6 @@ class Clock:
     written: Mark = PASSED
     #: Whether ranks that share memory read it now: in a forward or backward.
     reading: bool = False
-
-
-@dataclass
-class GroupOptions:
-    """What a user chose for a group; each may be changed between steps by the setters of ``FSDPModule``."""
-
-    mp_policy: MixedPrecisionPolicy
-    offload: OffloadPolicy
-    reshard_after_forward: bool = True
-    resting: DataMesh | None = None
-    reshard_after_backward: bool = True
-    reduce_gradients: bool = True
-    all_reduce_gradients: bool = True
-    reduce_unused: bool = False
-    divide_factor: float | None = None
-    sum_only: bool = False
-    keep_computed_dtype: bool = False
-    unshard_in_backward: bool = True
-    max_gradient_buffers: int | None = None
-    #: What sums over replicas in place of the process group's all-reduce.
-    all_reduce: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    all_reduce_hook_stream: torch.Stream | None = None
 
 
 class Group:
