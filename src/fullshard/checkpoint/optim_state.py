@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint.names import Place, shown_parameters
 from fullshard.checkpoint.state_dict import all_of, given_out, own_copy
+from fullshard.comm.objects import broadcast_object, gather_objects
 from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
@@ -189,8 +190,7 @@ def _agree(
             told[name] = {}
         elif flat or _holds_some(param):
             told[name] = {key: _told(key, value, param) for key, value in state.items()}
-    everyone: list[dict[str, State]] = [{} for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather_object(everyone, told, process_group)
+    everyone: list[dict[str, State]] = gather_objects(told, process_group)
     missing = {rank: sorted(everyone[0].keys() - theirs.keys()) for rank, theirs in enumerate(everyone)}
     if flat and any(missing.values()):
         raise RuntimeError(
@@ -299,8 +299,8 @@ def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessG
     told = dict(state_dict)
     if "state" in told:
         told["state"] = tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.ndim else each, told["state"])
-    dist.broadcast_object_list(box := [told], group=process_group, group_src=0)
-    return state_dict if dist.get_rank(process_group) == 0 else box[0]
+    received: Mapping[str, Any] = broadcast_object(told, process_group)
+    return state_dict if dist.get_rank(process_group) == 0 else received
 
 
 def _received(state: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> Any:

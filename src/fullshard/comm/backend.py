@@ -11,5 +11,15 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
 
     A process group may have several, one for each type of device.
     """
+    return _backends(process_group).get(device.type, "")
+
+
+def device_types(process_group: dist.ProcessGroup | None) -> list[str]:
+    """The types of devices whose tensors a process group moves."""
+    return list(_backends(process_group))
+
+
+def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The name of each backend, by the type of device that it serves."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
-    return next((name for device_type, name in pairs if device_type == device.type), "")
+    return {device_type: name for device_type, name in pairs}

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.objects import gather_objects
 from fullshard.comm.shared_memory import Address, Counters, Segment, can_share
 from fullshard.torch_private import all_gather_single, timeout_of
 
@@ -205,8 +206,7 @@ def meet(process_group: dist.ProcessGroup) -> Neighbours | str:
     Every rank must call it.
     """
     mine = (os.getpid(), _host(), can_share())
-    every: list[tuple[int, str, bool]] = [mine] * process_group.size()
-    dist.all_gather_object(every, mine, group=process_group)
+    every: list[tuple[int, str, bool]] = gather_objects(mine, process_group)
     for rank, (_, host, able) in enumerate(every):
         if not able:
             return f"rank {rank} runs on a system without memory that processes share in the way that is needed"
@@ -216,8 +216,7 @@ def meet(process_group: dist.ProcessGroup) -> Neighbours | str:
         neighbours: Neighbours | None = Neighbours(process_group, [pid for pid, _, _ in every])
     except OSError:
         neighbours = None
-    met: list[bool] = [False] * process_group.size()
-    dist.all_gather_object(met, neighbours is not None, group=process_group)
+    met: list[bool] = gather_objects(neighbours is not None, process_group)
     if neighbours is None or not all(met):
         return f"rank {met.index(False)} cannot see the processes of the others"
     return neighbours

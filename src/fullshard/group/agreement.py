@@ -15,6 +15,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.objects import gather_objects
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import all_gather_single
@@ -87,8 +88,7 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
     found = every.cpu().view(group.size(), -1)
     if bool((found[:, :-8] == found[0, :-8]).all()):
         return int(found[:, -8:].contiguous().view(torch.int64).max())
-    others: list[list[str]] = [[] for _ in range(group.size())]
-    dist.all_gather_object(others, described, group=group)
+    others: list[list[str]] = gather_objects(described, group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, others, strict=True):
         for here, there in zip_longest(others[0], other, fillvalue="nothing"):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.comm.objects import gather_objects
 from fullshard.group.mesh import DataMesh, data_mesh
 from fullshard.wrapper.settings import ShardingStrategy, as_sharding_strategy
 
@@ -143,7 +144,7 @@ def _mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, devi
     # A fake backend gathers nothing: rows are then taken to look all alike.
     rows = [[rank + other - here for rank in row] for other in column]
     if dist.get_backend(replicate) != "fake":
-        dist.all_gather_object(rows, row, group=replicate)
+        rows = gather_objects(row, replicate)
     place = row.index(here)
     if set(row) & set(column) != {here} or [other[place] for other in rows if len(other) == len(row)] != column:
         raise ValueError(
