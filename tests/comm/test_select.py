@@ -106,7 +106,6 @@ LACKS: dict[str, tuple[str, Any, str]] = {
     "shared memory": ("os.memfd_create", None, "rank 1 runs on a system without memory that processes share"),
     "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without memory that processes share"),
     "pagemap": ("fullshard.comm.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
-    "exchange": ("fullshard.comm.shared_memory.CAN_SWAP_MEMORY", False, "rank 1 runs on a system without memory"),
     "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
     "mappings": ("fullshard.comm.shared_memory._map", refuse, "a rank could not map memory of another"),

@@ -15,7 +15,17 @@ from torch.distributed.tensor import Shard
 import fullshard
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.transport import Reduction
-from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import (
+    BOTH,
+    Library,
+    Twins,
+    assert_close,
+    both_with,
+    groups_of,
+    inputs,
+    shard_mlp,
+    twins,
+)
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, seeded
@@ -261,7 +271,7 @@ class Switch(nn.Module):
 
 
 @ranks(2)
-@BOTH
+@both_with("set_reduce_scatter_unused_params")
 @pytest.mark.parametrize("recurse", [True, False])
 def test_unused_parameters_get_zeros_on_request(world: World, fsdp: Library, recurse: bool) -> None:
     model = Switch()
@@ -315,7 +325,7 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
 
 
 @ranks(1)
-@BOTH
+@both_with("set_reduce_scatter_max_input_buffers")
 @pytest.mark.parametrize(("count", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)])
 def test_the_number_of_gradient_buffers_is_checked(world: World, fsdp: Library, count: Any, error: type) -> None:
     with pytest.raises(error, match="max_input_buffers"):
@@ -371,7 +381,7 @@ def test_symmetric_memory_knows_only_nccl(world: World) -> None:
 
 
 @ranks(2)
-@BOTH
+@both_with("set_symm_mem_for_comm")
 def test_process_group_memory_and_custom_collectives_exclude_each_other(world: World, fsdp: Library) -> None:
     model = shard_mlp(fsdp)
     model.set_custom_all_gather(CountingAllGather())

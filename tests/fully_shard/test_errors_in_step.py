@@ -17,6 +17,7 @@ from tests.fully_shard.cases import (
     Twins,
     are_sharded,
     assert_close,
+    both_with,
     groups_of,
     inputs,
     shard_mlp,
@@ -64,7 +65,7 @@ def fail_in_backward(module: nn.Module, call: Any) -> None:
 
 
 @ranks(2)
-@BOTH
+@both_with("reset_iter_state")
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_a_step_after_an_error_in_forward_is_right(world: World, fsdp: Library, where: int) -> None:
     fail_and_go_on(fsdp, where, fail_in_forward)
@@ -115,7 +116,7 @@ def test_reset_between_good_steps_changes_nothing(world: World) -> None:
 
 
 @ranks(1)
-@BOTH
+@both_with("reset_iter_state")
 def test_only_the_root_is_reset(world: World, fsdp: Library) -> None:
     model = shard_mlp(fsdp)
     model(inputs())

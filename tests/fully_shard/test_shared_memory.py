@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
-from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp
+from tests.fully_shard.cases import SHARED_GRADIENTS, assert_close, environment, groups_of, inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Transformer, seeded, token_batch
@@ -497,6 +497,7 @@ def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> 
     assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
 
 
+@SHARED_GRADIENTS
 @ranks(2, transport="host")
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.buffer import heap
+from fullshard.buffer import heap, slots
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.staging import SHARED
 from fullshard.group.memory import all_pools
@@ -108,7 +108,31 @@ def test_later_steps_fault_in_almost_nothing(world: World) -> None:
 
 @ranks(2, transport="p2p")
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
-def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: int) -> None:
+@pytest.mark.parametrize("swaps", [True, False])
+def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: int, swaps: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if not swaps:
+            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+        take_turns(limit)
+
+
+@ranks(2, transport="p2p")
+def test_values_that_are_still_there_are_used_where_storages_cannot_exchange_memory(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+        pair, actions = twins(world), list[str]()
+        pair.sharded.add_observer(lambda event: actions.append(event.action))
+        for _ in range(3):
+            pair.step()
+        assert "reuse" in actions
+        freed, kept = groups_of(pair.sharded.blocks[0])[0].full, groups_of(pair.sharded.blocks[3])[0].full
+        kept.take()
+        assert kept.memory.untyped_storage().nbytes() >= kept.nbytes
+        freed.lose()
+        assert freed.memory.untyped_storage().nbytes() == 0, "torch refuses whoever reads it now"
+
+
+def take_turns(limit: int) -> None:
     model = seeded(equal_blocks)
     each_block(reshard_after_forward=True)(fullshard, model)
     model.set_prefetch_limit(limit)

@@ -5,18 +5,20 @@ through a mapping of its own in which writes are not shared: what is written to 
 else, and is thrown away when they are resharded.
 
 Between the passes in which all ranks may read, it changes under the eyes of whoever looks. So parameters that are
-looked at by hand lie in a copy, :meth:`SharedBuffer.be_private`, which takes the place of the shared memory in the
-storage that all views have.
+looked at by hand lie in a copy, :meth:`SharedBuffer.be_private`: every page is written to as it is, and so this rank's
+own. The values stay at their address.
 """
 
 from __future__ import annotations
+
+import mmap
 
 import torch
 
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import PASSED, Mark
-from fullshard.torch_private import storage_id, swap_memory
+from fullshard.torch_private import storage_id
 
 #: Writes through ``.data`` leave no trace but pages. They are looked for after each of the first uses of a buffer, as a
 #: forward that makes them does so in every step, and once in so many uses later.
@@ -38,7 +40,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         self._view = shared.view
         self.memory = self._view.tensor(shared.start, nbytes, torch.uint8)
-        self._elsewhere: torch.Tensor | None = None
+        self._is_private = False
         self._uses = 0
         self._is_written = False
         self.in_use = False
@@ -54,7 +56,7 @@ class SharedBuffer:
 
     def give_back(self, released: Mark) -> None:
         self.in_use = False
-        if self._elsewhere is not None:
+        if self._is_private:
             self.be_shared()
             return
         self._uses += 1
@@ -82,19 +84,16 @@ class SharedBuffer:
     def be_private(self) -> None:
         """Let the views see a copy of what the ranks share now."""
         self.be_shared()
-        with torch.inference_mode(False), torch.no_grad():
-            copy = self.memory.clone()
-        self._exchange(copy)
-        self._elsewhere = copy
+        self._is_private = True
+        with torch.no_grad():
+            for page in (self.memory[:: mmap.PAGESIZE], self.memory[-1:]):
+                page.add_(0)
 
     def be_shared(self) -> None:
         """Let the views see what the ranks share."""
-        if self._elsewhere is not None:
-            self._exchange(self._elsewhere)
-            self._elsewhere = None
-
-    def _exchange(self, other: torch.Tensor) -> None:
-        swap_memory(self.memory.untyped_storage(), other.untyped_storage())
+        if self._is_private:
+            self.discard_writes()
+            self._is_private = False
 
     def move(self, pool: SlotPool) -> None:
         """Nothing: it takes no slots."""

@@ -13,7 +13,7 @@ storage and giving it back moves it out, so that what autograd saved is right ag
 
 Nothing is allocated, freed or faulted in once every slot exists. A buffer that was given back keeps its slot, and its
 values, until somebody else needs it: taking it again then costs nothing. Where storages cannot exchange their memory
-(torch before 2.12), a buffer has memory of its own that is resized to nothing and back.
+(torch before 2.12), a slot is only a size: who takes it lets go of the memory of its last holder and allocates anew.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SlotPool:
         if slot is None:
             size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
             with torch.inference_mode(False):
-                slot = Slot(self._allocate(size, self.device))
+                slot = Slot(self._allocate(size, self.device if CAN_SWAP_MEMORY else torch.device("meta")))
             slot.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
         self._in_use += 1
         return slot
@@ -154,16 +154,20 @@ class SlotBuffer:
         """
         if self.in_use:
             raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
-        self.in_use = True
-        if not CAN_SWAP_MEMORY:
-            self._storage.resize_(self.nbytes)
-            return mark_now(self._pool.device)
         if self._slot is not None:
+            self.in_use = True
             self._pool.take_back(self._slot)
             return self._slot.released
         slot = self._slot = self._pool.take(self, self.nbytes)
+        self.in_use = True
         holder, nbytes = slot.holder, self._storage.nbytes()
-        if holder is not None and self._stale is self._pool is holder._pool and nbytes == slot.nbytes:
+        if not CAN_SWAP_MEMORY:
+            slot.released.wait()  # before its memory is the allocator's
+            if holder is not None:
+                holder.lose()
+            self._storage.resize_(slot.nbytes)
+            slot.released = mark_now(self._pool.device)
+        elif holder is not None and self._stale is self._pool is holder._pool and nbytes == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder._slot = None
         else:
@@ -181,17 +185,18 @@ class SlotBuffer:
         if not self.in_use:
             return
         self.in_use = False
-        if self._slot is None:
-            self._storage.resize_(0)
-        else:
-            self._pool.give_back(self._slot, released)
+        assert self._slot is not None
+        self._pool.give_back(self._slot, released)
 
     def lose(self) -> None:
-        """Part with the slot for somebody else's use. A stale read finds the old address, never an empty storage."""
+        """Part with the slot for somebody else's use. A stale read finds the old address, or torch refuses it."""
         slot, self._slot = self._slot, None
         if slot is None:
             return
         slot.holder = None
+        if not CAN_SWAP_MEMORY:
+            self._storage.resize_(0)
+            return
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.torch_private import CAN_SWAP_MEMORY
-
 #: Bytes between the numbers of two processes, so that they do not share a cache line.
 _LINE = 64
 _PAGEMAP = "/proc/self/pagemap"
@@ -42,13 +40,13 @@ class Address(NamedTuple):
 def can_share() -> bool:
     """Whether this system has what segments need. Processors other than x86-64 may reorder what we write.
 
-    Python may have been built for older systems than this one, writes to a view have to be found (some sandboxes do not
-    tell of them), and unsharded parameters change between memory that is shared and memory that is not.
+    Python may have been built for older systems than this one, and writes to a view have to be found (some sandboxes do
+    not tell of them).
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     calls = all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
-    return calls and CAN_SWAP_MEMORY and os.access(_PAGEMAP, os.R_OK)
+    return calls and os.access(_PAGEMAP, os.R_OK)
 
 
 @cache
