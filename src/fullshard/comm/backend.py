@@ -21,5 +21,5 @@ def device_types(process_group: dist.ProcessGroup | None) -> list[str]:
 
 def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
     """The name of each backend, by the type of device that it serves."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
-    return {device_type: name for device_type, name in pairs}
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
+    return {device_type: name for device_type, _, name in pairs}
