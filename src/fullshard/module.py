@@ -188,6 +188,19 @@ class FSDPModule:
         for group in _groups(self, recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
+
+        For CUDA graphs, which read and write where they did when they were captured. Costs the memory of each group.
+        """
+        _expect_bool("set_keep_unsharded_storage", keep)
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.options.keep_unsharded_storage = keep
+                group.full.keep_memory(keep)
+            if unit.schedule is not None:
+                unit.schedule.size_slots()
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module; an embedding's does not."""
         _expect_bool("set_unshard_in_backward", unshard_in_backward)

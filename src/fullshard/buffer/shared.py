@@ -98,5 +98,8 @@ class SharedBuffer:
     def move(self, pool: SlotPool) -> None:
         """Nothing: it takes no slots."""
 
+    def keep_memory(self, keep: bool) -> None:
+        """Nothing: it has memory of its own, at one address."""
+
     def poison(self) -> None:
         """Nothing: others read it."""

@@ -12,7 +12,8 @@ storage and giving it back moves it out, so that what autograd saved is right ag
     block 2       (the address of a slot it had, and no memory of its own)
 
 Nothing is allocated, freed or faulted in once every slot exists. A buffer that was given back keeps its slot, and its
-values, until somebody else needs it: taking it again then costs nothing. Where storages cannot exchange their memory
+values, until somebody else needs it: taking it again then costs nothing. One that keeps its memory shares with nobody,
+and its values stay at one address, as graphs of a device need it. Where storages cannot exchange their memory
 (torch before 2.12), a slot is only a size: who takes it lets go of the memory of its last holder and allocates anew.
 """
 
@@ -69,14 +70,24 @@ class SlotPool:
 
     def take_back(self, slot: Slot) -> None:
         """``slot.holder`` uses its slot again."""
-        self._free.remove(slot)
+        assert slot.holder is not None
+        if not slot.holder.keeps_memory:
+            self._free.remove(slot)
         self._in_use += 1
 
     def give_back(self, slot: Slot, released: Mark) -> None:
-        """``slot.holder`` no longer uses the slot, which others may take once ``released`` has passed."""
+        """``slot.holder`` no longer uses the slot. Unless it keeps it, others may take it once ``released`` passed."""
         slot.released = released
-        self._free.append(slot)
         self._in_use -= 1
+        if slot.holder is None or not slot.holder.keeps_memory:
+            self._free.append(slot)
+
+    def offer(self, slot: Slot, to_others: bool) -> None:
+        """Whether others may take a slot that is not in use."""
+        if to_others:
+            self._free.append(slot)
+        else:
+            self._free.remove(slot)
 
     def _pick(self, nbytes: int, largest: int) -> Slot | None:
         fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= largest]
@@ -122,6 +133,8 @@ class SlotBuffer:
         self.nbytes = nbytes
         #: Whether slots of the ordinary size fit; a buffer that stays in use across others has one of its own size.
         self.takes_turns = True
+        #: Whether it keeps the slot that it once took, and so its address, while it is not in use.
+        self.keeps_memory = False
         self._slot: Slot | None = None
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
@@ -145,6 +158,13 @@ class SlotBuffer:
     def keeps_values(self) -> bool:
         """Whether what was written while it was last in use is still there."""
         return self._slot is not None and not self.in_use
+
+    def keep_memory(self, keep: bool) -> None:
+        """Let no other have the memory, which then stays at its address, or let all take turns."""
+        if keep != self.keeps_memory:
+            self.keeps_memory = keep
+            if self._slot is not None and not self.in_use:
+                self._pool.offer(self._slot, to_others=not keep)
 
     def take(self) -> Mark:
         """Get memory; whoever writes to it first waits for the mark that is returned.
@@ -203,7 +223,7 @@ class SlotBuffer:
     def move(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
         if not self.in_use and pool is not self._pool:
-            if self._slot is not None:
+            if self._slot is not None and not self.keeps_memory:
                 self.lose()
             self._pool = pool
             pool.buffers.add(self)

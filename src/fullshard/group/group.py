@@ -168,6 +168,7 @@ class Group:
         else:
             self.full = SharedBuffer(shared.memory, nbytes)
             self._view_full()
+        self.full.keep_memory(self.options.keep_unsharded_storage)
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._leaf_versions = 0

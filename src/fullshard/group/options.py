@@ -20,6 +20,7 @@ class GroupOptions:
     reshard_after_forward: bool = True
     resting: DataMesh | None = None
     reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
     reduce_gradients: bool = True
     all_reduce_gradients: bool = True
     reduce_unused: bool = False

@@ -89,7 +89,8 @@ class Schedule:
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
         for group in self.groups():
-            group.full.takes_turns = group.options.reshard_after_forward
+            options = group.options
+            group.full.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
             if group.full.takes_turns:
                 pool = group.memory.parameter_pool
                 pool.ordinary = max(pool.ordinary, group.full.nbytes)
