@@ -49,9 +49,8 @@ class Meter:
 
 
 def sharded_bytes(model: nn.Module) -> int:
-    """What this rank's parts of the parameters take, counted once for each storage."""
-    storages = {p.to_local().untyped_storage().data_ptr(): p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
-    return sum(storage.nbytes() for storage in storages.values())
+    """What the memory takes in which this rank's parts of the parameters lie."""
+    return sum(group.memory.views[0].untyped_storage().nbytes() for group in groups_of(model))
 
 
 @ranks(2, transport="p2p")
@@ -61,8 +60,14 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
     groups = groups_of(model.blocks)
     whole = COUNT * (WIDTH * WIDTH + WIDTH) * 4
     padding = COUNT * 64 * 2
-    assert whole / world.size <= sharded_bytes(model) <= whole / world.size + padding
-    assert sharded_bytes(model) == sum(group.sharded_bytes for group in groups)
+    assert whole / world.size <= sharded_bytes(model.blocks) <= whole / world.size + padding
+    assert sharded_bytes(model.blocks) == sum(group.sharded_bytes for group in groups)
+    parts = {p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
+    assert sum(part.nbytes() for part in parts) == whole / world.size
+    for group in groups:
+        memory = group.memory.views[0].untyped_storage()
+        ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
+        assert all(param.local.data_ptr() in ends for param in group.params)
     assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.pools)
 
 
@@ -116,7 +121,7 @@ def test_after_a_step_gradients_have_the_size_of_the_shards(world: World) -> Non
     model.reshard()
     grads = [parameter.grad.to_local() for parameter in model.parameters()]
     storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
-    assert sum(storages.values()) == sharded_bytes(model)
+    assert sum(storages.values()) == sharded_bytes(model.blocks)
 
 
 @ranks(2, transport="p2p")

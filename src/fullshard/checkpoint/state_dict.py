@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard.full_params import FullGroup, gather, local_tensor
 from fullshard.group.flat import FLAT_NAME, flat_name
 from fullshard.group.group import Group
+from fullshard.group.memory import give_own_storage
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase
 from fullshard.torch_private import altered_spec, local_of, make_dtensor, sharding_spec, spec_of
@@ -157,7 +158,8 @@ def _local_shard(group: Group, number: int) -> DTensor:
     data, section, shard = group.data, group.sections[number], group.memory.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicates else [Shard(0)]
     spec = sharding_spec(data.mesh, placements, torch.Size((section.plan.end,)), (1,), section.dtype)
-    return make_dtensor(shard.detach()[: section.plan.held(data.shard_rank)], spec)
+    give_own_storage(local := shard.detach()[: section.plan.held(data.shard_rank)])
+    return make_dtensor(local, spec)
 
 
 def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:

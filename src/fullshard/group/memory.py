@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
@@ -76,6 +77,8 @@ class Memory:
         self.shared = self._share()
         #: Of each parameter's chunk, by its index in the group.
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
+        for place in self.places.values() if not group.is_flat else ():
+            give_own_storage(place)
         #: Of each section, where they are contiguous.
         self.shards = self.views if self.shared is None else self.shared.shards
         self._written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
@@ -180,3 +183,18 @@ class Memory:
             f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
             f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
         )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def give_own_storage(view: torch.Tensor) -> None:
+    """Let a view have a storage that is its part of the memory and no more; it keeps the memory and its version.
+
+    A DTensor has no storage but the offset of its local tensor. By an offset other than 0 torch takes it for one with a
+    storage: it can neither be copied by ``copy.deepcopy`` nor staged for an asynchronous checkpoint.
+    """
+    if view.is_meta or view.untyped_storage().nbytes() == view.nbytes:
+        return
+    start = view.storage_offset() * view.itemsize
+    part = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage(), start, (view.nbytes,))
+    view.set_(from_dlpack(to_dlpack(part)).untyped_storage(), 0, view.size(), view.stride())
