@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer, SlotPool
@@ -196,5 +196,5 @@ def give_own_storage(view: torch.Tensor) -> None:
     if view.is_meta or view.untyped_storage().nbytes() == view.nbytes:
         return
     start = view.storage_offset() * view.itemsize
-    part = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage(), start, (view.nbytes,))
-    view.set_(from_dlpack(to_dlpack(part)).untyped_storage(), 0, view.size(), view.stride())
+    part = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage(), start, (view.nbytes,), (1,))
+    view.set_(from_dlpack(part).untyped_storage(), 0, view.size(), view.stride())
