@@ -195,6 +195,6 @@ def give_own_storage(view: torch.Tensor) -> None:
     """
     if view.is_meta or view.untyped_storage().nbytes() == view.nbytes:
         return
-    start = view.storage_offset() * view.itemsize
-    part = torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage(), start, (view.nbytes,), (1,))
+    part = torch.empty(0, dtype=torch.uint8, device=view.device)
+    part.set_(view.untyped_storage(), view.storage_offset() * view.itemsize, (view.nbytes,), (1,))
     view.set_(from_dlpack(part).untyped_storage(), 0, view.size(), view.stride())
