@@ -8,14 +8,14 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.neighbours import Gate, Neighbours, Shared, meet
-from fullshard.comm.shared_memory import Counters
+from fullshard.comm.neighbours import Gate, Neighbours, meet
+from fullshard.comm.shared_memory import Counters, Segment
 from tests.harness import RankPool, World, ranks
 
 
@@ -25,9 +25,20 @@ def neighbours(process_group: Any = None) -> Neighbours:
     return met
 
 
+class Shared(NamedTuple):
+    """What all ranks are to map, twice."""
+
+    segment: Segment
+    view: Segment
+
+
+def reserved(nbytes: int = 4096) -> Shared:
+    return Shared(Segment.reserve(nbytes), Segment.reserve(nbytes))
+
+
 def shared(among: Neighbours, nbytes: int = 4096) -> Shared:
-    found = among.share(nbytes)
-    assert found is not None
+    found = reserved(nbytes)
+    assert among.share(*found)
     return found
 
 
@@ -53,10 +64,12 @@ def test_sharing_leaves_no_file_open(world: World) -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("what", ["os.memfd_create", "os.open", "fullshard.comm.shared_memory._map"])
+@pytest.mark.parametrize("what", ["os.memfd_create", "os.open", "fullshard.comm.shared_memory.Pages"])
 @pytest.mark.parametrize("unlucky", [0, 2])
 def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int) -> None:
-    among = neighbours()
+    among, found = neighbours(), reserved()
+    found.segment.pages.own = [(8 * world.rank, 8)]
+    mine = found.segment.tensor(8 * world.rank, 1, torch.int64).fill_(world.rank)
 
     def refuse(*args: Any) -> Any:
         raise OSError(24, "Too many open files")
@@ -64,17 +77,22 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == unlucky:
             patch.setattr(what, refuse)
-        found = among.share(4096)
-    assert found is None or (what == "os.memfd_create" and unlucky == 2), "only rank 0 makes a segment"
-    assert shared(among).segment.address.nbytes == 4096, "and the next time they do"
+        met = among.share(*found)
+    assert met == (what == "os.memfd_create" and unlucky == 2), "only rank 0 makes a segment"
+    assert mine.tolist() == [world.rank]
+    if not met:
+        assert among.share(*found), "and the next time they do"
+    dist.barrier()
+    for each in found:
+        assert each.tensor(0, world.size, torch.int64).tolist() == list(range(world.size))
 
 
 @ranks(2)
 def test_nothing_to_share_and_different_sizes(world: World) -> None:
     among = neighbours()
-    assert among.share(0) is None
+    assert not among.share(None)
     with pytest.raises(ValueError, match="rank 1 needs 0 bytes for what rank 0 keeps in 4096: build the same model"):
-        among.share(4096 * (1 - world.rank))
+        among.share(*([None] if world.rank else reserved()))
 
 
 @ranks(3)

@@ -108,7 +108,7 @@ LACKS: dict[str, tuple[str, Any, str]] = {
     "pagemap": ("fullshard.comm.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
     "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
-    "mappings": ("fullshard.comm.shared_memory._map", refuse, "a rank could not map memory of another"),
+    "mappings": ("fullshard.comm.shared_memory.Segment.open", refuse, "a rank could not map memory of another"),
 }
 
 

@@ -504,6 +504,8 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
     model = large()
     (transport,) = {group.transport for group in groups_of(model.blocks)}
     assert isinstance(transport, HostTransport)
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))  # from here on the ranks share
     at_rest, used = mappings(), resident(world)
     model.set_reduce_scatter_max_input_buffers(buffers)
     for _ in range(3):
@@ -597,3 +599,23 @@ def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
     for _ in range(2):
         assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
         assert not groups_of(model.inner)[0].clock.reading, "the forward has ended, and ranks may write again"
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize("begin", [0, 20])
+def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_begin(world: World, begin: int) -> None:
+    model = seeded(MLP)
+    each_block(reshard_after_forward=True)(fullshard, model)
+    expected = seeded(MLP)(inputs())
+    spoils = False
+
+    def spoil(module: nn.Module, args: Any) -> None:
+        if spoils:
+            module.weight.data.add_(1 + world.rank)  # type: ignore[operator,union-attr]
+
+    model.blocks[1][0].register_forward_pre_hook(spoil)
+    with torch.no_grad():
+        for step in range(begin + 3):
+            spoils = step == begin
+            found = model(inputs())
+            assert torch.equal(found, expected) == (not spoils), step

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.comm.host import HostTransport
+from fullshard.comm.shared_memory import Segment
 from tests.fully_shard.cases import SHARED_GRADIENTS, Twins, assert_close, environment, groups_of, inputs, shard_mlp
 from tests.fully_shard.test_errors_in_step import fail_in_backward, fail_in_forward
 from tests.harness import RankPool, World, ranks
@@ -178,8 +179,13 @@ def test_ranks_with_different_transports_are_told(world: World) -> None:
 @ranks(2, transport="host")
 def test_ranks_of_which_one_is_on_meta_are_told(world: World) -> None:
     model = seeded(MLP)
+    each_block()(fullshard, model.to("meta") if world.rank else model)
     with pytest.raises(ValueError, match="on the meta device on all or none of them"):
-        each_block()(fullshard, model.to("meta") if world.rank else model)
+        model(inputs())
+    model.reset_iter_state()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model(inputs())
 
 
 # -- no memory to share ----------------------------------------------------------------------------------------------
@@ -189,19 +195,22 @@ def test_ranks_of_which_one_is_on_meta_are_told(world: World) -> None:
 @pytest.mark.parametrize("before", [0, 2])
 def test_where_one_rank_has_no_memory_left_all_exchange_messages(world: World, before: int) -> None:
     """For every group from then on; those that share already go on to."""
-    pair = Twins(world, seeded(MLP), seeded(MLP))
-    model = pair.sharded
+    model, reference, opened = shard_mlp(), seeded(MLP), []
 
     def refuse(*args: Any) -> Any:
-        raise OSError(12, "Cannot allocate memory")
+        opened.append(args)
+        if len(opened) > 2 * before:  # to write and to read
+            raise OSError(12, "Cannot allocate memory")
+        return open_segment(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for number, module in enumerate((*model.blocks, model)):
-            if number == before and world.rank == 1:
-                patch.setattr("fullshard.comm.shared_memory._map", refuse)
-            fullshard.fully_shard(module)
+    open_segment = Segment.open
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if world.rank == 1:
+            patch.setattr(Segment, "open", refuse)
+        assert_close(model(inputs()), reference(inputs()), "output")
+    model.reshard()
     assert sum(shared(model)) == before
-    pair = Twins(world, model, seeded(MLP))
+    pair = Twins(world, model, reference)
     for _ in range(3):
         pair.step()
 

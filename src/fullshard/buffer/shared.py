@@ -16,13 +16,14 @@ import mmap
 import torch
 
 from fullshard.buffer.slots import SlotPool
+from fullshard.comm.shared_memory import page_faults
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import PASSED, Mark
 from fullshard.torch_private import storage_id
 
-#: Writes through ``.data`` leave no trace but pages. They are looked for after each of the first uses of a buffer, as a
-#: forward that makes them does so in every step, and once in so many uses later.
-_FIRST_USES, _USES = 8, 64
+#: Uses of a buffer between two looks at its pages though none was written in a use: a leaf that was kept may be written
+#: outside of any.
+_USES = 64
 
 
 class SharedBuffer:
@@ -35,14 +36,16 @@ class SharedBuffer:
 
     takes_turns = False
     keeps_values = False
+    _faults_seen = 0  # by any buffer, the last time that one was given back
 
     def __init__(self, shared: SharedMemory, nbytes: int) -> None:
         self.nbytes = nbytes
         self._view = shared.view
         self.memory = self._view.tensor(shared.start, nbytes, torch.uint8)
+        self._everything = ((0, self._view.address.nbytes),)
         self._is_private = False
         self._uses = 0
-        self._is_written = False
+        self._faults = 0
         self.in_use = False
 
     @property
@@ -51,40 +54,36 @@ class SharedBuffer:
         return storage_id(self.memory)
 
     def take(self) -> Mark:
-        self.in_use = True
+        if not self.in_use:
+            self.in_use = True
+            self._faults = SharedBuffer._faults_seen
+            self._tell_children()
         return PASSED
 
     def give_back(self, released: Mark) -> None:
+        """Nobody uses it any longer: what was written through ``.data`` is thrown away.
+
+        That leaves no version, but pages, and each such page is a fault. As a rule a use has none.
+        """
         self.in_use = False
+        self._tell_children()
         if self._is_private:
             self.be_shared()
             return
         self._uses += 1
-        if self._is_written or self._uses <= _FIRST_USES or self._uses % _USES == 0:
-            self._look_for_writes()
+        SharedBuffer._faults_seen = faults = page_faults()
+        if (faults != self._faults or self._uses % _USES == 0) and self._view.was_written():
+            self.discard_writes()
 
     def discard_writes(self) -> None:
         """Let the views see again what the ranks share."""
         self._view.discard_writes()
 
-    def _look_for_writes(self) -> None:
-        if not self._view.was_written():
-            return
-        self.discard_writes()
-        if not self._is_written and self._uses > _FIRST_USES:
-            self._is_written = True
-            raise RuntimeError(
-                f"unsharded parameters were written through .data since their use number {self._uses - _USES}, and "
-                f"what was written stayed until now: the steps since then may be wrong on this rank. From now on such "
-                f"writes are thrown away after each use; go back to an earlier checkpoint, or write to the sharded "
-                f"parameters between steps"
-            )
-        self._is_written = True
-
     def be_private(self) -> None:
         """Let the views see a copy of what the ranks share now."""
         self.be_shared()
         self._is_private = True
+        self._tell_children()
         with torch.no_grad():
             for page in (self.memory[:: mmap.PAGESIZE], self.memory[-1:]):
                 page.add_(0)
@@ -94,6 +93,11 @@ class SharedBuffer:
         if self._is_private:
             self.discard_writes()
             self._is_private = False
+            self._tell_children()
+
+    def _tell_children(self) -> None:
+        """Processes that are forked see what is looked at now; a private copy they see in any case."""
+        self._view.pages.own = self._everything if self.in_use and not self._is_private else ()
 
     def move(self, pool: SlotPool) -> None:
         """Nothing: it takes no slots."""

@@ -93,8 +93,8 @@ class HostTransport:
     def _make(cls, met: Neighbours | str, messages: PointToPointTransport) -> HostTransport | str:
         if isinstance(met, str):
             return met
-        shared = met.share(cls.control_bytes(met.size))
-        return "a rank could not map memory of another" if shared is None else cls(met, shared.segment, messages)
+        control = Segment.reserve(cls.control_bytes(met.size))
+        return cls(met, control, messages) if met.share(control) else "a rank could not map memory of another"
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -115,13 +115,15 @@ class HostTransport:
         self._slots.add(segment, memory.data_ptr())
         return memory
 
-    def share(self, nbytes: int) -> SharedMemory | None:
+    def share(self, nbytes: int) -> SharedMemory:
         """See :class:`~fullshard.comm.transport.Transport`."""
         start = align(Gate.nbytes(self.neighbours.size))
-        shared = self.neighbours.share(start + nbytes if nbytes else 0)
-        if shared is None:
-            return None
-        return SharedMemory(*shared, start, Gate(self.neighbours, shared.segment, 0))
+        segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
+        return SharedMemory(segment, view, start, Gate(self.neighbours, segment, 0))
+
+    def meet(self, memory: SharedMemory | None) -> bool:
+        """See :class:`~fullshard.comm.transport.Transport`."""
+        return self.neighbours.share(memory.segment, memory.view) if memory else self.neighbours.share(None)
 
     # -- routes ------------------------------------------------------------------------------------------------------
 

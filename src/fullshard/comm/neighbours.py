@@ -13,13 +13,13 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.objects import gather_objects
-from fullshard.comm.shared_memory import Address, Counters, Segment, can_share
+from fullshard.comm.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.torch_private import all_gather_single, timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -29,13 +29,6 @@ _LOOK, _YIELD = 20e-6, 2e-3
 _SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 #: Seconds between two looks at whether the other ranks still live.
 _ALIVE = 0.05
-
-
-class Shared(NamedTuple):
-    """A segment that all ranks map, twice: ``view`` to read it, in which what is written is not shared."""
-
-    segment: Segment
-    view: Segment
 
 
 class Neighbours:
@@ -62,19 +55,27 @@ class Neighbours:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, nbytes: int) -> Shared | None:
-        """Memory of ``nbytes``, all zeros, that every rank maps, or ``None`` if one cannot or it would be empty.
+    def share(self, segment: Segment | None, view: Segment | None = None) -> bool:
+        """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
-        Every rank must call it.
+        Every rank must call it. What a rank has in its own parts of ``segment`` is there for all afterwards.
+
+        Args:
+            segment: to be shared; ``None`` for a rank that has nothing yet.
+            view: to show the same, and writes to it to this rank alone.
+
+        Returns:
+            whether all ranks could; if not, nothing has changed.
 
         Raises:
             ValueError: the ranks ask for different sizes.
         """
-        mine: Segment | None = None
-        view: Segment | None = None
+        common: Segment | None = None
+        look: Segment | None = None
+        nbytes = segment.address.nbytes if segment is not None else 0
         with suppress(OSError):
-            mine = Segment.create(nbytes) if self.rank == 0 and nbytes else None
-        said = self._from_all(nbytes, *(mine.address if mine is not None else (0, 0, 0, 0)))
+            common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
+        said = self._from_all(nbytes, *(common.address if common is not None else (0, 0, 0, 0)))
         for rank, (other, *_) in enumerate(said):
             if other != said[0][0]:
                 raise ValueError(
@@ -82,18 +83,18 @@ class Neighbours:
                     f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
                     f"set FULLSHARD_TRANSPORT=p2p"
                 )
-        if nbytes == 0:
-            return None
         address = Address(*said[0][1:])
         with suppress(OSError):
             if address.nbytes:
-                mine = mine or Segment.open(address)
-                view = Segment.open(address, mmap.MAP_PRIVATE)
-        everyone = all(done for (done,) in self._from_all(view is not None))
-        if mine is None or view is None or not everyone:
-            return None
-        mine.file = None
-        return Shared(mine, view)
+                common = common or Segment.open(address)
+                look = Segment.open(address, mmap.MAP_PRIVATE)
+        everyone = all(done for (done,) in self._from_all(look is not None))
+        if segment is None or common is None or look is None or not everyone:
+            return False
+        segment.become(common)
+        if view is not None:
+            view.become(look)
+        return True
 
     def _from_all(self, *values: int) -> list[list[int]]:
         """What each rank says, in the order of ranks."""
@@ -141,6 +142,15 @@ class Neighbours:
                 f"forwards and backwards"
             )
 
+    def refuse_child(self, doing: str) -> None:
+        """Raise in a process that was forked from a rank."""
+        if os.getpid() != self._pids[self.rank]:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self._name(self.rank)} and is at {doing}: it has the "
+                f"parameters as they were when it was forked, and no part in forwards and backwards, which take the "
+                f"ranks themselves"
+            )
+
     def _name(self, rank: int) -> str:
         return f"{self.global_rank(rank)} (process {self._pids[rank]})"
 
@@ -172,9 +182,11 @@ class Gate:
         """Wait until all ranks do.
 
         Raises:
-            RuntimeError: a rank enters a pass of another ``kind``.
+            RuntimeError: a rank enters a pass of another ``kind``, or this process was forked from a rank.
         """
         counters, neighbours = self._counters, self._neighbours
+        neighbours.refuse_child(doing)
+        forget_copies()
         number = counters.value // 8 + 1
         counters.set(8 * number + 2 * (counters.value % 2) + kind)
         neighbours.wait(counters, 8 * number, doing)

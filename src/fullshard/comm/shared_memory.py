@@ -7,6 +7,10 @@ each process, which only that process writes. What is in a segment, and who may 
 
 It is mapped without the ``mmap`` objects of Python, each of which keeps a file open (before 3.13 always): a model of
 hundreds of groups would have more open files than many systems allow.
+
+A process that is forked from this one would go on to see what is written to memory that is shared, and its own writes
+would reach the others. So what this process holds in it is copied when it forks, and in the child that copy takes the
+place of the shared memory: the child sees, as with any other memory, what was there when it was forked.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ import ctypes
 import mmap
 import os
 import platform
+import resource
 import sys
 import weakref
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +32,9 @@ import torch
 #: Bytes between the numbers of two processes, so that they do not share a cache line.
 _LINE = 64
 _PAGEMAP = "/proc/self/pagemap"
+_OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+_MOVE = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
 
 
 class Address(NamedTuple):
@@ -46,28 +55,123 @@ def can_share() -> bool:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     calls = all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
-    return calls and os.access(_PAGEMAP, os.R_OK)
+    return calls and os.access(_PAGEMAP, os.R_OK) and _tells_of_writes()
+
+
+@cache
+def _tells_of_writes() -> bool:
+    """Whether the system counts the fault of a write to a private page, and shows that the page is one, as far as it
+    has memory for a trial."""
+    try:
+        shared = Segment.create(mmap.PAGESIZE)
+        view = Segment.open(shared.address, mmap.MAP_PRIVATE)
+    except OSError:
+        return True
+    value, before = view.memory[0], page_faults()
+    clean = view.was_written()
+    view.memory[0] = value
+    return page_faults() > before and view.was_written() and not clean
+
+
+def page_faults() -> int:
+    """How many pages this process has been given since it began. A first write to a private page is one of them."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_int64]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = libc.mremap.restype = address
+    libc.mmap.argtypes = [address, size, *3 * [number], ctypes.c_int64]
+    libc.mremap.argtypes = [address, size, size, number, address]
+    libc.munmap.argtypes = [address, size]
+    libc.madvise.argtypes = [address, size, number]
+    libc.memcmp.argtypes = [address, address, size]
     return libc
 
 
-def _map(fd: int, nbytes: int, flags: int) -> ctypes.Array[ctypes.c_char]:
-    """A file in memory, for as long as anything refers to it."""
-    libc = _libc()
-    start = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if start == ctypes.c_void_p(-1).value:
+class Pages:
+    """Where a file, or memory of this process alone, is mapped.
+
+    Attributes:
+        own: the parts, where each begins and how many bytes it has, that a forked child is to see.
+    """
+
+    def __init__(self, fd: int, nbytes: int, flags: int, access: int = _ACCESS) -> None:
+        self.start = _checked(_libc().mmap(None, nbytes, access, flags, fd, 0))
+        self.nbytes = nbytes
+        self.is_shared = bool(flags & mmap.MAP_SHARED)
+        self.own: Sequence[tuple[int, int]] = ()
+        self._copy: Pages | None = None
+
+    def move_to(self, other: Pages) -> None:
+        """Take the place of ``other``, of the same size."""
+        _checked(_libc().mremap(self.start, self.nbytes, self.nbytes, _MOVE, other.start))
+
+    def unmap(self) -> None:
+        _mapped.pop(self.start, None)
+        self.forget_copy()
+        _libc().munmap(self.start, self.nbytes)
+
+    def forget_copy(self) -> None:
+        copy, self._copy = self._copy, None
+        _copied.discard(self)
+        if copy is not None:
+            copy.unmap()
+
+    def keep(self) -> None:
+        """Copy what a child that is forked now is to see. Children that are forked one after the other share a copy."""
+        if not self.own:
+            return
+        if self._copy is not None and not any(
+            _libc().memcmp(self._copy.start + at, self.start + at, nbytes) for at, nbytes in self.own
+        ):
+            return
+        self.forget_copy()
+        copy = Pages(-1, self.nbytes, _OF_PROCESS)
+        for at, nbytes in self.own:
+            ctypes.memmove(copy.start + at, self.start + at, nbytes)
+        self._copy = copy
+        _copied.add(self)
+
+    def part(self) -> None:
+        """In a forked child: be memory of this process alone. Where no copy could be made a read ends the child."""
+        if self.is_shared or self.own:
+            other = self._copy or Pages(-1, self.nbytes, _OF_PROCESS, 0 if self.own else _ACCESS)
+            other.move_to(self)
+            self._copy, self.is_shared = None, False
+
+
+#: By where they begin, those that tensors may lie in; and those of which there is a copy for children.
+_mapped: dict[int, Pages] = {}
+_copied: set[Pages] = set()
+
+
+def _checked(start: int | None) -> int:
+    if start is None or start == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_char * nbytes).from_address(start)
-    weakref.finalize(memory, libc.munmap, start, nbytes).atexit = False  # tensors may outlive this module
-    return memory
+    return start
+
+
+def _before_fork() -> None:
+    for pages in tuple(_mapped.values()):
+        pages.keep()
+
+
+def _in_child() -> None:
+    for pages in tuple(_mapped.values()):
+        pages.part()
+    _copied.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+
+
+def forget_copies() -> None:
+    """Let go of what was copied for children: it is about to be old. Children keep theirs."""
+    for pages in tuple(_copied):
+        pages.forget_copy()
 
 
 class File:
@@ -87,11 +191,21 @@ class Segment:
         OSError: there is not enough memory, or too many files are open, or the owner cannot be looked at.
     """
 
-    def __init__(self, memory: ctypes.Array[ctypes.c_char], address: Address, file: File | None = None) -> None:
-        self.memory = memory
+    def __init__(self, pages: Pages, address: Address, file: File | None = None) -> None:
+        self.pages = pages
+        self.memory = (ctypes.c_char * pages.nbytes).from_address(pages.start)
+        self._end = weakref.finalize(self.memory, pages.unmap)
+        self._end.atexit = False  # tensors may outlive this module
+        _mapped[pages.start] = pages
         self.address = address
         #: Of the process that made the segment: others may open it as long as this is there.
         self.file = file
+
+    @classmethod
+    def reserve(cls, nbytes: int) -> Segment:
+        """Memory of this process alone, all zeros, until it becomes a segment that others map too."""
+        nbytes = max(1, nbytes)
+        return cls(Pages(-1, nbytes, _OF_PROCESS), Address(os.getpid(), -1, 0, nbytes))
 
     @classmethod
     def create(cls, nbytes: int) -> Segment:
@@ -100,7 +214,7 @@ class Segment:
         file = File(os.memfd_create("fullshard", os.MFD_CLOEXEC))
         os.posix_fallocate(file.fd, 0, nbytes)
         address = Address(os.getpid(), file.fd, os.fstat(file.fd).st_ino, nbytes)
-        return cls(_map(file.fd, nbytes, mmap.MAP_SHARED), address, file)
+        return cls(Pages(file.fd, nbytes, mmap.MAP_SHARED), address, file)
 
     @classmethod
     def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:
@@ -113,14 +227,26 @@ class Segment:
         try:
             if os.fstat(fd).st_ino != address.inode:
                 raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
-            return cls(_map(fd, address.nbytes, flags), address)
+            return cls(Pages(fd, address.nbytes, flags), address)
         finally:
             os.close(fd)
+
+    def become(self, other: Segment) -> None:
+        """Have the memory of ``other``, in which no tensor may lie; what is this process's own is moved there before.
+
+        Tensors stay where they are.
+        """
+        for at, nbytes in self.pages.own:
+            ctypes.memmove(other.pages.start + at, self.pages.start + at, nbytes)
+        other.pages.move_to(self.pages)
+        other._end.detach()
+        _mapped.pop(other.pages.start, None)
+        self.address, self.pages.is_shared = other.address, other.pages.is_shared
 
     def was_written(self) -> bool:
         """Whether this process has pages of its own in a private mapping. Takes about 10 ns for each KiB."""
         pages = -(-self.address.nbytes // mmap.PAGESIZE)
-        first = ctypes.addressof(self.memory) // mmap.PAGESIZE
+        first = self.pages.start // mmap.PAGESIZE
         with Path(_PAGEMAP).open("rb", buffering=0) as pagemap:
             pagemap.seek(8 * first)
             entries = torch.frombuffer(bytearray(pagemap.read(8 * pages)), dtype=torch.int64)
@@ -129,7 +255,7 @@ class Segment:
         return bool((there & ~of_file).any())
 
     def discard_writes(self) -> None:
-        _libc().madvise(ctypes.addressof(self.memory), self.address.nbytes, mmap.MADV_DONTNEED)
+        _libc().madvise(self.pages.start, self.address.nbytes, mmap.MADV_DONTNEED)
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor that begins ``start`` bytes into the segment, with a storage of its own and no more in it."""

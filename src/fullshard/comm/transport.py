@@ -31,6 +31,9 @@ class MovesPrivately:
     def share(self, nbytes: int) -> SharedMemory | None:
         return None
 
+    def meet(self, memory: SharedMemory | None) -> bool:
+        return False
+
     def reset(self) -> None:
         return
 
@@ -115,7 +118,7 @@ class StillRead:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory that all ranks of a process group map, for a group's full buffer.
+    """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone.
 
     Args:
         segment: holds it.
@@ -132,6 +135,12 @@ class SharedMemory:
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""
         return self.segment.tensor(self.start + start, numel, dtype)
+
+    def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same, of a part that this rank writes and no other: others see in it what is there when they meet."""
+        pages = self.segment.pages
+        pages.own = [*pages.own, (self.start + start, numel * dtype.itemsize)]
+        return self.tensor(start, numel, dtype)
 
 
 class Transport(Protocol):
@@ -156,9 +165,16 @@ class Transport(Protocol):
         ...
 
     def share(self, nbytes: int) -> SharedMemory | None:
-        """Memory for a full buffer that all ranks see, so that a gather moves nothing; ``None`` if there is none.
+        """Memory for a full buffer that all ranks will see once they :meth:`meet`, so that a gather moves nothing.
 
-        Every rank must call it, with the same number.
+        ``None`` if ranks have memory of their own. It communicates nothing.
+        """
+        ...
+
+    def meet(self, memory: SharedMemory | None) -> bool:
+        """Let all ranks see what each has in its part of ``memory``; ``None`` for a rank that has none yet.
+
+        Every rank must call it, with memory of the same size. Returns whether there is enough to share.
         """
         ...
 

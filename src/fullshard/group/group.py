@@ -124,6 +124,7 @@ class Group:
         self.hidden = False  # the modules show sharded parameters, though the others are there
         self.summoned: Any = None  # what the modules show while they show private full copies
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
+        self.may_share = True
         self._build()
 
     def __repr__(self) -> str:
@@ -226,6 +227,12 @@ class Group:
         else:
             self.presentation.show_sharded()
 
+    def meet(self) -> None:
+        """Be with the other ranks in the memory that they share, if there is enough of it."""
+        if self.memory.is_apart and not self.memory.meet():
+            self.may_share = False
+            self.rebuild()
+
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
         held = param.held
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
@@ -255,6 +262,7 @@ class Group:
             return False
         if self.summoned:
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
+        self.meet()
         if self.memory.shared is not None:
             return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:

@@ -74,7 +74,9 @@ class Memory:
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
-        self.shared = self._share()
+        #: Whether ranks that are to share memory have not met since it was made.
+        self.is_apart = self._may_share()
+        self.shared = self._share() if self.is_apart and not self.is_meta else None
         #: Of each parameter's chunk, by its index in the group.
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
         for place in self.places.values() if not group.is_flat else ():
@@ -86,15 +88,29 @@ class Memory:
         self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
-    def _share(self) -> SharedChunks | None:
-        """Memory that all ranks see, if the transport has any and nothing stands in the way."""
+    def _may_share(self) -> bool:
+        """Whether the transport has memory that all ranks see, and nothing stands in the way."""
         group = self._group
-        if not group.params or group.data.shard_group is None or group.options.resting is not None:
-            return None
-        if any(param.extends for param in group.params):
-            return None
-        memory = group.transport.share(0 if self.is_meta else full_bytes(group.sections, group.compute_dtypes))
+        if not (group.params and group.may_share) or group.transport.private is group.transport:
+            return False
+        if group.data.shard_group is None or group.options.resting is not None:
+            return False
+        return not any(param.extends for param in group.params)
+
+    def _share(self) -> SharedChunks | None:
+        group = self._group
+        memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
         return None if memory is None else SharedChunks(group, memory)
+
+    def meet(self) -> bool:
+        """Let ranks that share memory see what each of them has; every rank must call it. Returns whether they do.
+
+        Ranks meet when they use a group, and not when they make it: one may be given its values, or another dtype,
+        while another waits for its turn.
+        """
+        met = self._group.transport.meet(self.shared.memory if self.shared is not None else None)
+        self.is_apart = self.shared is None
+        return met or self.is_apart
 
     @torch.inference_mode(False)
     def _allocate(self, dtypes: Sequence[torch.dtype]) -> dict[int, torch.Tensor]:

@@ -45,10 +45,12 @@ class SharedChunks:
         for section, start, dtype in zip(group.sections, starts, group.compute_dtypes, strict=True):
             if group.is_flat:
                 numel = section.plan.shard_numel
-                shown = shard = memory.tensor(start + rank * numel * dtype.itemsize, numel, dtype)
-                if section.dtype != dtype:
+                begin = start + rank * numel * dtype.itemsize
+                if section.dtype == dtype:
+                    shard = memory.own(begin, numel, dtype)
+                else:
                     shard = torch.zeros(numel, dtype=section.dtype, device="cpu")
-                    self._published.append((shown, shard))
+                    self._published.append((memory.tensor(begin, numel, dtype), shard))
                 self.shards += (shard,)
                 self.places.update(chunk_views(group.params, section.members, section.plan, shard, rank))
                 continue
@@ -59,7 +61,7 @@ class SharedChunks:
                 if section.dtype == dtype and shape.dim == 0:
                     first, stop = shape.chunk(rank, size)
                     row = dtype.itemsize * shape.numel // max(1, shape.shape[0])
-                    chunk = memory.tensor(begin + first * row, (stop - first) * row // dtype.itemsize, dtype)
+                    chunk = memory.own(begin + first * row, (stop - first) * row // dtype.itemsize, dtype)
                     self.places[index] = param.view(chunk, shape.chunk_shape(rank, size))
                     continue
                 apart.append(position)

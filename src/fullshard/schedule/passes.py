@@ -31,7 +31,7 @@ class Passes:
             return
         gates: dict[int, Gate] = {}  # one for all groups that the same ranks share
         for group in groups:
-            if group.memory.shared is not None:
+            if group.memory.shared is not None and not group.memory.is_apart:
                 group.memory.publish(whatever=kind == "forward")
                 gates.setdefault(id(group.transport), group.memory.shared.memory.gate)
         self._kind = kind

@@ -144,6 +144,8 @@ class Schedule:
             if group.left_by_forward or group.is_flat:
                 self.reshard(group)
             group.check_in()
+        for group in self.groups():
+            group.meet()
         self.passes.begin("forward", self.groups())
         self.order.begin_forward()
         return True
