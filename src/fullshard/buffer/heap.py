@@ -3,33 +3,67 @@
 Autograd allocates every gradient, and frees it as soon as it was taken; reduced gradients live from backward to
 ``zero_grad()``. glibc returns large pieces to the system at once, and the top of its heap beyond a threshold, and the
 system clears each page again when it is touched in the next step: a fifth of the processor time of a step that moves
-much. Owns the two thresholds. Both are documented settings of ``mallopt(3)``.
+much. Owns the two thresholds, for as long as there are trees of modules that want them otherwise. Both are documented
+settings of ``mallopt(3)``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import weakref
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-#: The largest that glibc takes on 64 bits; larger pieces always come from the system.
+#: The largest that glibc takes on 64 bits; larger pieces always come from the system. It raises the threshold to this
+#: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
+#: lower ones: a program that was told once to go by fixed thresholds would have to ask the system for every tensor.
 _LARGEST_PIECE = 32 * 2**20
+KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 _LARGEST_INT = 2**31 - 1
 #: With any of these the user has decided.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
-#: What it was told to keep, in bytes.
+#: What it was told to keep, in bytes; 0 while nobody asks for it.
 kept = 0
+_asked: dict[int, int] = {}
+_is_over = False
 
 
-def keep_freed(nbytes: int) -> None:
-    """Let the heap keep ``nbytes`` of freed memory, where the C library is glibc and the user has not decided."""
-    global kept
-    nbytes = min(nbytes, _LARGEST_INT)
-    if nbytes <= kept or any(name in os.environ for name in _SETTINGS):
+def keep_freed(owner: object, nbytes: int) -> None:
+    """Let the heap keep ``nbytes`` of freed memory while ``owner`` lives.
+
+    Nothing happens where the C library is not glibc, or the user has decided.
+    """
+    if any(name in os.environ for name in _SETTINGS) or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
-    if set_option(MMAP_THRESHOLD, _LARGEST_PIECE) and set_option(TRIM_THRESHOLD, nbytes):
-        kept = nbytes
+    weakref.finalize(owner, _forget, id(owner)).atexit = False
+    _asked[id(owner)] = min(nbytes, _LARGEST_INT)
+    _settle()
+
+
+def _forget(owner: int) -> None:
+    global _is_over
+    _asked.pop(owner, None)
+    _settle()
+    if not _asked:  # what goes with the last tree is freed after this, as a rule when cycles are collected
+        _is_over = True
+        if _after_collection not in gc.callbacks:
+            gc.callbacks.append(_after_collection)
+
+
+def _after_collection(phase: str, info: object) -> None:
+    global _is_over
+    if _is_over and phase == "stop":
+        _is_over = False
+        return_freed()
+
+
+def _settle() -> None:
+    global kept
+    wanted = max(_asked.values(), default=0)
+    if wanted != kept and set_option(TRIM_THRESHOLD, max(wanted, KEPT_BY_ITSELF)):
+        kept = wanted
 
 
 def return_freed() -> None:

@@ -84,7 +84,7 @@ class Schedule:
         if self.device.type == "cpu":
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
             largest = max([group.full.nbytes for group in self.groups()], default=0)
-            keep_freed(2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
+            keep_freed(self, 2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""

@@ -1,0 +1,76 @@
+"""What the heap keeps for the steps of a model goes with the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.buffer import heap
+
+PROGRAM = """
+import gc
+import os
+import torch
+import torch.distributed as dist
+from fullshard import fully_shard
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def train(width):
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(24)])
+    for module in (*model, model):
+        fully_shard(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(8, width)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+train(16)  # what is loaded at the first use
+gc.collect()
+before = resident()
+train(1024)  # 96 MiB of parameters
+gc.collect()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not heap.set_option(heap.MMAP_THRESHOLD, heap._LARGEST_PIECE), reason="not glibc")
+def test_the_memory_of_a_model_is_given_back_with_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in heap._SETTINGS}
+    command = [sys.executable, "-c", PROGRAM]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 40
+
+
+class Owner:
+    """Something that lives and ends."""
+
+
+@pytest.mark.skipif(any(name in os.environ for name in heap._SETTINGS), reason="the user has decided")
+def test_the_threshold_is_that_of_the_largest_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    for name, value in {"_asked": {}, "kept": 0, "set_option": lambda *args: told.append(args) or True}.items():
+        monkeypatch.setattr(heap, name, value)
+    small, large = Owner(), Owner()
+    heap.keep_freed(small, 2**27)
+    heap.keep_freed(large, 2**40)
+    assert heap.kept == 2**31 - 1
+    del large
+    assert heap.kept == 2**27
+    del small
+    assert heap.kept == 0
+    thresholds = [value for option, value in told if option == heap.TRIM_THRESHOLD]
+    assert thresholds == [2**27, 2**31 - 1, 2**27, heap.KEPT_BY_ITSELF]
