@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_common
@@ -27,9 +28,19 @@ from fullshard.policies import (
 )
 
 OURS_BEYOND_TORCH = {
-    "MixedPrecisionPolicy": ["buffer_dtype"],
+    "MixedPrecisionPolicy": ["param_dtype_override_fn", "buffer_dtype"],  # the first is torch's from 2.15 on
     "CPUOffloadPolicy": ["parameters", "optimizer_state"],
 }
+
+
+#: torch has it since 2.12.
+TORCHS_DIMS = getattr(torch_fsdp, "DataParallelMeshDims", DataParallelMeshDims)
+
+
+def placement_of_torch(placement: Shard, info: Any) -> Any:
+    """torch's result, or, before 2.12, something with its name and fields."""
+    named = getattr(_fsdp_common, "ShardPlacementResult", None) or type("ShardPlacementResult", (SimpleNamespace,), {})
+    return named(placement=placement, mesh_info=info)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +56,24 @@ def mesh_2d(world: None) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
 
 
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims")
+        if hasattr(torch_fsdp, name)
+    ],
+)
 def test_fields_and_defaults_are_torchs_and_ours_follow(name: str) -> None:
     def defaults(cls: type) -> list[tuple[str, Any]]:
         return [(field.name, field.default) for field in dataclasses.fields(cls)]
 
     theirs, ours = defaults(getattr(torch_fsdp, name)), defaults(getattr(policies, name))
     assert ours[: len(theirs)] == theirs
-    assert [field for field, _ in ours[len(theirs) :]] == OURS_BEYOND_TORCH.get(name, [])
+    beyond = [field for field, _ in ours[len(theirs) :]]
+    assert beyond == [field for field in OURS_BEYOND_TORCH.get(name, []) if (field, None) not in theirs]
+    kinds = {field.name: field.kw_only for field in dataclasses.fields(getattr(policies, name))}
+    assert {field for field, kw_only in kinds.items() if kw_only} <= {"param_dtype_override_fn"}
 
 
 @pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
@@ -144,11 +165,10 @@ class TestCPUOffloadPolicy:
 class TestDataParallelMeshDims:
     @pytest.mark.parametrize("names", [None, "dp", ("dp", "cp"), ["dp", "cp"]])
     def test_names_are_torchs(self, names: Any) -> None:
-        for ours, theirs in (
-            (DataParallelMeshDims(names, "r"), torch_fsdp.DataParallelMeshDims(names, "r")),
-            (DataParallelMeshDims("s", names), torch_fsdp.DataParallelMeshDims("s", names)),
-        ):
-            assert (ours.shard_names, ours.replicate_names) == (theirs.shard_names, theirs.replicate_names)
+        listed = () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        for dims, expected in (((names, "r"), (listed, ("r",))), (("s", names), (("s",), listed))):
+            for cls in {DataParallelMeshDims, TORCHS_DIMS}:
+                assert (cls(*dims).shard_names, cls(*dims).replicate_names) == expected
 
     @pytest.mark.parametrize("dims", [(None, None), ((), None), (None, ())])
     def test_refuses_to_name_nothing(self, dims: tuple[Any, Any]) -> None:
@@ -257,13 +277,19 @@ class TestTorchsOwnObjects:
         assert policies.as_mixed_precision_policy(theirs) == expected
         assert policies.as_offload_policy(torch_fsdp.OffloadPolicy()) == OffloadPolicy()
         assert policies.as_offload_policy(torch_fsdp.CPUOffloadPolicy(False)) == CPUOffloadPolicy(pin_memory=False)
-        assert policies.as_mesh_dims(torch_fsdp.DataParallelMeshDims(("a", "b"), "r")) == DataParallelMeshDims(
-            ("a", "b"), "r"
-        )
+        assert policies.as_mesh_dims(TORCHS_DIMS(("a", "b"), "r")) == DataParallelMeshDims(("a", "b"), "r")
+
+    def test_functions_of_torchs_become_ours(self) -> None:
+        def choose(param: nn.Parameter) -> torch.dtype:
+            return param.dtype
+
+        settings = vars(MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=choose))
+        theirs = type("MixedPrecisionPolicy", (SimpleNamespace,), {})(**settings)  # as torch has it from 2.15 on
+        assert policies.as_mixed_precision_policy(theirs).param_dtype_override_fn is choose
 
     def test_placements_become_ours(self, mesh_2d: DeviceMesh) -> None:
         info = _fsdp_common.HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
-        placement = policies.as_shard_placement(_fsdp_common.ShardPlacementResult(Shard(1), info))
+        placement = policies.as_shard_placement(placement_of_torch(Shard(1), info))
         assert (placement.placement, placement.device_mesh) == (Shard(1), mesh_2d)
 
     @pytest.mark.parametrize("returned", [None, Shard(0), Shard(-1)])
@@ -312,7 +338,8 @@ class TestTorchsOwnObjects:
             policies.as_offload_policy(derived())
 
     def test_a_bad_placement_is_also_the_value_error_that_torch_raises(self) -> None:
-        with pytest.raises(ValueError, match="Invalid"):
-            _fsdp_common.resolve_shard_placement(3, None)  # type: ignore[arg-type]
+        if hasattr(_fsdp_common, "resolve_shard_placement"):
+            with pytest.raises(ValueError, match="Invalid"):
+                _fsdp_common.resolve_shard_placement(3, None)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="shard_placement_fn returned 3"):
             policies.as_shard_placement(3)

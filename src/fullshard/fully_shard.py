@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -130,7 +131,7 @@ def fully_shard(
     params = free_parameters(modules, set(ignored))
     _check_parameters(params, data, device)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
-    unit = Unit(modules, device, mp_policy, auto_reshard)
+    unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
     unit.ignored = {id(param) for param in ignored}
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
         add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
@@ -147,6 +148,10 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
     """Let the modules of ``unit`` hold ``params`` sharded over ``data``; all its ranks must call it."""
     originals = [param.sharded for param in params]
+    policy = options.mp_policy
+    for param in params:
+        param.overridden_dtype = policy.overridden_dtype(param.sharded, param.name)
+    options.mp_policy = replace(policy, param_dtype_override_fn=None)
     tag = agree(params, data, unit.device, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None

@@ -320,10 +320,15 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     for group in unit.groups:
         group.reshard()
     watched = EmptiedBuffers(module)
+    params = [param for group in unit.groups for param in group.params]
+    gradients = [param.set_gradient_aside() for param in params]
     yield
     unit.emptied.append(watched)
     for group in unit.groups:
         group.take_in()
+    for param, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            param.sharded.grad = gradient.to(param.sharded.device)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -8,14 +8,16 @@ and fields and so import nothing. What the settings do is left to the engine.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -28,14 +30,18 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
-        reduce_dtype: in which gradients are reduced, and accumulated while their reduction is switched off.
-            ``None``: that of the computation.
+        reduce_dtype: in which gradients are reduced, and accumulated while their reduction is switched off. ``None``:
+            what the installed torch means by it. From 2.15 on gradients travel in the ``grad_dtype`` of their
+            parameter, which is its own dtype unless it was set; before, in that of the computation, unless it was set.
+            If they differ in a group, all travel in the dtype that holds each of them.
         output_dtype: to which floating-point outputs of forward are cast. ``None``: left as they are.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        param_dtype_override_fn: is asked once for each parameter when it is sharded. It returns the parameter's own
+            dtype, to compute in that, or ``None`` or ``param_dtype``. The same on every rank.
         buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch's.)
 
     Raises:
-        TypeError: for a field that is neither a ``torch.dtype`` nor ``None``.
+        TypeError: for a field that is neither a ``torch.dtype`` nor ``None``, or a function that cannot be called.
         ValueError: for a dtype that is not floating-point.
     """
 
@@ -43,11 +49,35 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = dataclasses.field(
+        default=None, kw_only=True
+    )
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         expect_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
         expect_bools(self, "cast_forward_inputs")
+        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
+            raise TypeError(
+                f"MixedPrecisionPolicy.param_dtype_override_fn is {describe(self.param_dtype_override_fn)}; expected a "
+                f"function of a parameter, or None"
+            )
+
+    def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
+        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``.
+
+        Raises:
+            ValueError: it says one that is neither the parameter's own nor ``param_dtype``.
+        """
+        said = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if said is None or said == self.param_dtype:
+            return None
+        if said != param.dtype:
+            raise ValueError(
+                f"param_dtype_override_fn must return None, param_dtype ({self.param_dtype}) or the own dtype of a "
+                f"parameter, and for '{name}', of {param.dtype}, it returned {describe(said)}"
+            )
+        return param.dtype
 
 
 @dataclass(frozen=True)

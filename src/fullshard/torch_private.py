@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -128,6 +128,28 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 #: Hooks that a user registered with ``register_post_accumulate_grad_hook``, if any; we set gradients, so we call them.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+#: Whether gradients of torch's own sharding travel, unless told otherwise, in the dtype of their parameter and not in
+#: that of the computation. Not a name that could be looked up: what a default means has changed.
+GRADIENTS_KEEP_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
+#: What was assigned to ``grad_dtype`` of a parameter: a dtype, ``None`` ("any"), or nothing ("own", follows the dtype).
+GradDtype = torch.dtype | Literal["own", "any"]
+
+
+def chosen_grad_dtype(param: torch.Tensor) -> GradDtype:
+    """What was assigned. Where torch does not tell (before 2.15), the own dtype counts as not assigned."""
+    dtype = param.grad_dtype
+    if dtype is None:
+        return "any"
+    return dtype if getattr(param, "_has_grad_dtype_override", dtype != param.dtype) else "own"
+
+
+def choose_grad_dtype(param: torch.Tensor, chosen: GradDtype) -> None:
+    """Assign what was assigned to another parameter, which autograd and assignments of gradients heed."""
+    if chosen != "own":
+        param.grad_dtype = None if chosen == "any" else chosen
+
 
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

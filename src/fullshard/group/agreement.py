@@ -36,7 +36,8 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
     described = [f"mp_policy={policy}", f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
         f"'{p.name}' of shape {tuple(p.shape)}, {p.dtype}, sharded along dim {p.dim}, "
-        f"{'trainable' if p.sharded.requires_grad else 'frozen'}"
+        f"{'trainable' if p.sharded.requires_grad else 'frozen'}, computed in {p.overridden_dtype or 'param_dtype'}, "
+        f"gradients in {p.grad_dtype}"
         for p in params
     ]
     global _next_tag

@@ -86,7 +86,7 @@ class ExtensionGather:
         elif count == 5:
             location = param.locations[0]
             stride = torch.empty(param.shape, device="meta").stride()
-            inputs, metadata = before(mesh, param.shape, stride, location.module, group.options.mp_policy)
+            inputs, metadata = before(mesh, param.shape, stride, location.module, group.policy_of(param))
         else:
             raise AssertionError(
                 f"fsdp_pre_all_gather of parameter '{param.name}' takes {count} arguments; it must take "
@@ -107,7 +107,7 @@ class ExtensionGather:
     def arrive(self) -> None:
         """Let each subclass make its unsharded parameter of what was gathered; the first time new, then in place."""
         for param, gather in zip(self._params, self._gathers, strict=True):
-            dtype = self._group.compute_dtype(param.dtype)
+            dtype = self._group.compute_dtype(param)
             after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
             outputs = tuple(gather.outputs)
             for output in outputs:

@@ -101,6 +101,7 @@ class Fragment(ShardedParameter):
         computed_as: torch.dtype | None,
     ) -> None:
         super().__init__(param, locations, data, None)
+        self.grad_dtype = "own"
         self.home = home
         self.stored_as = self.dtype
         self._alignment = 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
@@ -109,6 +110,9 @@ class Fragment(ShardedParameter):
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self.stands_in: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
+
+    def heed_grad_dtype(self) -> None:
+        """Nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
     def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
         return "flat", self._alignment

@@ -27,6 +27,7 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Done, Pending, ReduceRoute, Reduction, StillRead, Transfer
 from fullshard.device import CPU, Mark, mark_now
 from fullshard.group.flat import Fragment
+from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.parameter import ShardedParameter, whole_views
 from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks, version_of
 
@@ -107,6 +108,7 @@ class Gradients:
         self._views: dict[int, torch.Tensor] = {}
         self._nbytes: dict[int, int] = {}  # of each of these
         self._every: frozenset[int] = frozenset()
+        self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # what no gradient fills and travels nevertheless
         self._choices: dict[tuple[frozenset[int], bool], _Choice] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
@@ -139,6 +141,7 @@ class Gradients:
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
         leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self._group), index))
         leaf.requires_grad_(trainable)
+        self._dtypes_of.tell(index, leaf)
 
     @property
     def pending(self) -> bool:
@@ -185,12 +188,25 @@ class Gradients:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
+        if grad.dtype != self._views[index].dtype and self._dtypes_of.widens(index, grad.dtype):
+            self._widen()
         if index in self._waiting:
             self.settle()
         self._waiting[index] = grad
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
+
+    def _widen(self) -> None:
+        """Go on in a buffer of a wider dtype."""
+        self.settle()
+        before, arrived = self._buffer, [(i, self._views[i]) for i in self._arrived]
+        self._trainable = ()
+        self._begin()
+        with torch.no_grad():
+            foreach_copy([self._views[i] for i, _ in arrived], [view for _, view in arrived])
+        assert before is not None
+        before.give_back(mark_now(self._group.device))
 
     def settle(self) -> None:
         """Take what waits into the buffer; in one call, for small gradients cost more by their number than by size."""
@@ -250,19 +266,16 @@ class Gradients:
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
-        """A section for each pair of reduce dtype and parameter dtype."""
+        """A section for each dtype in which gradients come home. All travel in the dtype that holds each of them."""
         group = self._group
         self._trainable = trainable
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
             self._sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
+            self._dtypes = [self._dtypes_of.alone(each.members[0]) for each in self._sections]
         else:
-            members: dict[torch.dtype, list[int]] = {}
-            for index in compress(range(len(trainable)), trainable):
-                members.setdefault(group.params[index].dtype, []).append(index)
-            chosen = members.items()
-            self._sections = tuple(Section(dtype, tuple(each), group.plan(each, dtype)) for dtype, each in chosen)
-        wanted = group.options.mp_policy.reduce_dtype
-        self._dtypes = [wanted or group.compute_dtype(section.dtype) for section in self._sections]
+            chosen = self._dtypes_of.together(compress(range(len(trainable)), trainable))
+            self._sections = tuple(Section(home, tuple(each), group.plan(each, home)) for (home, _), each in chosen)
+            self._dtypes = [travels for (_, travels), _ in chosen]
         pool = group.memory.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
@@ -285,6 +298,8 @@ class Gradients:
         self.settle()
         if not self._collects:
             self._begin()
+        if group.options.reduce_unused:
+            self._dtypes_of.refuse_unknown()
         if lost := self._partial.keys() - self._every:
             names = sorted(group.params[index].name for index in lost)
             raise RuntimeError(
@@ -328,11 +343,12 @@ class Gradients:
         return choice
 
     def _home_dtype(self, at: int) -> torch.dtype:
-        """In which dtype the gradients of a section come home: that of the parameters, unless lower ones are kept."""
-        group, stored = self._group, self._sections[at].dtype
+        """In which dtype the gradients of a section come home: that of the section, unless lower ones are kept."""
+        group, section = self._group, self._sections[at]
         if not group.options.keep_computed_dtype:
-            return stored
-        return group.compute_dtype(stored) if group.data.shard_group is not None else self._dtypes[at]
+            return section.dtype
+        computed = group.compute_dtype(group.params[section.members[0]])
+        return computed if group.data.shard_group is not None else self._dtypes[at]
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""

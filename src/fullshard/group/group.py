@@ -40,7 +40,7 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
-from fullshard.policies import CPUOffloadPolicy
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.torch_private import in_backward, version_of
 
 _TAGS_APART = 1 << 16
@@ -137,10 +137,15 @@ class Group:
         offload = self.options.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.parameters
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters stored as ``dtype`` are gathered. Integers and packed formats stay."""
-        wanted = self.options.mp_policy.param_dtype
+    def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
+        """The dtype in which a parameter is gathered. Integers and packed formats stay."""
+        wanted, dtype = self.policy_of(param).param_dtype, param.dtype
         return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+    def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:
+        """The mixed precision of one parameter."""
+        policy, dtype = self.options.mp_policy, param.overridden_dtype
+        return policy if dtype is None else dataclasses.replace(policy, param_dtype=dtype)
 
     def _build(self) -> None:
         """Lay the parameters out and move what they hold into the group's shard."""
@@ -149,16 +154,16 @@ class Group:
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
-                sections.setdefault(param.section, []).append(index)
-        dtypes = [self.params[members[0]].dtype for members in sections.values()]
+                sections.setdefault((param.section, param.overridden_dtype), []).append(index)
+        firsts = [self.params[members[0]] for members in sections.values()]
         self.sections = tuple(
-            Section(dtype, tuple(members), self.plan(members, dtype))
-            for dtype, members in zip(dtypes, sections.values(), strict=True)
+            Section(first.dtype, tuple(members), self.plan(members, first.dtype))
+            for first, members in zip(firsts, sections.values(), strict=True)
         )
         for section in self.sections:
             for position, index in enumerate(section.members):
                 self.params[index].fit(section.plan, position, self.data.shard_rank)
-        self.compute_dtypes = [self.compute_dtype(section.dtype) for section in self.sections]
+        self.compute_dtypes = list(map(self.compute_dtype, firsts))
         self._private_transport = self.transport.private
         self.memory = Memory(self)
         shared, nbytes = self.memory.shared, full_bytes(self.sections, self.compute_dtypes)

@@ -21,8 +21,11 @@ from fullshard.buffer.sections import Section
 from fullshard.group.mesh import DataMesh
 from fullshard.torch_private import (
     DTensorSpec,
+    GradDtype,
     StridedShard,
     altered_spec,
+    choose_grad_dtype,
+    chosen_grad_dtype,
     concatenate_meshes,
     local_of,
     make_dtensor,
@@ -83,6 +86,11 @@ class ShardedParameter:
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self._extends(whole)
+        #: In which it is gathered, if not in the dtype that the group's policy says.
+        self.overridden_dtype: torch.dtype | None = None
+        #: Of its gradients. Survives conversions of the parameter, and that another takes its place.
+        self.grad_dtype: GradDtype = chosen_grad_dtype(param)
+        self._gradient_specs: dict[torch.dtype, DTensorSpec] = {}
         self.sharded: nn.Parameter = param  # until the group has a place for it
         self.local = whole
         self.placed = False
@@ -174,6 +182,32 @@ class ShardedParameter:
         """What ``sharded`` holds has another dtype or mesh from now on."""
         self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.held.dtype
+        self._gradient_specs.clear()
+
+    def heed_grad_dtype(self) -> None:
+        """Take over what was assigned to ``sharded``, which is another object, or was made anew, if nothing was."""
+        chosen = chosen_grad_dtype(self.sharded)
+        if chosen != "own":
+            self.grad_dtype = chosen
+        else:
+            choose_grad_dtype(self.sharded, self.grad_dtype)
+
+    def set_gradient_aside(self) -> torch.Tensor | None:
+        """Take the gradient away whose dtype was chosen: a conversion of the parameter must not convert it."""
+        self.heed_grad_dtype()
+        gradient = self.sharded.grad
+        if self.grad_dtype == "own" or gradient is None:
+            return None
+        self.sharded.grad = None
+        return gradient
+
+    def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What the DTensor of a gradient says of itself."""
+        if dtype == self.dtype:
+            return self.spec
+        if dtype not in self._gradient_specs:
+            self._gradient_specs[dtype] = altered_spec(self.spec, dtype=dtype)
+        return self._gradient_specs[dtype]
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -250,6 +284,7 @@ class ShardedParameter:
         self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=before.requires_grad)
         set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
         self.sharded.__dict__.update(before.__dict__)
+        choose_grad_dtype(self.sharded, self.grad_dtype)
         for hook in tuple((post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((before._backward_hooks or {}).values())
@@ -278,6 +313,7 @@ class ShardedParameter:
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
             twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
+            choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
             memo[id(self.sharded)] = twin

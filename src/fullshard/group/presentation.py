@@ -61,7 +61,7 @@ class Presentation:
         for index, local in homes:
             param = params[index]
             if param.sharded.grad is None:
-                param.sharded.grad = make_dtensor(local, param.spec)
+                param.sharded.grad = make_dtensor(local, param.gradient_spec(local.dtype))
             elif (before := param.gradient) is not None:
                 more.append((before, local))
         return more
@@ -105,6 +105,8 @@ class Presentation:
         """
         self._stand_ins.clear()
         replaced = [self._take_in(param) for param in self._group.params]
+        for param in self._group.params:
+            param.heed_grad_dtype()
         return any(replaced)
 
     def _take_in(self, param: ShardedParameter) -> bool:

@@ -40,6 +40,8 @@ from fullshard.torch_private import (
     STEP_HOOKS,
     DTensorSpec,
     altered_spec,
+    choose_grad_dtype,
+    chosen_grad_dtype,
     lend_gradients,
     local_of,
     make_dtensor,
@@ -181,6 +183,7 @@ class _LocalStep:
                     spec = owner[0].params[owner[1]].spec
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
+                choose_grad_dtype(twin, chosen_grad_dtype(param))
                 lent[param] = _Lent(param, local, twin, spec)
         self._stand_ins = [[lent[param].twin if param in lent else param for param in group] for group in groups]
         self._lent = [tuple(each) for each in lent.values()]  # these are unpacked faster than named tuples

@@ -44,6 +44,15 @@ class Reshard(_Hook):
             group.reshard()
 
 
+class Adopt(_Hook):
+    """After a state dict was loaded: a parameter that it put in the place of another keeps the ``grad_dtype``."""
+
+    def __call__(self, *args: Any) -> None:
+        for group in self.unit.groups:
+            if any(param.grad_dtype != "own" for param in group.params):
+                group.check_in()
+
+
 @cache
 def _outside_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """What runs around a forward, kept out of compiled graphs: what it does to parameters cannot be traced."""
@@ -53,7 +62,7 @@ def _outside_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
 def attach(unit: Unit) -> None:
     """Register the hooks of ``unit`` on its modules."""
     _outside_graphs()
-    before, after, reshard = PreForward(unit), PostForward(unit), Reshard(unit)
+    before, after, reshard, adopt = PreForward(unit), PostForward(unit), Reshard(unit), Adopt(unit)
     for module in unit.modules:
         module.__dict__["_fullshard_unit"] = unit
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -62,3 +71,4 @@ def attach(unit: Unit) -> None:
     for module in holders:
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_post_hook(adopt)

@@ -75,6 +75,7 @@ class Schedule:
                 group.clock = self.clock
                 group.join(self.lanes, self.flight, self.pools)
                 for param in group.params:
+                    param.heed_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
                     prefix = names.get(id(location.module), "")
                     param.name = plain_name(f"{prefix}.{location.name}" if prefix else location.name)

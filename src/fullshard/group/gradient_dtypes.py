@@ -1,0 +1,88 @@
+"""In which dtypes the gradients of a group arrive, travel and come home.
+
+Owns the rules, which follow the installed torch: what ``reduce_dtype`` says; else what was assigned to ``grad_dtype``
+of a parameter; else its own dtype (from torch 2.15 on), or that in which it is computed. All that travel together have
+the dtype that holds each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
+
+if TYPE_CHECKING:
+    from fullshard.group.group import Group
+
+#: The dtypes in which gradients come home and travel, and the indices of their parameters.
+Members = tuple[tuple[torch.dtype, torch.dtype], list[int]]
+
+
+class GradientDtypes:
+    """The dtypes of the gradients of one group."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
+
+    def _said(self, index: int) -> torch.dtype | None:
+        """In which dtype a gradient would travel if it were alone, or ``None`` if in that which it has."""
+        group, param = self._group, self._group.params[index]
+        wanted = group.options.mp_policy.reduce_dtype
+        if wanted is not None and not param.dtype.is_complex:
+            return wanted
+        if param.grad_dtype != "own":
+            return None if param.grad_dtype == "any" else param.grad_dtype
+        return param.dtype if GRADIENTS_KEEP_DTYPE and not group.is_flat else group.compute_dtype(param)
+
+    def alone(self, index: int) -> torch.dtype:
+        """In which dtype a gradient would travel if it were alone."""
+        group = self._group
+        return self._said(index) or self._found.setdefault(index, group.compute_dtype(group.params[index]))
+
+    def together(self, indices: Iterable[int]) -> list[Members]:
+        """The parameters by the dtypes of their gradients."""
+        params, alone = self._group.params, {index: self.alone(index) for index in indices}
+        travels: dict[bool, torch.dtype] = {}  # apart: a complex dtype would hold what is real
+        for dtype in alone.values():
+            travels[dtype.is_complex] = torch.promote_types(travels.get(dtype.is_complex, dtype), dtype)
+        members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        for index, dtype in alone.items():
+            travel, home = travels[dtype.is_complex], params[index].grad_dtype
+            home = params[index].dtype if home == "own" else travel if home == "any" else home
+            members.setdefault((home, travel), []).append(index)
+        return list(members.items())
+
+    def tell(self, index: int, leaf: torch.Tensor) -> None:
+        """Tell autograd which gradients a leaf takes."""
+        param, said = self._group.params[index], self._said(index)
+        if self._group.is_flat or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
+            return
+        # Where the buffer is wider, the copy into it casts; but what tensor parallel sums up before, it sums in that.
+        casts = said is not None and (said.itemsize <= leaf.itemsize or param.unsharded_spec is not None)
+        leaf.grad_dtype = said if casts else None
+
+    def widens(self, index: int, dtype: torch.dtype) -> bool:
+        """Whether a gradient of ``dtype``, which may have any, needs a wider one than all before it."""
+        before = self._found.get(index)
+        if before is None or torch.promote_types(before, dtype) == before:
+            return False
+        self._found[index] = torch.promote_types(before, dtype)
+        return True
+
+    def refuse_unknown(self) -> None:
+        """Where gradients are missing on some ranks, all must know in which dtype they travel.
+
+        Raises:
+            ValueError: naming the parameters of which they do not.
+        """
+        if self._found:
+            names = sorted(self._group.params[index].name for index in self._found)
+            raise ValueError(
+                f"gradients of {names} may have any dtype (grad_dtype=None), and ranks on which they are missing "
+                f"(set_reduce_scatter_unused_params(True)) could not know which: give the MixedPrecisionPolicy a "
+                f"reduce_dtype"
+            )
