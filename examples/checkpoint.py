@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-import fullshard.interop  # noqa: F401  get_state_dict() and set_state_dict() then know the wrapper
-
 
 def latest(directory: Path) -> Path | None:
     """Return the current checkpoint of a run, or None where there is none yet."""

@@ -70,8 +70,6 @@ def test_imports_go_downward(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
-    if name_of(file) == "interop":
-        return
     for imported in imports(file):
         assert not imported.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), imported
 

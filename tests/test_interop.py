@@ -1,4 +1,4 @@
-"""With `fullshard.interop` torch's functions that look for torch's own FSDP find ours, and torch's as before.
+"""Functions of torch that look for torch's own FSDP find ours too, and torch's as before.
 
 A front end is `flat` or `original` (the wrapper without and with `use_orig_params`), `composable` (`fully_shard`) or
 `plain`. All ranks see the same batches, so that the model that is not sharded is trained as all the others are.
@@ -37,7 +37,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 import fullshard
-import fullshard.interop
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES, adamw, each_block
 from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
@@ -132,18 +131,87 @@ def tied_transformer() -> Transformer:
     return Transformer(tied=True)
 
 
-# -- on request --------------------------------------------------------------------------------------------------------
+# -- by itself ---------------------------------------------------------------------------------------------------------
+
+ALONE = """
+import os
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+import sys
+import torch
+import torch.distributed as dist
+{imports}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for original in (False, True):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(3, 2)
+    model = fullshard.FullyShardedDataParallel(torch.nn.Linear(3, 2), use_orig_params=original)
+    model.load_state_dict(plain.state_dict())
+    states = []
+    for each in (plain, model):
+        optimizer = torch.optim.Adam(each.parameters())
+        each(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        states.append(get_optimizer_state_dict(each, optimizer)["state"])
+    assert states[0].keys() == states[1].keys(), states
+    for name, state in states[0].items():
+        found = states[1][name]["exp_avg"]
+        assert torch.equal(state["exp_avg"], getattr(found, "full_tensor", lambda: found)()), name
+"""
+BOUND = "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict"
 
 
-def test_it_is_loaded_on_request_only() -> None:
-    code = "import fullshard, sys; print('fullshard.interop' in sys.modules)"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert asked.stdout.strip() == "False"
+def run_alone(code: str) -> str:
+    """Run a program in a process that imported nothing yet; returns what it prints."""
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
 
 
-def test_a_release_of_torch_without_a_name_is_an_error() -> None:
-    with pytest.raises(ImportError, match=r"some\.module of this release of torch has no \['FSDP'\]"):
-        fullshard.interop._replace(ModuleType("some.module"), FSDP=str)
+@pytest.mark.parametrize(
+    "imports",
+    [
+        f"import fullshard\n{BOUND}",
+        f"{BOUND}\nimport fullshard",
+        f"import torch.distributed.fsdp\nimport fullshard\n{BOUND}",
+        f"import fullshard\nimport fullshard.interop\n{BOUND}",
+    ],
+    ids=["before", "after", "between", "asked"],
+)
+def test_nobody_has_to_ask_for_it(imports: str) -> None:
+    run_alone(ALONE.format(imports=imports))
+
+
+def test_nothing_of_torchs_sharding_is_imported_when_nobody_did() -> None:
+    code = "import fullshard, fullshard.interop, sys; print([name for name in sys.modules if name.startswith({!r})])"
+    for package in ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp"):
+        assert run_alone(code.format(package)) == "[]"
+
+
+def test_it_takes_effect_in_stages_of_pipelines_whenever_they_are_imported() -> None:
+    code = """
+{}
+print(fullshard.FSDPModule in stage.FSDPModule, fullshard.FSDPModule in schedules.FSDPModule)
+"""
+    ours, theirs = "import fullshard", "from torch.distributed.pipelining import schedules, stage"
+    for imports in (f"{ours}\n{theirs}", f"{theirs}\n{ours}"):
+        assert run_alone(code.format(imports)) == "True True"
+
+
+def test_a_module_that_is_loaded_anew_is_served_again() -> None:
+    code = """
+import fullshard, importlib
+from torch.distributed.pipelining import stage
+importlib.reload(stage)
+print(fullshard.FSDPModule in stage.FSDPModule)
+"""
+    assert run_alone(code) == "True"
+
+
+def test_a_release_of_torch_without_a_name_says_so() -> None:
+    module = ModuleType("some.module")
+    with pytest.warns(RuntimeWarning, match=r"some\.module of torch .* has no \['FSDP'\]"):
+        fullshard.interop._replace(module, {"FSDP": str})
+    assert not hasattr(module, "FSDP")
 
 
 # -- whole state dicts -------------------------------------------------------------------------------------------------

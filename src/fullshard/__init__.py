@@ -1,5 +1,6 @@
 """Fully sharded data parallelism for PyTorch."""
 
+from fullshard import interop as interop
 from fullshard import optim as optim
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks

@@ -1,23 +1,25 @@
-"""Lets torch's own code that looks for torch's FSDP find this one too: ``import fullshard.interop``.
+"""Lets torch's own code that looks for torch's FSDP find this one too, by itself.
 
-The only file that may import ``torch.distributed.fsdp``. Names by which modules of torch ask what a model was sharded
-with get values that know both libraries: for ``get_state_dict()``, ``set_state_dict()`` and their kin, and for stages
-of pipelines, which then reduce once a step. torch's own FSDP is served as before.
+Names by which modules of torch ask what a model was sharded with get values that know both libraries: for
+``get_state_dict()``, ``set_state_dict()`` and their kin, and for stages of pipelines, which then reduce once a step.
+torch's own FSDP is served as before. Owns the moment too: at once in modules that are there already, and in others when
+they are imported, whoever does. Nothing is imported here, so that nobody pays for what a program does not use.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed.fsdp as theirs
 from torch import nn
-from torch.distributed.checkpoint import state_dict
-from torch.distributed.pipelining import schedules, stage
 from torch.optim import Optimizer
 
 from fullshard.group.flat import FLAT_NAME, FlatParameter
@@ -31,29 +33,34 @@ from fullshard.wrapper.meshes import HYBRID
 class _Both(type):
     """A class that stands for both wrappers. Its static methods are those of the one that the given model has."""
 
+    theirs: Any
+
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (theirs.FullyShardedDataParallel, FullyShardedDataParallel))
+        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
             ours = FullyShardedDataParallel.fsdp_modules(model)
-            return getattr(FullyShardedDataParallel if ours else theirs.FullyShardedDataParallel, name)(*args, **kwargs)
+            return getattr(FullyShardedDataParallel if ours else cls.theirs, name)(*args, **kwargs)
 
         return method
 
 
-_Wrapper = _Both("FullyShardedDataParallel", (), {})
+def _both_wrappers(theirs: Any) -> _Both:
+    return _Both("FullyShardedDataParallel", (), {"theirs": theirs})
 
 
 class _FullyShard:
     """Stands for both functions ``fully_shard``. Of ours a stage learns how to reduce what micro-batches added up."""
 
-    @staticmethod
-    def state(module: nn.Module) -> Any:
-        unit, of_theirs = unit_of(module), cast(Any, theirs.fully_shard).state
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def state(self, module: nn.Module) -> Any:
+        unit = unit_of(module)
         if unit is None:
-            return of_theirs(module)
+            return self._theirs.state(module)
         reduce = partial(_reduce, unit.schedule or unit.start())
         return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=()), _root_post_backward_final_callback=reduce)
 
@@ -99,21 +106,55 @@ def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
     return unflatten
 
 
-def _replace(module: ModuleType, **values: Callable[[Any], Any]) -> None:
-    """Give names of a module new values, each made of the one it had."""
-    missing = sorted(values.keys() - vars(module).keys())
+#: By module of torch: names in it, and what makes the new value of each of the one that it had.
+_NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "torch.distributed.checkpoint.state_dict": {
+        "FSDP": _both_wrappers,
+        "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
+        "_get_fqns": _both_names_of,
+        "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
+        "_unflatten_optim_state_dict": _both_unflatten,
+    },
+    "torch.distributed.pipelining.schedules": {"FSDPModule": lambda old: (old, FSDPModule)},  # for isinstance()
+    "torch.distributed.pipelining.stage": {"FSDPModule": lambda old: (old, FSDPModule), "fully_shard": _FullyShard},
+}
+
+
+def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None:
+    """Give names of a module new values."""
+    missing = sorted(names.keys() - vars(module).keys())
     if missing:
-        raise ImportError(f"{module.__name__} of this release of torch has no {missing}, which fullshard.interop needs")
-    vars(module).update({name: value(vars(module)[name]) for name, value in values.items()})
+        warnings.warn(
+            f"{module.__name__} of torch {torch.__version__} has no {missing}, so that it does not find what fullshard "
+            f"sharded: make state dicts of FullyShardedDataParallel by its own methods, or use an older torch",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    else:
+        vars(module).update({name: new(vars(module)[name]) for name, new in names.items()})
 
 
-_replace(
-    state_dict,
-    FSDP=lambda _: _Wrapper,
-    HYBRID_SHARDING_STRATEGIES=lambda old: [*old, *HYBRID],
-    _get_fqns=_both_names_of,
-    _get_module_fsdp_state_if_fully_sharded_module=lambda old: lambda module: unit_of(module) or old(module),
-    _unflatten_optim_state_dict=_both_unflatten,
-)
-_replace(schedules, FSDPModule=lambda old: (old, FSDPModule))  # for isinstance()
-_replace(stage, FSDPModule=lambda old: (old, FSDPModule), fully_shard=lambda _: _FullyShard())
+class _Finder:
+    """Finds modules of ``_NAMES`` as everybody does, and replaces the names once they were executed."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _NAMES:
+            return None
+        others = (each for each in sys.meta_path if each is not self)
+        spec = next((spec for each in others if (spec := each.find_spec(name, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = partial(_execute, loader.exec_module)
+        return spec
+
+
+def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    _replace(module, _NAMES[module.__name__])
+
+
+sys.meta_path.insert(0, _Finder())
+for _name in _NAMES.keys() & sys.modules.keys():
+    _replace(importlib.import_module(_name), _NAMES[_name])  # which waits for a thread that executes it now

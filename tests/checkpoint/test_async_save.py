@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 
 import fullshard
-import fullshard.interop
 from tests.checkpoint.cases import assert_same
 from tests.checkpoint.state_dicts import speaking
 from tests.harness import World, ranks

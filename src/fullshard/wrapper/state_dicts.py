@@ -101,8 +101,7 @@ class StateDictMethods(nn.Module):
 def _warn_of_deprecation() -> None:
     warnings.warn(
         "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
-        "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, with "
-        "`import fullshard.interop` this one",
+        "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
         FutureWarning,
         stacklevel=3,
     )
