@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
 from fullshard.comm.scaling import choose_scaling, divide_
 
@@ -47,7 +48,15 @@ def test_fp16_is_divided_by_about_the_square_root_on_each_side(divisor: int, bac
     scaling = choose_scaling(torch.float16, divisor, float(divisor), False, backend)
     assert scaling.op == dist.ReduceOp.SUM
     assert scaling.before * scaling.after == divisor
-    assert 1 / 2 <= scaling.before**2 / divisor <= 2
+    assert 1 <= scaling.before**2 / divisor < 4
+
+
+def test_fp16_is_divided_before_by_at_least_what_torch_divides_by() -> None:
+    """Torch stops at the first power of two that does not divide the number of ranks, as early as 2."""
+    for size in range(1, 1025):
+        before = choose_scaling(torch.float16, size, float(size), False, "gloo").before
+        torchs = DefaultState._get_gradient_predivide_factor(size)
+        assert before == torchs if size & (size - 1) == 0 else before >= torchs, f"{size} ranks"
 
 
 @given(st.sampled_from([1.0, 2.0, 3.0, 7.0, 64.0, 0.5, 1000.0]))

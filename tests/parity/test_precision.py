@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import (
     LIBRARIES,
@@ -216,3 +217,12 @@ def test_autocast(world: World, cache: bool) -> None:
 
     training = training_with(Precision(), loss=loss)
     compare(world, training)
+
+
+@ranks(1, 2, 3)
+def test_large_gradients_in_fp16(world: World) -> None:
+    """Two gradients of 40,000 have a sum that fp16 cannot hold, and a mean that it can."""
+    model = nn.Linear(1, 8, bias=False)
+    fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=FP16))
+    (model(torch.ones(1, 1)) * 40_000).sum().backward()
+    assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))

@@ -31,13 +31,13 @@ def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only
     """Divide by ``divisor`` where it costs least and loses nothing.
 
     NCCL divides while it reduces. fp16 is divided in two steps of about the square root, because the sum could
-    overflow without the first and small values would vanish if it were the only one; the first is a power of two, which
-    is exact.
+    overflow without the first and small values would vanish if it were the only one. The first is the smallest power of
+    two that is not below the square root, as in torch, and so exact.
 
     ``world_size`` ranks reduce in ``dtype``; with ``sum_only`` the collective can do nothing but sum.
     """
     if dtype == torch.float16:
-        before = 2.0 ** round(math.log2(abs(divisor)) / 2)
+        before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
         return Scaling(before, dist.ReduceOp.SUM, divisor / before)
     if backend != "nccl" or sum_only or divisor == 1 or not dtype.is_floating_point:
         return Scaling(1.0, dist.ReduceOp.SUM, divisor)
