@@ -80,6 +80,8 @@ class FSDPModule:
         unit = _unit(self)
         schedule = _schedule(self)
         for group in unit.groups:
+            if schedule.is_idle:  # or what replaced a parameter would be covered, and lost
+                group.check_in()
             (schedule.gather if async_op else schedule.unshard)(group)
         return UnshardHandle(unit) if async_op else None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.group import State
+from fullshard.group.state import State
 from tests.fully_shard.cases import (
     BOTH,
     OURS,

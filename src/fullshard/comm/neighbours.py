@@ -178,16 +178,18 @@ class Gate:
     def nbytes(size: int) -> int:
         return Counters.nbytes(size)
 
-    def enter(self, doing: str, kind: Literal[0, 1] = 0) -> None:
+    def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
         """Wait until all ranks do.
 
         Raises:
-            RuntimeError: a rank enters a pass of another ``kind``, or this process was forked from a rank.
+            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps`` of optimizers, or
+                this process was forked from a rank.
         """
         counters, neighbours = self._counters, self._neighbours
         neighbours.refuse_child(doing)
         forget_copies()
         number = counters.value // 8 + 1
+        counters.note(steps)
         counters.set(8 * number + 2 * (counters.value % 2) + kind)
         neighbours.wait(counters, 8 * number, doing)
         for rank in range(neighbours.size):
@@ -197,6 +199,13 @@ class Gate:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
                     f"backward. All ranks must run the same ones, as often as each other"
+                )
+            if counters.noted(rank) != steps:
+                here, there = neighbours.global_rank(neighbours.rank), neighbours.global_rank(rank)
+                raise RuntimeError(
+                    f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
+                    f"{counters.noted(rank)}: one of them has left out a micro-batch or a step. All ranks must take as "
+                    f"many micro-batches for each step of the optimizer"
                 )
 
     def leave(self, doing: str) -> None:

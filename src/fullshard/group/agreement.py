@@ -89,13 +89,20 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
     found = every.cpu().view(group.size(), -1)
     if bool((found[:, :-8] == found[0, :-8]).all()):
         return int(found[:, -8:].contiguous().view(torch.int64).max())
+    one, here, other, there = first_difference(described, group)
+    raise ValueError(
+        f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. Every rank must build the same "
+        f"model and make the same calls of fully_shard in the same order"
+    )
+
+
+def first_difference(described: list[str], group: dist.ProcessGroup) -> tuple[int, str, int, str]:
+    """A rank, what it has, another rank, and what that has instead. All ranks must call it, once they know that their
+    descriptions differ."""
     others: list[list[str]] = gather_objects(described, group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, others, strict=True):
         for here, there in zip_longest(others[0], other, fillvalue="nothing"):
             if here != there:
-                raise ValueError(
-                    f"the ranks {problem}: rank {ranks[0]} has {here} where rank {rank} has {there}. Every rank must "
-                    f"build the same model and make the same calls of fully_shard in the same order"
-                )
+                return ranks[0], here, rank, there
     raise AssertionError("digests differ where descriptions do not")

@@ -286,12 +286,15 @@ class Gradients:
 
     # -- reduction ---------------------------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the flight was waited for."""
+    def reduce(self) -> frozenset[int]:
+        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the flight was waited for.
+
+        Returns:
+            which of the group's parameters take part.
+        """
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                self.reduce()
-            return
+                return self.reduce()
         group = self._group
         if self._shown_waiting:
             self._heed_clearing()
@@ -322,6 +325,7 @@ class Gradients:
         assert self._buffer is not None
         flight = _Reducing(group, self._partial, choice, self._buffer)
         group.flight.add(group.lanes.reduce.run(flight.start, flight.scattered))
+        return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> _Choice:
         """What takes part if these parameters do; as a rule the same in every step."""

@@ -1,13 +1,8 @@
 """A group: the parameters that travel together, and the states they go through.
 
-Owns the buffers of its parameters (shard, full, gradients), what the modules show in each state, and the transitions::
-
-    SHARDED ──unshard──▶ GATHERING ──wait──▶ UNSHARDED ──reshard──▶ SHARDED
-                             ▲                    └────rest────▶ RESTING (sharded over a smaller mesh)
-                             └──────────unshard────────────────────┘
-
-It leaves to the schedule when each happens and what is gathered next, and to its :class:`Gradients` how gradients
-come home.
+Owns the buffers of its parameters (shard, full, gradients), what the modules show in each state, and the transitions
+of :mod:`fullshard.group.state`. It leaves to the schedule when each happens and what is gathered next, and to its
+:class:`Gradients` how gradients come home.
 """
 
 from __future__ import annotations
@@ -16,12 +11,12 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
@@ -40,29 +35,13 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
+from fullshard.group.state import LEGAL, State
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch_private import in_backward, version_of
+from fullshard.torch_private import in_backward, local_of, set_versions, version_of
 
 _TAGS_APART = 1 << 16
-
-
-class State(Enum):
-    """Where the values of a group are."""
-
-    SHARDED = auto()
-    GATHERING = auto()
-    UNSHARDED = auto()
-    RESTING = auto()
-
-    __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
-
-
-_LEGAL = {
-    State.SHARDED: {State.GATHERING, State.UNSHARDED},
-    State.GATHERING: {State.UNSHARDED},
-    State.UNSHARDED: {State.SHARDED, State.RESTING},
-    State.RESTING: {State.GATHERING, State.SHARDED},
-}
+#: The version of leaves whose memory may be somebody else's. Autograd refuses to read what it saved of them.
+RELEASED = 1 << 31
 
 
 @dataclass
@@ -76,6 +55,8 @@ class Clock:
     written: Mark = PASSED
     #: Whether ranks that share memory read it now: in a forward or backward.
     reading: bool = False
+    #: Steps of optimizers on the groups of the tree.
+    steps: int = 0
 
 
 class Group:
@@ -177,7 +158,8 @@ class Group:
         self.full.keep_memory(self.options.keep_unsharded_storage)
         self._gather: Mark | None = None
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
-        self._leaf_versions = 0
+        self._guarded: tuple[torch.Tensor, ...] = ()  # the leaves, and what they hold
+        self._leaf_versions: tuple[int, ...] = ()
         self._route: GatherRoute | None = None
         self._staging: SlotBuffer | None = None
         self._resting: Resting | None = None
@@ -208,8 +190,9 @@ class Group:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
         if self.summoned is not None and self.summoned.is_left_by_errors:
             self.summoned.close()
-        if self.memory.shared is None:
-            self._look_for_writes()  # older ones are no reason to gather, or ranks would differ that wrote and did not
+        if self.memory.shared is None and self.is_unsharded:
+            # Older writes are no reason to gather, or ranks would differ that wrote and did not.
+            self._leaf_versions = tuple(map(version_of, self._guarded))
         if self.summoned is None and not self.presentation.check_in():
             self.take_in()
 
@@ -253,7 +236,7 @@ class Group:
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def _to(self, state: State) -> None:
-        if state not in _LEGAL[self.state]:
+        if state not in LEGAL[self.state]:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
         self.is_unsharded = state is State.UNSHARDED
@@ -279,8 +262,7 @@ class Group:
         if self.memory.has_meta:
             raise RuntimeError(self.memory.meta_message())
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        is_there = self.full.keeps_values and in_backward() and self._gathered == self._current()
-        if is_there and not self._look_for_writes():
+        if self.full.keeps_values and in_backward() and self._gathered == self._current():
             self.full.take()
             self._arrive()
             return False
@@ -304,7 +286,7 @@ class Group:
         if self.clock.reading:
             if self.is_unsharded and self._gathered is not None:
                 if self._gathered[1] == self.memory.version:
-                    if self._leaf_versions == sum(map(version_of, self.presentation.unsharded)):
+                    if self._leaf_versions == tuple(map(version_of, self._guarded)):
                         full.be_shared()  # otherwise what was written shows until it is resharded
                     if self.hidden:
                         self._show_unsharded()
@@ -366,6 +348,7 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
+        self.let_read()
         self._show_unsharded()
 
     def _show_unsharded(self) -> None:
@@ -386,9 +369,12 @@ class Group:
                 self.params[index].make_unsharded(whole.data)
         if self._extensions is not None:
             self._extensions.make_leaves()
+        leaves = [param.unsharded for param in self.params if param.unsharded is not None]
+        self._guarded = (*leaves, *(local_of(leaf) for leaf in leaves if isinstance(leaf, DTensor)))
+        self._leaf_versions = tuple(map(version_of, self._guarded))
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
-        register(self, [param.unsharded for param in self.params if param.unsharded is not None])
+        register(self, leaves)
         self.presentation.prepare()
 
     def reshard(self) -> None:
@@ -404,8 +390,7 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if isinstance(self.full, SharedBuffer) and self._look_for_writes():
-            self.full.discard_writes()
+        if self._throw_writes_away():
             self._gathered = None
         if self._extensions is not None:
             self._extensions.leave()
@@ -414,11 +399,30 @@ class Group:
             self.full.poison()
             self._gathered = None
         self.full.give_back(mark_now(self.device))
+        if self.memory.shared is None or not self.clock.reading:
+            self.forbid_reading()
 
-    def _look_for_writes(self) -> bool:
-        """Whether leaves were written in place since the last look: thrown away, as by every reshard."""
-        before, self._leaf_versions = self._leaf_versions, sum(map(version_of, self.presentation.unsharded))
-        return before != self._leaf_versions
+    def let_read(self) -> None:
+        """The full buffer has the values of the leaves: autograd may read what it saved of them."""
+        if self._guarded:
+            set_versions(self._guarded, self._leaf_versions)
+
+    def forbid_reading(self) -> None:
+        """The full buffer may get other values: autograd refuses to read what it saved of the leaves."""
+        if self._guarded:
+            set_versions(self._guarded, (RELEASED,) * len(self._guarded))
+
+    def _throw_writes_away(self) -> bool:
+        """Whether leaves were written in place since they were shown. A reshard throws such writes away; what autograd
+        saved after them is gone, so its version never comes again."""
+        before, now = self._leaf_versions, tuple(map(version_of, self._guarded))
+        if before == now:
+            return False
+        self._leaf_versions = tuple(new + (new != old) for old, new in zip(before, now, strict=True))
+        self.let_read()
+        if isinstance(self.full, SharedBuffer):
+            self.full.discard_writes()
+        return True
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""

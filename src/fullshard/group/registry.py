@@ -74,7 +74,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for reference in _stepped[optimizer][1]:
         group = reference()
         if group is not None:
-            group.memory.steps += 1
+            group.memory.writes += 1
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -84,6 +84,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         known = _stepped[optimizer] = count, _groups_of(optimizer)
     if known[1]:
         _count_step(optimizer, args, kwargs)  # after a step that raises no hook is called
+        groups = [group for reference in known[1] if (group := reference()) is not None]
+        for clock in {id(group.clock): group.clock for group in groups}.values():
+            clock.steps += 1
         for call in _then:
             call(optimizer)
 

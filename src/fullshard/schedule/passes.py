@@ -23,33 +23,47 @@ class Passes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kind: Kind | None = None
+        #: Of optimizers, when the last pass began.
+        self.steps = 0
         self._gates: list[Gate] = []
+        self._groups: list[Group] = []  # those whose ranks share memory
 
     def begin(self, kind: Kind, groups: Iterable[Group]) -> None:
         """Make this rank's shards known, and wait until all ranks have. Inside another pass nothing happens."""
         if self._kind is not None:
             return
         gates: dict[int, Gate] = {}  # one for all groups that the same ranks share
+        self._groups = []
         for group in groups:
             if group.memory.shared is not None and not group.memory.is_apart:
                 group.memory.publish(whatever=kind == "forward")
                 gates.setdefault(id(group.transport), group.memory.shared.memory.gate)
-        self._kind = kind
+                self._groups.append(group)
+        self._kind, self.steps = kind, self._clock.steps
         self._gates = list(gates.values())
         for gate in self._gates:
-            gate.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0)
+            gate.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
         self._clock.reading = True
+        for group in self._groups:
+            if not group.is_unsharded:
+                group.let_read()
 
     def end(self, kind: Kind) -> None:
         """Wait until all ranks have read what they need."""
         if self._kind is not kind:
             return
-        self._kind, self._clock.reading = None, False
+        self._stop_reading()
         for gate in self._gates:
             gate.leave(f"the end of a {kind}")
 
     def give_up(self) -> None:
         """End the pass that an error cut short, and wait for nobody."""
-        self._kind, self._clock.reading = None, False
+        self._stop_reading()
         for gate in self._gates:
             gate.give_up()
+
+    def _stop_reading(self) -> None:
+        self._kind, self._clock.reading = None, False
+        for group in self._groups:
+            if not group.is_unsharded:
+                group.forbid_reading()

@@ -20,10 +20,12 @@ from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.agreement import agree_on_next
 from fullshard.group.gradients import Flight
-from fullshard.group.group import Clock, Group, State
+from fullshard.group.group import Clock, Group
 from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
+from fullshard.group.state import State
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
+from fullshard.schedule.consistency import Consistency
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
@@ -50,6 +52,7 @@ class Schedule:
         self.clock = Clock(begin_backward=self.begin_backward)
         self.passes = Passes(self.clock)
         self.order = Order()
+        self.consistency = Consistency(device)
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
         self.is_last_backward = True
@@ -125,6 +128,7 @@ class Schedule:
             if unit is self._forward_root or unit is self.root:
                 self.refuse_forward(self._forward_root)
             return False
+        self.consistency.check()
         check_process_groups(self._process_groups)
         if not self._checked:
             check_first_forward(self, unit)
@@ -152,6 +156,11 @@ class Schedule:
         return True
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no forward and no backward runs, or was cut short by an error."""
+        return self._forward_root is None and not self._in_backward
+
+    @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun that has not ended."""
         return self._in_backward
@@ -172,6 +181,9 @@ class Schedule:
             if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 self.reshard(group)
         self.passes.end("forward")
+        self.consistency.start("forward", self.passes.steps)
+        if not torch.is_grad_enabled():
+            self.consistency.check()
         return True
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -186,6 +198,7 @@ class Schedule:
     def begin_backward(self) -> None:
         """A backward reached the tree: be called when it ends."""
         if not self._in_backward:
+            self.consistency.check()
             self._in_backward = True
             self.backwards += 1
             self.passes.begin("backward", self.groups())
@@ -206,10 +219,12 @@ class Schedule:
         self._in_backward = False
         for unit in reversed(self.units):
             unit.end_backward()
+        self.consistency.start("backward", self.passes.steps)
         if self.is_last_backward:
             self.flight.keep_at_most(0)
             self.order.forget()
         self.passes.end("backward")
+        self.consistency.check()
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
@@ -222,6 +237,7 @@ class Schedule:
             unit.reset()
         self.flight.drop()
         self.order.forget()
+        self.consistency.forget()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
@@ -242,6 +258,8 @@ class Schedule:
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
         started = self._in_range("all_gather", group, group.unshard)
+        if started:
+            self.consistency.add(group)
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)
 
@@ -268,7 +286,7 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
-            self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            self.consistency.add(group, self._in_range("post_backward_reduce", group, group.gradients.reduce))
             if self.observers:
                 self.tell("reduce", group)
 

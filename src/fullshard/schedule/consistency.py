@@ -1,0 +1,110 @@
+"""Whether the ranks communicate about the same groups, in the same order and in the same step.
+
+A collective knows sizes and no names: ranks that run different groups would take each other's values for their own.
+Owns the list of what this rank communicated about in a pass, and its comparison with the lists of the other ranks. That
+is one all-gather of three integers over each process group. It starts when a pass ends; its result is looked at before
+the next pass begins, and at once where the results of this pass may be used: after a backward, and after a forward
+without gradients. On devices with streams nobody waits: the result is looked at as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from fullshard.group.agreement import first_difference
+from fullshard.group.group import Group
+from fullshard.torch_private import all_gather_single
+
+Kind = Literal["forward", "backward"]
+#: A group that was gathered, or those of its parameters that were reduced.
+_Call = tuple[Group, frozenset[int]]
+
+
+class Consistency:
+    """The comparisons of one tree of modules on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: list[_Call] = []
+        self._under_way: list[_Comparison] = []
+
+    def add(self, group: Group, reduced: frozenset[int] = frozenset()) -> None:
+        """Communication about ``group`` was started: its gather, or the reduction of some of its parameters."""
+        if group.memory.shared is None:  # ranks that share memory compare while they wait for one another
+            self._calls.append((group, reduced))
+
+    def start(self, kind: Kind, steps: int) -> None:
+        """A pass has ended, which began after so many steps of optimizers. All ranks must call it."""
+        calls, self._calls = self._calls, []
+        over: dict[dist.ProcessGroup, list[_Call]] = {}
+        for group, reduced in calls:
+            also = group.data.replicate_group if reduced and group.options.all_reduce_gradients else None
+            for process_group in (group.data.shard_group, also):
+                if process_group is not None:
+                    over.setdefault(process_group, []).append((group, reduced))
+        for process_group, these in over.items():
+            if process_group.size() > 1 and dist.get_backend(process_group) != "fake":
+                self._under_way.append(_Comparison(these, kind, steps, process_group, self._device))
+
+    def check(self) -> None:
+        """Raise on every rank if the ranks differed in the passes that have ended.
+
+        Raises:
+            RuntimeError: names the first difference and the ranks.
+        """
+        while self._under_way and self._under_way[0].is_there():
+            self._under_way.pop(0).check()
+
+    def forget(self) -> None:
+        """An error has cut a pass short."""
+        self._calls.clear()
+        self._under_way.clear()
+
+
+class _Comparison:
+    """What the ranks of a process group communicated about in one pass."""
+
+    def __init__(
+        self, calls: list[_Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._calls, self._kind, self._steps, self._process_group = calls, kind, steps, process_group
+        said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))
+        is_host = device.type == "cpu"
+        mine = torch.tensor(said, dtype=torch.int64, device="cpu", pin_memory=not is_host)
+        every = torch.empty(process_group.size() * len(said), dtype=torch.int64, device=device)
+        self._work = all_gather_single(every, mine.to(device, non_blocking=True), group=process_group, async_op=True)
+        self._every, self._event = every, None
+        if not is_host:
+            self._work.wait()  # on the stream
+            self._every = torch.empty(every.shape, dtype=every.dtype, pin_memory=True)
+            self._every.copy_(every, non_blocking=True)
+            self._event = torch.accelerator.current_stream(device).record_event()
+
+    def is_there(self) -> bool:
+        if self._event is not None:
+            return self._event.query()
+        self._work.wait()
+        return True
+
+    def check(self) -> None:
+        said = self._every.view(self._process_group.size(), -1)
+        if bool((said == said[0]).all()):
+            return
+        one, here, other, there = first_difference([*self._described()], self._process_group)
+        raise RuntimeError(
+            f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
+            f"in this {self._kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
+            f"as many micro-batches for each step of the optimizer; where ranks use different parameters of a module, "
+            f"call set_reduce_scatter_unused_params(True)"
+        )
+
+    def _described(self) -> list[str]:
+        described = [f"a {self._kind} after {self._steps} steps of optimizers"]
+        for group, reduced in self._calls:
+            names = [group.params[index].name for index in sorted(reduced)]
+            where = f"'{group.name}'" if group.name else "the root"
+            described.append(f"the reduction of {names} in {where}" if names else f"the gather of {where}")
+        return described

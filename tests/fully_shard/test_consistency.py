@@ -1,0 +1,142 @@
+"""Ranks that do not run the same groups, parameters, micro-batches or steps are told so before they use the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fullshard
+from tests.fully_shard.cases import inputs
+from tests.harness import World, ranks
+from tests.harness.models import seeded
+
+
+class Routed(nn.Module):
+    """Two experts of one shape, of which the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = self.experts[index](x)
+        return x
+
+
+def model() -> Any:
+    routed = seeded(Routed)
+    for expert in routed.experts:
+        fullshard.fully_shard(expert, reshard_after_forward=True)
+    return fullshard.fully_shard(routed)
+
+
+SWAPPED = {0: [0, 1], 1: [1, 0]}
+
+
+@ranks(2, transport="collective")
+@pytest.mark.parametrize("order", [{0: [0], 1: [1]}, SWAPPED], ids=["another", "swapped"])
+def test_ranks_that_run_other_groups_are_told_before_the_step(world: World, order: dict[int, list[int]]) -> None:
+    routed = model()
+    loss = routed(inputs(world.rank), order[world.rank]).square().mean()
+    with pytest.raises(RuntimeError, match=r"rank 0 has the gather of 'experts.0' where rank 1 has .* 'experts.1'"):
+        loss.backward()
+
+
+@ranks(2, transport="collective")
+def test_they_are_told_before_a_result_without_gradients_is_used(world: World) -> None:
+    routed = model()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"gather of 'experts.1'"):
+        routed(inputs(), [world.rank])
+
+
+class Halves(nn.Module):
+    """Two parameters of one shape in one group, of which each rank may use another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x @ self.weights[which].t()
+
+
+@ranks(2, transport="collective")
+def test_ranks_that_reduce_other_parameters_are_told(world: World) -> None:
+    halves = fullshard.fully_shard(Halves())
+    with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
+        halves(inputs(), world.rank).sum().backward()
+
+
+@ranks(2, transport="collective")
+def test_ranks_may_reduce_other_parameters_as_zeros(world: World) -> None:
+    halves = fullshard.fully_shard(Halves())
+    halves.set_reduce_scatter_unused_params(True)
+    halves(inputs(), world.rank).sum().backward()
+    expected = inputs().sum(0).expand(4, 6) / 2
+    for parameter in halves.parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
+
+
+def left_out(world: World, transport_says: str) -> None:
+    """Rank 1 takes one micro-batch, where rank 0 takes two."""
+    routed = model()
+    optimizer = torch.optim.SGD(routed.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(2):
+            for _ in range(1 if world.rank == 1 and step == 0 else 2):
+                routed(inputs(), [0, 1]).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=transport_says):
+        train()
+
+
+@ranks(2, transport="collective")
+def test_a_micro_batch_left_out_is_found_with_collectives(world: World) -> None:
+    left_out(world, "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1")
+
+
+@ranks(2, transport="p2p")
+def test_a_micro_batch_left_out_is_found_with_messages(world: World) -> None:
+    left_out(world, "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1")
+
+
+@ranks(2, transport="host")
+def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
+    left_out(world, "left out a micro-batch or a step")
+
+
+@ranks(2, transport="p2p")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_ranks_of_one_mind_go_on(world: World, wrapped: bool) -> None:
+    """Evaluation, accumulation, and several models in turn are the same on all ranks."""
+    one, other = (fullshard.FullyShardedDataParallel(seeded(Routed)) if wrapped else model() for _ in range(2))
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    for step in range(3):
+        with torch.no_grad():
+            other(inputs(step), [1])
+        for order in ([0], [1, 0]):
+            (one(inputs(step), order) + other(inputs(step), order)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@ranks(4, transport="collective")
+def test_replicas_that_take_other_micro_batches_are_told(world: World) -> None:
+    """Both ranks of a replica leave one out: only the all-reduce between replicas is wrong."""
+    routed = fullshard.fully_shard(seeded(Routed), mesh=world.mesh(2, 2, names=("replicate", "shard")))
+    optimizer = torch.optim.SGD(routed.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(2):
+            for _ in range(1 if world.rank >= 2 and step == 0 else 2):
+                routed(inputs(), [0, 1]).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"rank . has a backward after 0 steps"):
+        train()
