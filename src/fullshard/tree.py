@@ -16,7 +16,7 @@ registered with pytree                                  by its registered functi
 ``PackedSequence``                                      by its constructor; ``batch_sizes``, always on the CPU, is kept
 ======================================================  ==============================================================
 
-Everything else is a leaf, sets and modules among it.
+Everything else is a leaf, sets and modules among it. :func:`reachable_tensors` looks further, to see, not to replace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from operator import is_
-from types import MemberDescriptorType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -40,6 +40,8 @@ T = TypeVar("T")
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device}
 )
+_PASSED_BY = (_LEAVES - {set, frozenset}) | {FunctionType, MethodType, BuiltinFunctionType, ModuleType}
+_MOST_OBJECTS = 1000
 _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
@@ -87,6 +89,33 @@ def tensors(tree: object) -> list[Tensor]:
             return tensor
 
         _Walk(collect).visit(tree)
+    return found
+
+
+def reachable_tensors(tree: object) -> list[Tensor]:
+    """The tensors in ``tree``, those in sets and in attributes of plain objects among them.
+
+    Such tensors can be seen and not replaced. Modules, functions and classes are passed by, and so is what lies behind
+    more than :data:`_MOST_OBJECTS` objects: a result may refer to all of a program.
+    """
+    flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
+    if flat is not None:
+        return list(flat)
+    found: list[Tensor] = []
+    met: dict[int, Any] = {}
+    waiting: list[Any] = [tree]
+    for node in waiting:
+        if type(node) in _PASSED_BY or id(node) in met or isinstance(node, (nn.Module, type)):
+            continue
+        met[id(node)] = node
+        if isinstance(node, Tensor):
+            found.append(node)
+        elif len(met) <= _MOST_OBJECTS:
+            kind = _kind(type(node))
+            if kind is not None:
+                waiting += kind.open(node)[0]
+            else:
+                waiting += node if isinstance(node, (set, frozenset)) else [value for _, value in _attributes(node)]
     return found
 
 

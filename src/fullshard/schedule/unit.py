@@ -64,6 +64,8 @@ class EndOfBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.unit.post_backward(ctx.use)
+        if torch.is_grad_enabled():
+            ctx.unit.mark_gradients(grads)
         return (None, None, *grads)
 
 
@@ -105,7 +107,10 @@ class Unit:
         self._to_run: set[nn.Module] = set()
         self._in_method = False
         self._use = Use()
+        #: Whether its forward returned no tensor: then nothing tells when its backward begins, and its groups stay.
+        self._is_opaque = False
         self._entered = 0  # uses whose backward has begun and not ended
+        self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
         self._holds = False  # whether this unit is counted among the users of its groups
 
     def __repr__(self) -> str:
@@ -160,7 +165,9 @@ class Unit:
         ended = not self._to_run
         output = self._cast_output(self._own_output(output))
         if torch.is_grad_enabled():
-            self._mark_begin(output)
+            found = tree.reachable_tensors(output)
+            self._mark_begin(found)
+            self._is_opaque |= not found
         if recomputes:
             if ended:
                 self._release()
@@ -192,11 +199,12 @@ class Unit:
         for group in self.needed:
             schedule.order.leave(group)
             if not group.users:
-                schedule.reshard_after_forward(group)
-                group.left_by_forward = self.chose_to_keep and group.is_unsharded
+                if not self._is_opaque:
+                    schedule.reshard_after_forward(group)
+                group.left_by_forward = (self.chose_to_keep or self._is_opaque) and group.is_unsharded
                 if group.is_flat and group.is_unsharded and (group.left_by_forward or not torch.is_grad_enabled()):
                     group.hide()
-        self.phase = Phase.IDLE
+        self.phase, self._is_opaque = Phase.IDLE, False
 
     def _hold(self) -> None:
         """Be counted among the users of groups: one that is tied to another stays while anybody needs it."""
@@ -241,13 +249,13 @@ class Unit:
         replace = partial(_replace, replacement)
         return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
 
-    def _mark_begin(self, output: Any) -> None:
+    def _mark_begin(self, found: Sequence[torch.Tensor]) -> None:
         """Put a hook on the outputs that require gradients.
 
         An operation in place on a view gives the view a new history, in which its hook is lost; its base keeps one.
         """
         hook = None
-        for tensor in tree.tensors(output):
+        for tensor in found:
             if tensor.requires_grad:
                 hook = hook or partial(self.pre_backward, self._use)
                 tensor.register_hook(hook)
@@ -268,11 +276,7 @@ class Unit:
         self._entered += 1
         if self.phase is Phase.BACKWARD:
             return
-        self.phase = Phase.BACKWARD
-        for group in self.needed:
-            if group.options.unshard_in_backward:
-                schedule.unshard(group)
-        self._hold()
+        self._begin_backward(schedule)
         if self.prefetches_backward == "before":
             schedule.prefetch_backward(self)
 
@@ -290,9 +294,37 @@ class Unit:
                 f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
-        if self._entered > 0:
-            return  # another forward call of these modules is still in its backward
+        if self._entered > 0 or self._is_differentiated:
+            return  # another forward call of these modules is still in its backward, or an earlier backward is
         self._finish_backward(schedule, ahead=True)
+
+    def mark_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Put a hook on gradients of inputs that were computed to be differentiated (``create_graph=True``).
+
+        A backward through this backward comes here first, and then reads what the backward read.
+        """
+        for grad in grads:
+            if grad is not None and grad.requires_grad:
+                grad.register_hook(self._differentiate)
+
+    def _differentiate(self, grad: torch.Tensor) -> None:
+        """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
+        schedule = self.schedule
+        assert schedule is not None
+        schedule.begin_backward()
+        if self._is_differentiated:
+            return
+        self._is_differentiated = True
+        self._begin_backward(schedule)
+
+    def _begin_backward(self, schedule: Schedule) -> None:
+        if self.phase is Phase.BACKWARD:
+            return
+        self.phase = Phase.BACKWARD
+        for group in self.needed:
+            if group.options.unshard_in_backward:
+                schedule.unshard(group)
+        self._hold()
 
     def _finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         self._release()
@@ -312,14 +344,14 @@ class Unit:
         """The backward of the whole tree ended."""
         schedule = self.schedule
         assert schedule is not None
-        self._entered = 0
+        self._entered, self._is_differentiated = 0, False
         self._to_run.clear()
         self._finish_backward(schedule)
 
     def reset(self) -> None:
         """Back to the beginning of a step."""
         self.phase = Phase.IDLE
-        self._entered = 0
+        self._entered, self._is_differentiated, self._is_opaque = 0, False, False
         self._to_run.clear()
         self._holds = False
         self._use = Use()
