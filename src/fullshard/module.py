@@ -25,6 +25,7 @@ from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.observer import Observer
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import process_group_allocator
 
 if TYPE_CHECKING:
     from fullshard.schedule.schedule import Schedule
@@ -48,9 +49,9 @@ class UnshardHandle:
     def wait(self) -> None:
         """What follows may use the unsharded parameters, which the module now shows. Waiting twice is harmless."""
         unit, self._unit = self._unit, None
-        if unit is not None and unit.schedule is not None:
+        if unit is not None:
             for group in unit.groups:
-                unit.schedule.unshard(group)
+                unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
 
 
 class FSDPModule:
@@ -78,12 +79,16 @@ class FSDPModule:
             async_op: return a handle at once; forward waits for it too.
         """
         unit = _unit(self)
-        schedule = _schedule(self)
+        schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
-            if schedule.is_idle:  # or what replaced a parameter would be covered, and lost
+            if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
                 group.check_in()
-            (schedule.gather if async_op else schedule.unshard)(group)
-        return UnshardHandle(unit) if async_op else None
+            schedule.gather(group) if schedule is not None else group.unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reset_iter_state(self) -> None:
         """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
@@ -247,12 +252,16 @@ class FSDPModule:
             group.has_custom_communication = True
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate what collectives read and write, for zero-copy transfers."""
+        """Let the process group allocate what collectives read and write, for zero-copy transfers, if it can.
+
+        Where its backend has no allocator, as gloo's has none, nothing changes.
+        """
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _unit(self).groups:
             _refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
-            native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
-            group.use_transport(gather=native, reduce=native)
+            if process_group_allocator(group.data.shard_group, group.device) is not None:
+                native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
+                group.use_transport(gather=native, reduce=native)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Gather and reduce in symmetric memory, from which NCCL has faster algorithms."""

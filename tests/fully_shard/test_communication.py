@@ -356,15 +356,12 @@ def test_a_process_group_of_their_own_for_one_module(world: World) -> None:
 
 
 @ranks(2)
-def test_memory_from_the_process_group_is_refused_where_there_is_none(world: World) -> None:
-    model = shard_mlp()
-
-    def use() -> None:
-        model.set_allocate_memory_from_process_group_for_comm(True)
-        model(inputs())
-
-    with pytest.raises(RuntimeError, match="alloc"):
-        use()
+@BOTH
+def test_where_the_process_group_allocates_nothing_memory_comes_from_where_it_did(world: World, fsdp: Library) -> None:
+    model = shard_mlp(fsdp)
+    for module in (model, *model.blocks):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+    Twins(world, model, seeded(MLP)).step()
 
 
 @ranks(2)

@@ -98,6 +98,35 @@ def test_unshard_of_a_module_without_parameters_does_nothing(world: World, fsdp:
 
 
 @ranks(2)
+@BOTH
+@pytest.mark.parametrize("async_op", [True, False])
+def test_unshard_of_a_member_of_a_list_before_the_first_forward(world: World, fsdp: Library, async_op: bool) -> None:
+    model, reference = seeded(MLP), seeded(MLP)
+    fsdp.fully_shard([model.blocks[0], model.blocks[1]])
+    fsdp.fully_shard(model)
+    handle = model.blocks[1].unshard(async_op)  # type: ignore[operator]
+    if async_op:
+        handle.wait()
+    for block, expected in zip(model.blocks[:2], reference.blocks[:2], strict=True):  # type: ignore[arg-type]
+        assert torch.equal(block[0].weight, expected[0].weight)  # type: ignore[index]
+    assert_close(model(inputs()), reference(inputs()), "output")
+    model.blocks[1].unshard()  # type: ignore[operator]
+    model.blocks[0].reshard()  # type: ignore[operator]
+    assert_close(model(inputs()), reference(inputs()), "output")
+
+
+@ranks(2)
+def test_what_is_set_for_a_tree_is_set_at_its_root(world: World) -> None:
+    model = seeded(MLP)
+    fullshard.fully_shard([model.blocks[0], model.blocks[1]])
+    fullshard.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"before the root of its tree is known: .* call that module, or its method"):
+        model.blocks[0].set_is_last_backward(False)  # type: ignore[operator]
+    model.set_is_last_backward(True)  # type: ignore[operator]
+    model.blocks[0].set_is_last_backward(True)  # type: ignore[operator]
+
+
+@ranks(2)
 def test_unshard_returns_nothing_unless_asynchronous(world: World) -> None:
     assert shard_mlp().unshard() is None
 

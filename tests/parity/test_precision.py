@@ -226,3 +226,42 @@ def test_large_gradients_in_fp16(world: World) -> None:
     fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=FP16))
     (model(torch.ones(1, 1)) * 40_000).sum().backward()
     assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))
+
+
+class Spectral(nn.Module):
+    """A filter with complex weights between real layers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        real = torch.float64 if dtype == torch.complex128 else torch.float32
+        self.before, self.after = nn.Linear(6, 8, dtype=real), nn.Linear(5, 3, dtype=real)
+        self.filter = nn.Parameter(torch.randn(5, dtype=dtype))
+        self.mixing = nn.Parameter(torch.randn(7, 5, dtype=dtype).mT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies = torch.fft.rfft(self.before(x.to(self.before.weight.dtype))) * self.filter
+        mixed: Tensor = self.after((frequencies @ self.mixing).abs().narrow(-1, 0, 5).to(self.after.weight.dtype))
+        return mixed
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize(("dtype", "reduce_dtype"), [(torch.complex64, None), (torch.complex128, FP32)], ids=str)
+@pytest.mark.parametrize("replicates", [False, True])
+def test_gradients_of_complex_parameters_are_summed(
+    world: World, dtype: torch.dtype, reduce_dtype: torch.dtype | None, replicates: bool
+) -> None:
+    """A reduction in a real dtype is one of the real parameters beside them."""
+    reference, model = seeded(lambda: Spectral(dtype)), seeded(lambda: Spectral(dtype))
+    mesh = world.mesh(world.size, 1, names=("replicate", "shard")) if replicates else None
+    fullshard.fully_shard(model, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    optimizers = [sgd(list(each.parameters())) for each in (model, reference)]
+    for step in range(3):
+        batches = [random_batch(4, 6)(step * world.size + rank)[0] for rank in range(world.size)]
+        found = model(batches[world.rank]).square().mean()
+        expected = [reference(batch).square().mean() for batch in batches]
+        assert torch.allclose(found, expected[world.rank], rtol=1e-4)
+        found.backward()
+        torch.stack(expected).mean().backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -182,8 +182,8 @@ class Gate:
         """Wait until all ranks do.
 
         Raises:
-            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps`` of optimizers, or
-                this process was forked from a rank.
+            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps`` of optimizers,
+                or this process was forked from a rank.
         """
         counters, neighbours = self._counters, self._neighbours
         neighbours.refuse_child(doing)

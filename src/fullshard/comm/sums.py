@@ -23,6 +23,8 @@ SUM_DTYPES = {
     torch.float16: torch.float32,
     torch.float32: torch.float32,
     torch.float64: torch.float64,
+    torch.complex64: torch.complex64,
+    torch.complex128: torch.complex128,
 }
 
 

@@ -116,6 +116,11 @@ class Unit:
     def __repr__(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
 
+    @property
+    def is_list(self) -> bool:
+        """Whether it is several modules, none of which contains the others: never the root."""
+        return len(self.modules) > 1
+
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def pre_forward(
@@ -373,10 +378,11 @@ class Unit:
 
     def start(self) -> Schedule:
         """Become the root of a tree: the first unit that runs, or whose groups are used, is."""
-        if len(self.modules) > 1:
+        if self.is_list:
             raise RuntimeError(
-                f"fully_shard was called with a list of modules, {self!r}, of which one ran outside of any root: apply "
-                f"fully_shard to the module that contains them and run that first"
+                f"fully_shard was called with a list of modules, {self!r}, of which one ran, or was to set something "
+                f"for a whole tree, before the root of its tree is known: apply fully_shard to the module that "
+                f"contains them, if that was not done, and call that module, or its method, first"
             )
         module = self.modules[0]
         schedule = Schedule(self, self.device)
