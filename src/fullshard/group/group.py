@@ -160,6 +160,7 @@ class Group:
         self._gathered: tuple[int, int] | None = None  # epoch and version of the values that the full buffer has
         self._guarded: tuple[torch.Tensor, ...] = ()  # the leaves, and what they hold
         self._leaf_versions: tuple[int, ...] = ()
+        self._released: tuple[int, ...] = ()
         self._route: GatherRoute | None = None
         self._staging: SlotBuffer | None = None
         self._resting: Resting | None = None
@@ -217,7 +218,7 @@ class Group:
 
     def meet(self) -> None:
         """Be with the other ranks in the memory that they share, if there is enough of it."""
-        if self.memory.is_apart and not self.memory.meet():
+        if not self.memory.meet():
             self.may_share = False
             self.rebuild()
 
@@ -250,7 +251,8 @@ class Group:
             return False
         if self.summoned:
             raise RuntimeError(f"{self} was used inside summon_full_params: leave it before forward or backward")
-        self.meet()
+        if self.memory.is_apart:
+            self.meet()
         if self.memory.shared is not None:
             return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:
@@ -348,7 +350,7 @@ class Group:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        self.let_read()
+        set_versions(self._guarded, self._leaf_versions)
         self._show_unsharded()
 
     def _show_unsharded(self) -> None:
@@ -372,6 +374,7 @@ class Group:
         leaves = [param.unsharded for param in self.params if param.unsharded is not None]
         self._guarded = (*leaves, *(local_of(leaf) for leaf in leaves if isinstance(leaf, DTensor)))
         self._leaf_versions = tuple(map(version_of, self._guarded))
+        self._released = (RELEASED,) * len(self._guarded)
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
         register(self, leaves)
@@ -390,8 +393,9 @@ class Group:
 
     def _leave(self, state: State) -> None:
         self._to(state)
-        if self._throw_writes_away():
-            self._gathered = None
+        versions = tuple(map(version_of, self._guarded))
+        if versions != self._leaf_versions:
+            self._throw_writes_away(versions)
         if self._extensions is not None:
             self._extensions.leave()
             self._gathered = None
@@ -400,29 +404,22 @@ class Group:
             self._gathered = None
         self.full.give_back(mark_now(self.device))
         if self.memory.shared is None or not self.clock.reading:
-            self.forbid_reading()
+            set_versions(self._guarded, self._released)
 
-    def let_read(self) -> None:
-        """The full buffer has the values of the leaves: autograd may read what it saved of them."""
-        if self._guarded:
-            set_versions(self._guarded, self._leaf_versions)
+    def let_read(self, may: bool) -> None:
+        """Whether autograd may read what it saved of the leaves: whether the full buffer has their values."""
+        set_versions(self._guarded, self._leaf_versions if may else self._released)
 
-    def forbid_reading(self) -> None:
-        """The full buffer may get other values: autograd refuses to read what it saved of the leaves."""
-        if self._guarded:
-            set_versions(self._guarded, (RELEASED,) * len(self._guarded))
-
-    def _throw_writes_away(self) -> bool:
-        """Whether leaves were written in place since they were shown. A reshard throws such writes away; what autograd
-        saved after them is gone, so its version never comes again."""
-        before, now = self._leaf_versions, tuple(map(version_of, self._guarded))
-        if before == now:
-            return False
-        self._leaf_versions = tuple(new + (new != old) for old, new in zip(before, now, strict=True))
-        self.let_read()
+    def _throw_writes_away(self, versions: tuple[int, ...]) -> None:
+        """Leaves were written in place since they were shown. What autograd saved after that is gone with it, so the
+        versions of these leaves never come again."""
+        self._leaf_versions = tuple(
+            now + (now != before) for before, now in zip(self._leaf_versions, versions, strict=True)
+        )
+        self._gathered = None
         if isinstance(self.full, SharedBuffer):
             self.full.discard_writes()
-        return True
+            self.let_read(True)
 
     def reshard_after_forward(self) -> None:
         """What the user chose to happen to the parameters between forward and backward."""

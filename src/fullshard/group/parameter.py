@@ -202,9 +202,7 @@ class ShardedParameter:
         return gradient
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What the DTensor of a gradient says of itself."""
-        if dtype == self.dtype:
-            return self.spec
+        """What the DTensor of a gradient says of itself, in another dtype than that of the parameter."""
         if dtype not in self._gradient_specs:
             self._gradient_specs[dtype] = altered_spec(self.spec, dtype=dtype)
         return self._gradient_specs[dtype]

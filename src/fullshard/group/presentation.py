@@ -61,7 +61,9 @@ class Presentation:
         for index, local in homes:
             param = params[index]
             if param.sharded.grad is None:
-                param.sharded.grad = make_dtensor(local, param.gradient_spec(local.dtype))
+                param.sharded.grad = make_dtensor(
+                    local, param.spec if local.dtype is param.dtype else param.gradient_spec(local.dtype)
+                )
             elif (before := param.gradient) is not None:
                 more.append((before, local))
         return more

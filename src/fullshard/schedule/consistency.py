@@ -20,34 +20,43 @@ from fullshard.torch_private import all_gather_single
 
 Kind = Literal["forward", "backward"]
 #: A group that was gathered, or those of its parameters that were reduced.
-_Call = tuple[Group, frozenset[int]]
+Call = tuple[Group, frozenset[int]]
+NOTHING: frozenset[int] = frozenset()
 
 
 class Consistency:
-    """The comparisons of one tree of modules on ``device``."""
+    """The comparisons of one tree of modules on ``device``.
+
+    Attributes:
+        calls: what this rank has started to communicate about in this pass, in order.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._calls: list[_Call] = []
+        self._process_groups: list[dist.ProcessGroup] = []
         self._under_way: list[_Comparison] = []
+        self.calls: list[Call] = []
 
-    def add(self, group: Group, reduced: frozenset[int] = frozenset()) -> None:
-        """Communication about ``group`` was started: its gather, or the reduction of some of its parameters."""
-        if group.memory.shared is None:  # ranks that share memory compare while they wait for one another
-            self._calls.append((group, reduced))
+    def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
+        """Compare with the ranks of these groups, over which the tree communicates."""
+        self._process_groups = [each for each in process_groups if each.size() > 1 and dist.get_backend(each) != "fake"]
 
     def start(self, kind: Kind, steps: int) -> None:
         """A pass has ended, which began after so many steps of optimizers. All ranks must call it."""
-        calls, self._calls = self._calls, []
-        over: dict[dist.ProcessGroup, list[_Call]] = {}
-        for group, reduced in calls:
-            also = group.data.replicate_group if reduced and group.options.all_reduce_gradients else None
-            for process_group in (group.data.shard_group, also):
-                if process_group is not None:
-                    over.setdefault(process_group, []).append((group, reduced))
-        for process_group, these in over.items():
-            if process_group.size() > 1 and dist.get_backend(process_group) != "fake":
-                self._under_way.append(_Comparison(these, kind, steps, process_group, self._device))
+        for process_group in self._process_groups:
+            # Ranks that share memory compare while they wait for one another.
+            calls = [
+                (group, reduced)
+                for group, reduced in self.calls
+                if group.memory.shared is None
+                and (
+                    group.data.shard_group is process_group
+                    or (reduced and group.data.replicate_group is process_group and group.options.all_reduce_gradients)
+                )
+            ]
+            if calls:
+                self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device))
+        self.calls.clear()
 
     def check(self) -> None:
         """Raise on every rank if the ranks differed in the passes that have ended.
@@ -60,7 +69,7 @@ class Consistency:
 
     def forget(self) -> None:
         """An error has cut a pass short."""
-        self._calls.clear()
+        self.calls.clear()
         self._under_way.clear()
 
 
@@ -68,7 +77,7 @@ class _Comparison:
     """What the ranks of a process group communicated about in one pass."""
 
     def __init__(
-        self, calls: list[_Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, device: torch.device
+        self, calls: list[Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._calls, self._kind, self._steps, self._process_group = calls, kind, steps, process_group
         said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))

@@ -46,7 +46,7 @@ class Passes:
         self._clock.reading = True
         for group in self._groups:
             if not group.is_unsharded:
-                group.let_read()
+                group.let_read(True)
 
     def end(self, kind: Kind) -> None:
         """Wait until all ranks have read what they need."""
@@ -66,4 +66,4 @@ class Passes:
         self._kind, self._clock.reading = None, False
         for group in self._groups:
             if not group.is_unsharded:
-                group.forbid_reading()
+                group.let_read(False)

@@ -25,7 +25,7 @@ from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
 from fullshard.group.state import State
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
-from fullshard.schedule.consistency import Consistency
+from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
@@ -84,6 +84,7 @@ class Schedule:
                     param.name = plain_name(f"{prefix}.{location.name}" if prefix else location.name)
         used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
+        self.consistency.compare_over(self._process_groups)
         self.size_slots()
         if self.device.type == "cpu":
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
@@ -150,7 +151,8 @@ class Schedule:
                 self.reshard(group)
             group.check_in()
         for group in self.groups():
-            group.meet()
+            if group.memory.is_apart:
+                group.meet()
         self.passes.begin("forward", self.groups())
         self.order.begin_forward()
         return True
@@ -259,7 +261,7 @@ class Schedule:
             agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
         started = self._in_range("all_gather", group, group.unshard)
         if started:
-            self.consistency.add(group)
+            self.consistency.calls.append((group, NOTHING))
         if self.observers and before is not group.state:
             self.tell("gather" if started else "reuse", group)
 
@@ -286,7 +288,8 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
-            self.consistency.add(group, self._in_range("post_backward_reduce", group, group.gradients.reduce))
+            reduced = self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            self.consistency.calls.append((group, reduced))
             if self.observers:
                 self.tell("reduce", group)
 
