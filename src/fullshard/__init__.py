@@ -5,7 +5,13 @@ from fullshard import optim as optim
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks
 from fullshard.group.flat import FlatParameter
-from fullshard.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from fullshard.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fullshard.policies import (
     AllGather,
     Comm,
@@ -47,6 +53,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",

@@ -54,6 +54,23 @@ class UnshardHandle:
                 unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
 
 
+class GradientReductionHandle:
+    """Reductions that ``finalize_backward(async_op=True)`` started."""
+
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Gradients are complete: they may be used, and the next forward may run. Waiting twice is harmless.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` was called before.
+        """
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
+
+
 class FSDPModule:
     """A module to which ``fully_shard`` was applied. Methods that communicate must be called by all ranks alike."""
 
@@ -98,14 +115,10 @@ class FSDPModule:
         Raises:
             RuntimeError: the module is not the root.
         """
-        schedule = _unit(self).schedule
-        if schedule is None:
-            return
-        if schedule.root is not _unit(self):
-            raise RuntimeError(
-                f"reset_iter_state must be called on the root, {schedule.root!r}, not on {type(self).__name__}"
-            )
-        schedule.reset()
+        unit = _unit(self)
+        if unit.schedule is not None:
+            _expect_root(unit, "reset_iter_state")
+            unit.schedule.reset()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +126,44 @@ class FSDPModule:
         """Whether the next backward is the last before the optimizer: only then does it wait for every reduction."""
         _expect_bool("set_is_last_backward", is_last_backward)
         _schedule(self).is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether a step ends with ``finalize_backward()`` and not with its last backward. Call it on the root.
+
+        Raises:
+            RuntimeError: the module is not the root; in a backward, or after one that was not finalized.
+        """
+        _expect_bool("set_manual_backward_finalization", enabled)
+        unit = _unit(self)
+        if unit.schedule is not None:
+            _expect_root(unit, "set_manual_backward_finalization")
+            unit.schedule.finalization.choose(enabled)
+        unit.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Complete, after the backwards of a step, the reductions and reshardings that they left. Call it on the root.
+
+        Before the first forward it does nothing. If several backwards come before, all but the last as a rule run with
+        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced.
+
+        Args:
+            async_op: return a handle at once, to be waited for before gradients are used or a forward begins.
+
+        Raises:
+            RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
+                an earlier handle was not waited for, or a backward is running or still to come.
+        """
+        _expect_bool("finalize_backward", async_op)
+        unit = _unit(self)
+        schedule = unit.schedule
+        if schedule is None or not schedule.has_run:
+            return GradientReductionHandle() if async_op else None
+        _expect_root(unit, "finalize_backward")
+        schedule.finalization.finalize()
+        if async_op:
+            return GradientReductionHandle(schedule.finalization.awaited())
+        schedule.finalization.complete()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up unsharded, in ``reduce_dtype``."""
@@ -387,6 +438,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 def _expect_bool(method: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{method} expects True or False, got {value!r}")
+
+
+def _expect_root(unit: Unit, method: str) -> None:
+    assert unit.schedule is not None
+    if unit.schedule.root is not unit:
+        raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
 
 
 def _expect_comm(method: str, comm: object) -> None:

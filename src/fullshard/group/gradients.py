@@ -42,6 +42,7 @@ class Flight:
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque()
+        self.drops = 0
 
     def add(self, mark: Mark) -> None:
         self._marks.append(mark)
@@ -53,6 +54,7 @@ class Flight:
 
     def drop(self) -> None:
         """Wait for all, whatever becomes of them."""
+        self.drops += 1
         while self._marks:
             try:
                 self._marks.popleft().wait()
@@ -169,8 +171,7 @@ class Gradients:
                 f"changed (to evaluate in full precision, too): the gradient of parameter '{param.name}' was computed "
                 f"with memory that is gone. Change it after the backward"
             )
-        first = not self._waiting
-        if first:
+        if not self._waiting:
             group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not group.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
@@ -179,7 +180,20 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
-        if first:
+        self._take(index, grad)
+
+    @torch.no_grad()
+    def take_left(self) -> None:
+        """Take gradients that somebody left on the leaves, as a stage of a pipeline that computes them by hand."""
+        for index, param in enumerate(self._group.params):
+            leaf = param.unsharded
+            if leaf is not None and leaf.grad is not None:
+                grad, leaf.grad = leaf.grad, None
+                self._take(index, grad)
+
+    def _take(self, index: int, grad: torch.Tensor) -> None:
+        param = self._group.params[index]
+        if not self._waiting:
             if self._shown_waiting:
                 self._heed_clearing()
             if not self._collects:

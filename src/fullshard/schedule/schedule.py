@@ -26,6 +26,7 @@ from fullshard.group.parameter import plain_name
 from fullshard.group.state import State
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.consistency import NOTHING, Consistency
+from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
@@ -56,6 +57,7 @@ class Schedule:
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
         self.is_last_backward = True
+        self.finalization = Finalization(self)
         self.after_optimizer: torch.Event | None = None
         self._forward_root: Unit | None = None
         self._process_groups: list[dist.ProcessGroup] = []
@@ -129,6 +131,7 @@ class Schedule:
             if unit is self._forward_root or unit is self.root:
                 self.refuse_forward(self._forward_root)
             return False
+        self.finalization.begin_forward()
         self.consistency.check()
         check_process_groups(self._process_groups)
         if not self._checked:
@@ -163,6 +166,11 @@ class Schedule:
         return self._forward_root is None and not self._in_backward
 
     @property
+    def has_run(self) -> bool:
+        """Whether there was a forward."""
+        return self._step > 0
+
+    @property
     def is_in_backward(self) -> bool:
         """Whether a backward has begun that has not ended."""
         return self._in_backward
@@ -174,11 +182,16 @@ class Schedule:
             f"module before the next forward"
         )
 
-    def end_forward(self, unit: Unit) -> bool:
-        """The forward of ``unit`` ended; returns whether it was the outermost one."""
+    def end_forward(self, unit: Unit, mark: object | None) -> bool:
+        """The forward of ``unit`` ended; returns whether it was the outermost one.
+
+        Args:
+            mark: lives as long as autograd's graph of it; ``None`` if it has none.
+        """
         if self._forward_root is not unit:
             return False
         self._forward_root = None
+        self.finalization.end_forward(mark)
         for group in self.groups():
             if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 self.reshard(group)
@@ -203,6 +216,7 @@ class Schedule:
             self.consistency.check()
             self._in_backward = True
             self.backwards += 1
+            self.finalization.begin_backward()
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
@@ -222,16 +236,28 @@ class Schedule:
         for unit in reversed(self.units):
             unit.end_backward()
         self.consistency.start("backward", self.passes.steps)
-        if self.is_last_backward:
-            self.flight.keep_at_most(0)
-            self.order.forget()
+        if self.is_last_backward and not self.finalization.is_by_hand:
+            self.finalization.end_step()
         self.passes.end("backward")
         self.consistency.check()
+
+    def reduce_left(self) -> None:
+        """Reduce and reshard, outside of a backward, what backwards left of those that are to be."""
+        self._in_backward = True  # an error leaves it so
+        for group in reversed(self.groups()):
+            group.gradients.take_left()
+            if group.options.reduce_gradients:
+                self.reduce(group)
+            if group.options.reshard_after_backward:
+                self.reshard(group)
+        self._in_backward = False
+        self.consistency.start("backward", self.passes.steps)
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
         self._forward_root = None
         self._in_backward = False
+        self.finalization.reset()
         self.passes.give_up()
         for transport in {group.reduce_transport: None for group in self.groups()}:
             transport.reset()

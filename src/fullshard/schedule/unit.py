@@ -89,6 +89,8 @@ class Unit:
         self.mp_policy = mp_policy
         #: Whether the root may choose to stay unsharded after forward, because the user did not say.
         self.auto_reshard = auto_reshard
+        #: Whether the user finalizes backwards by hand, if this is the root.
+        self.finalizes_by_hand = False
         #: Whether it did: then nobody promised that parameters stay as they are while they are unsharded.
         self.chose_to_keep = False
         self.groups: list[Group] = []
@@ -169,9 +171,10 @@ class Unit:
         self._to_run.discard(module)
         ended = not self._to_run
         output = self._cast_output(self._own_output(output))
+        mark = None
         if torch.is_grad_enabled():
             found = tree.reachable_tensors(output)
-            self._mark_begin(found)
+            mark = self._mark_begin(found)
             self._is_opaque |= not found
         if recomputes:
             if ended:
@@ -180,7 +183,7 @@ class Unit:
             return output
         if ended:
             self._leave_forward(schedule)
-        if schedule.end_forward(self):
+        if schedule.end_forward(self, mark):
             for unit in schedule.units:
                 if unit._to_run:  # modules of a list that did not run in this forward
                     unit._leave_forward(schedule)
@@ -254,8 +257,8 @@ class Unit:
         replace = partial(_replace, replacement)
         return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
 
-    def _mark_begin(self, found: Sequence[torch.Tensor]) -> None:
-        """Put a hook on the outputs that require gradients.
+    def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
+        """Put a hook, which is returned, on the outputs that require gradients.
 
         An operation in place on a view gives the view a new history, in which its hook is lost; its base keeps one.
         """
@@ -267,6 +270,7 @@ class Unit:
                 base = base_of(tensor)
                 if base is not None and base.grad_fn is not None:
                     base.register_hook(hook)
+        return hook
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -335,7 +339,7 @@ class Unit:
         self._release()
         self.phase = Phase.IDLE
         for group in self.groups:
-            if group.options.reduce_gradients:
+            if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
@@ -388,6 +392,10 @@ class Unit:
         schedule = Schedule(self, self.device)
         units = list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
         for unit in units:
+            if unit is not self and unit.finalizes_by_hand:
+                raise RuntimeError(
+                    f"set_manual_backward_finalization must be called on the root, {self!r}, and was on {unit!r}"
+                )
             if unit.schedule is not None and unit.phase is not Phase.IDLE:
                 raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
         if self.auto_reshard:
@@ -395,6 +403,7 @@ class Unit:
             for group in self.groups:
                 group.options.reshard_after_forward = False
                 group.options.resting = None
+        schedule.finalization.by_hand = self.finalizes_by_hand
         schedule.take_over(units, module)
         return schedule
 

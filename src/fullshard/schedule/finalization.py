@@ -1,0 +1,133 @@
+"""When the reductions of a step are complete: at the end of its last backward, or when the user says so.
+
+By hand, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the choice, the
+order in which things must be done, and the handle of a finalization that was not waited for. It leaves to the schedule
+how a group is reduced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fullshard.torch_private import in_backward
+
+if TYPE_CHECKING:
+    from fullshard.schedule.schedule import Schedule
+
+
+class Finalization:
+    """The end of the steps of one tree of modules."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        #: Whether it is done by hand, as the user chose.
+        self.by_hand = False
+        self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
+        self._forward: Callable[[], object] = lambda: None  # is there as long as a backward may follow
+        self._is_awaited = False
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the step that has begun, or the next, is finalized by hand."""
+        return self.by_hand if self._began_by_hand is None else self._began_by_hand
+
+    def choose(self, by_hand: bool) -> None:
+        """Finalize by hand, or not.
+
+        Raises:
+            RuntimeError: in a backward, or after one that was not finalized.
+        """
+        if by_hand != self.by_hand and in_backward():
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during a backward")
+        if self._began_by_hand not in (None, by_hand):
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode after a backward has started: end the step "
+                "first, with finalize_backward() or a last backward, or call reset_iter_state()"
+            )
+        self.by_hand = by_hand
+
+    # -- in a step ---------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins.
+
+        Raises:
+            RuntimeError: an earlier reduction was not waited for.
+        """
+        if self._is_awaited:
+            raise RuntimeError(
+                f"the gradient reduction of {self._schedule.root!r} must be waited on before the next forward: call "
+                f"wait() on the handle that finalize_backward(async_op=True) returned"
+            )
+
+    def end_forward(self, mark: object | None) -> None:
+        """An outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
+        if mark is not None:
+            self._forward = weakref.ref(mark)
+
+    def begin_backward(self) -> None:
+        self._began_by_hand = self.is_by_hand
+        self._forward = lambda: None
+
+    def end_step(self) -> None:
+        """Wait for every reduction."""
+        self._schedule.flight.keep_at_most(0)
+        self._schedule.order.forget()
+        self._began_by_hand = None
+
+    def complete(self) -> None:
+        """End a step that was finalized by hand."""
+        self.end_step()
+        self._schedule.consistency.check()
+
+    def reset(self) -> None:
+        """Forget the step that an error cut short."""
+        self._began_by_hand, self._is_awaited, self._forward = None, False, lambda: None
+
+    # -- by hand -----------------------------------------------------------------------------------------------------
+
+    def finalize(self) -> None:
+        """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
+
+        Raises:
+            RuntimeError: it is not to be done by hand, or not yet.
+        """
+        schedule = self._schedule
+        if self._is_awaited:
+            raise RuntimeError("the gradient reduction that was started must be waited on before another is")
+        if not self.is_by_hand:
+            raise RuntimeError(
+                "finalize_backward requires manual finalization: call set_manual_backward_finalization(True) on the "
+                "root before the forward"
+            )
+        if schedule.is_in_backward:
+            raise RuntimeError("finalize_backward must be called after backward, which has not completed")
+        if self._forward() is not None:
+            raise RuntimeError(
+                f"finalize_backward was called between a forward of {schedule.root!r} and its backward: call it after "
+                f"the backward or, if there is to be none, let go of what the forward returned"
+            )
+        schedule.reduce_left()
+
+    def awaited(self) -> Callable[[], None]:
+        """A function that ends the step, once.
+
+        Raises:
+            RuntimeError: (from the function) ``reset_iter_state()`` was called meanwhile.
+        """
+        self._is_awaited = True
+        flight = self._schedule.flight
+        drops = flight.drops
+
+        def wait() -> None:
+            if not self._is_awaited or flight.drops != drops:
+                raise RuntimeError(
+                    "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
+                    "that shares its communication: the gradients of that step are lost"
+                )
+            self._is_awaited = False
+            self.complete()
+
+        return wait
