@@ -106,6 +106,8 @@ def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
     return unflatten
 
 
+#: Not in every release: before 2.13 state dicts looked for no process group, from 2.15 on stages call methods of ours.
+_NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
 #: By module of torch: names in it, and what makes the new value of each of the one that it had.
 _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed.checkpoint.state_dict": {
@@ -122,8 +124,8 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None:
     """Give names of a module new values."""
-    missing = sorted(names.keys() - vars(module).keys())
-    if missing:
+    found = names.keys() & vars(module).keys()
+    if missing := sorted(names.keys() - found - _NOT_EVERYWHERE):
         warnings.warn(
             f"{module.__name__} of torch {torch.__version__} has no {missing}, so that it does not find what fullshard "
             f"sharded: make state dicts of FullyShardedDataParallel by its own methods, or use an older torch",
@@ -131,7 +133,7 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
             stacklevel=2,
         )
     else:
-        vars(module).update({name: new(vars(module)[name]) for name, new in names.items()})
+        vars(module).update({name: names[name](vars(module)[name]) for name in found})
 
 
 class _Finder:
