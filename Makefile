@@ -2,6 +2,7 @@
 #
 #   make train RANKS=2 STEPS=600 MODEL=base API=wrapper ARGS="--precision bf16"
 #   make test PYTHON=python3.12
+#   make test-torch TORCH=2.15.0 ARGS=tests/parity
 #   make train VENV="$VIRTUAL_ENV"      use an environment that is there already, and the torch that is in it
 
 PYTHON ?= python3
@@ -11,20 +12,23 @@ API ?= fully_shard
 RANKS ?=
 STEPS ?=
 ARGS ?=
+TORCH ?=
 
 BIN := $(VENV)/bin
 # In our own environment every tool has a pinned version. In someone else's nothing that is there already is replaced.
 PINS := $(if $(filter .venv,$(VENV)),-c constraints.txt)
+# Where the tests run with another torch.
+OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train test lint types docs-test bench clean
+.PHONY: help train test test-torch lint types docs-test bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@sed -n '3,5s/^# *//p' Makefile | sed 's/^/  /'
+	@sed -n '3,6s/^# *//p' Makefile | sed 's/^/  /'
 
 train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (default 2, or one for each GPU)
 	@ranks="$(RANKS)"; \
@@ -35,6 +39,12 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 
 test: lint types ## lint, check types, run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), in an environment of its own
+	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
+	$(MAKE) $(OTHER)/.installed-torch-$(TORCH) VENV=$(OTHER)
+	$(MAKE) $(OTHER)/.installed-test VENV=$(OTHER)
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -49,13 +59,18 @@ docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
 
-clean: ## remove the environment, the caches and what training wrote
-	rm -rf .venv runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+clean: ## remove the environments, the caches and what training wrote
+	rm -rf .venv .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: it is newer than the files that say what to install.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check $(PINS) -e '.[$*]'
+	@touch $@
+
+# Before what needs a torch: that is then there already, and stays.
+$(VENV)/.installed-torch-%: | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check torch==$*
 	@touch $@
 
 $(BIN)/python:

@@ -44,7 +44,7 @@ BEYOND_TORCH = {
     name: operator
     for name in OPTIMIZERS
     for start, end, operator in (
-        ("Rprop", "loop", "index_put_"),
+        ("Rprop", "loop", "index_(put|fill)_"),
         ("Rprop", "foreach", "_foreach_copy_"),
         ("SGD", "fused", "_fused_sgd_"),
         ("Adagrad", "fused", "_fused_adagrad_"),

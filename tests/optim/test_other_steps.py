@@ -49,13 +49,17 @@ def test_a_closure_runs_on_dtensors(world: World, cls: type[Optimizer]) -> None:
 @ranks(2)
 def test_another_placement_of_a_gradient_is_left_to_dtensor(world: World) -> None:
     pair = Pair(torch.optim.SGD)
+    refused = []
     for model, optimizer in pair.both:
         for param in model.parameters():
             if param.requires_grad:
                 param.grad = distribute_tensor(torch.ones(param.shape), param.device_mesh, [Replicate()])
-        with pytest.raises(RuntimeError, match="placement changes are not supported"):
+        try:
             optimizer.step()
+        except RuntimeError as error:  # not before torch 2.12
+            refused.append("placement changes are not supported" in str(error))
         optimizer.zero_grad()
+    assert refused in ([], [True, True])
     pair.check()
     pair.step(1)
 
