@@ -24,6 +24,7 @@ from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.offload import prepare_offload
 from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.presentation import kept_apart
 from fullshard.group.registry import owner_of, register
 from fullshard.module import sharded_class
 from fullshard.policies import (
@@ -303,20 +304,25 @@ def _by_mesh(
 
 
 def borrow(unit: Unit) -> None:
-    """Parameters that another group has already and these modules use too: show them here, and hold that group."""
+    """Parameters that another group has already and these modules use too: show them here, and hold that group.
+
+    Where a module keeps parameters outside of those that it registers, they are shown there too.
+    """
     for module in managed_modules(unit.modules):
-        for name, param in list(module._parameters.items()):
+        registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
+        for where, param in [*registered, *kept_apart(module)]:
             owner = owner_of(param) if param is not None else None
             if owner is None:
                 continue
             group, index = owner
-            if group in unit.groups:
+            if group not in unit.groups:
+                if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
+                    raise ValueError(
+                        f"parameter '{group.params[index].name}' already belongs to a module that contains this "
+                        f"{unit!r}: apply fully_shard to the inner modules first and to those that contain them after"
+                    )
+                if group not in unit.borrowed:
+                    unit.borrowed.append(group)
+            elif isinstance(where, str):
                 continue
-            if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
-                raise ValueError(
-                    f"parameter '{group.params[index].name}' already belongs to a module that contains this "
-                    f"{unit!r}: apply fully_shard to the inner modules first and to those that contain them after"
-                )
-            group.add_location(index, Location(module, name))
-            if group not in unit.borrowed:
-                unit.borrowed.append(group)
+            group.show_too(index, module, where)

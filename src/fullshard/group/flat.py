@@ -28,7 +28,7 @@ from fullshard.buffer.plan import LayoutName, Plan
 from fullshard.buffer.sections import Section
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.presentation import Presentation
+from fullshard.group.presentation import Presentation, put
 from fullshard.torch_private import altered_spec
 
 if TYPE_CHECKING:
@@ -89,7 +89,6 @@ class Fragment(ShardedParameter):
 
     Attributes:
         home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
-        stands_in: what the attribute of a hidden parameter is between uses: NaN, right of shape, one element of memory.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Fragment(ShardedParameter):
         self._attributes = param.__dict__
         self._run = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
-        self.stands_in: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def heed_grad_dtype(self) -> None:
@@ -265,7 +263,7 @@ class FlatPresentation(Presentation):
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():
             module._parameters.pop(name, None)
-            module.__dict__[name] = param.stands_in  # type: ignore[attr-defined]
+            module.__dict__[name] = param.stands_in
         super().show_sharded()
 
     def show_unsharded(self) -> None:
@@ -273,6 +271,8 @@ class FlatPresentation(Presentation):
             return super().show_unsharded()
         for _, param, module, name in self._indexed():
             module.__dict__[name] = param.unsharded
+        for _, param, module, path in self._apart:
+            put(module, path, param.unsharded)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         if self._flats and full:

@@ -438,11 +438,16 @@ class Group:
 
     # -- what may change between steps -------------------------------------------------------------------------------
 
-    def add_location(self, index: int, location: Location) -> None:
-        """A parameter of this group stands in another module as well (tied across groups)."""
-        if any(at.module is location.module and at.name == location.name for at in self.params[index].locations):
+    def show_too(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
+        """A parameter of this group stands elsewhere as well: under a name in another module (tied across groups), or
+        on a path of keys in the attributes of a module."""
+        param = self.params[index]
+        if isinstance(where, tuple):
+            param.kept_apart.append((module, where))
+        elif any(at.module is module and at.name == where for at in param.locations):
             return
-        self.params[index].locations.append(location)
+        else:
+            param.locations.append(Location(module, where))
         self.reshard()
         self.presentation.prepare()
         self.presentation.show_sharded()

@@ -69,10 +69,13 @@ class ShardedParameter:
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
+        stands_in: of a flat parameter's part what is shown between uses: NaN, right of shape, one element of memory.
     """
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
         self.locations = locations
+        #: Where modules keep it outside of their parameters: a module, and a path of keys in its attributes.
+        self.kept_apart: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.name = locations[0].full_name
         self.data = data
         whole = local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -96,6 +99,7 @@ class ShardedParameter:
         self.placed = False
         self.unsharded: nn.Parameter | None = None
         self.unsharded_local: torch.Tensor | None = None
+        self.stands_in: torch.Tensor | None = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
     def __repr__(self) -> str:
@@ -299,8 +303,9 @@ class ShardedParameter:
     def copy(self, memo: dict[int, Any]) -> ShardedParameter:
         """The parameter of a copied module tree; ``memo`` is that of ``copy.deepcopy``."""
         twin = copy.copy(self)
+        twin.sharded = self.copy_values(memo)  # first: modules may keep it apart
         twin.locations = [Location(copy.deepcopy(at.module, memo), at.name) for at in self.locations]
-        twin.sharded = self.copy_values(memo)
+        twin.kept_apart = [(copy.deepcopy(module, memo), path) for module, path in self.kept_apart]
         twin.local = twin.held
         twin.unsharded = twin.unsharded_local = None
         return twin

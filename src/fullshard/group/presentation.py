@@ -7,6 +7,7 @@ look, before each step, at whether the parameters that stand there are still the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -44,6 +45,7 @@ class Presentation:
         self.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
+        self._apart = [(i, param, module, path) for i, param in enumerate(params) for module, path in param.kept_apart]
         #: Which of the parameters require gradients, as far as it was looked at.
         self.trainable = tuple(map(_requires_grad, self.sharded))
         free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
@@ -70,13 +72,20 @@ class Presentation:
 
     def show_sharded(self) -> None:
         show(self._sharded)
+        for _, param, module, path in self._apart:
+            put(module, path, param.stands_in if param.stands_in is not None else param.sharded)
 
     def show_unsharded(self) -> None:
         show(self._unsharded)
+        for _, param, module, path in self._apart:
+            put(module, path, param.unsharded)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         """Show full copies of parameters, by index, until something else is shown."""
         show(updates([(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]))
+        for index, _, module, path in self._apart:
+            if index in full:
+                put(module, path, full[index])
 
     def shown_full(self, index: int) -> torch.Tensor | None:
         """The full copy that stands for a parameter now, which users may have replaced."""
@@ -158,6 +167,47 @@ class Presentation:
         param.locations.remove(location)
 
 
+#: Attributes of every module; parameters are kept in one of them only, where they are registered.
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
+    """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
+    in its attributes, or in lists and dicts there, as ``nn.LSTM`` does.
+
+    Raises:
+        ValueError: a tuple has parameters, in which none can be replaced.
+    """
+    found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [
+        ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
+    ]
+    met: set[int] = set()
+    for path, value in waiting:
+        if isinstance(value, nn.Parameter):
+            found.append((path, value))
+        elif isinstance(value, (list, dict)) and id(value) not in met:
+            met.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, key), each) for key, each in items]
+        elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
+            raise ValueError(
+                f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
+                f"be replaced by sharded and unsharded ones: keep them in a list"
+            )
+    return found
+
+
+def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:
+    """Put a parameter where a module keeps it apart, if it still does."""
+    holder: Any = module.__dict__
+    with suppress(LookupError):
+        for key in path[:-1]:
+            holder = holder[key]
+        if isinstance(holder[path[-1]], torch.Tensor):
+            holder[path[-1]] = tensor
+
+
 def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     """One dict of names for each module."""
     modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
@@ -182,7 +232,7 @@ def show(prepared: Updates) -> None:
     through the module is for classes that watch their attributes.
     """
     for module, tensors in prepared:
-        if type(module).__setattr__ is nn.Module.__setattr__:
+        if type(module).__setattr__ is nn.Module.__setattr__ or "_modules" not in module.__dict__:  # still copied
             module._parameters.update(tensors)
         else:
             for name, tensor in tensors.items():

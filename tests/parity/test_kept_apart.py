@@ -1,0 +1,179 @@
+"""Modules that keep their weights in places of their own, besides where they registered them.
+
+What is replaced in a module must be replaced there too: in every presentation, and after whatever shows something else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullshard
+from tests.harness import World, ranks
+from tests.harness.compare import deviation
+from tests.harness.models import seeded
+from tests.harness.wrapper import wrap
+
+WIDTH = 4
+
+
+class Recurrent(nn.Module):
+    """Layers that keep a list of their weights."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.cell = kind(WIDTH, WIDTH, batch_first=True, **options)
+        self.blocks = nn.ModuleList([self.cell])
+        self.last = nn.Linear(options.get("proj_size", WIDTH), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.cell(x)[0])
+        return out
+
+
+class Keeps(nn.Module):
+    """A block that computes with what it keeps in a list, in a dict in a list, and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.weights = [self.one.weight, {"two": self.two.weight}]
+        self.__dict__["third"] = self.three.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, self.weights[0], self.one.bias))
+        x = torch.tanh(F.linear(x, self.weights[1]["two"], self.two.bias))
+        return F.linear(x, self.__dict__["third"], self.three.bias)
+
+
+class Outer(nn.Module):
+    """It keeps, and uses, a weight of a block that is sharded for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Keeps()
+        self.blocks = nn.ModuleList([self.block])
+        self.also = [self.block.one.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) @ self.also[0]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: Recurrent(nn.LSTM, num_layers=2),
+    "projected": lambda: Recurrent(nn.LSTM, proj_size=2),
+    "gru": lambda: Recurrent(nn.GRU),
+    "list": Outer,
+}
+
+
+def shard(model: Any, api: str) -> Any:
+    if api == "fully_shard":
+        for block in model.blocks:
+            fullshard.fully_shard(block)
+        return fullshard.fully_shard(model)
+    name = "cell" if isinstance(model, Recurrent) else "block"
+    del model.blocks
+    setattr(model, name, wrap(fullshard, getattr(model, name), original=api == "original"))
+    return wrap(fullshard, model, original=api == "original")
+
+
+def summon(model: Any, reference: Any) -> Any:
+    with fullshard.summon_full_params(model):
+        return model
+
+
+def write(model: Any, reference: Any) -> Any:
+    with fullshard.summon_full_params(model), torch.no_grad():
+        for each in (model, reference):
+            for parameter in each.parameters():
+                parameter.mul_(0.9)
+    return model
+
+
+def fail(model: Any, reference: Any) -> Any:
+    """An error in the middle of a backward."""
+
+    def raise_once(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    inner = model.cell if hasattr(model, "cell") else model.block
+    handle = inner.register_forward_hook(
+        lambda module, args, out: (out if isinstance(out, Tensor) else out[0]).register_hook(raise_once) and None
+    )
+    with pytest.raises(ArithmeticError):
+        model(torch.randn(2, 3, WIDTH)).sum().backward()
+    handle.remove()
+    if isinstance(model, fullshard.FSDPModule):
+        model.reset_iter_state()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return model
+
+
+def load(model: Any, reference: Any) -> Any:
+    model.load_state_dict(model.state_dict())
+    return model
+
+
+def evaluate(model: Any, reference: Any) -> Any:
+    with torch.inference_mode():
+        model(torch.randn(2, 3, WIDTH))
+    return model
+
+
+EVENTS = {
+    "summon": summon,
+    "write": write,
+    "error": fail,
+    "load": load,
+    "evaluate": evaluate,
+    "copy": lambda model, _: copy.deepcopy(model),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_is_right_whatever_comes_between_steps(world: World, kind: str, api: str) -> None:
+    reference = seeded(MODELS[kind])
+    model = shard(seeded(MODELS[kind]), api)
+    for step, event in enumerate(["", *EVENTS]):
+        if event:
+            model = EVENTS[event](model, reference)
+        for again in range(2):
+            total: Any = 0
+            for rank in range(world.size):
+                x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(10 * step + 5 * again + rank))
+                expected = reference(x).square().mean()
+                total = total + expected / world.size
+                if rank == world.rank:
+                    loss = model(x).square().mean()
+                    assert deviation(loss.detach(), expected.detach()) < 1e-5, f"after {event or 'nothing'}"
+            total.backward()
+            loss.backward()
+            for each in (model, reference):
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class InTuple(nn.Linear):
+    """What it keeps cannot be replaced."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.pair = (self.weight, self.bias)
+
+
+@ranks(1, transport="p2p")
+def test_a_tuple_of_parameters_is_refused(world: World) -> None:
+    for refused in (fullshard.fully_shard, fullshard.FullyShardedDataParallel):
+        with pytest.raises(ValueError, match="InTuple keeps parameters in a tuple, its attribute 'pair'"):
+            refused(InTuple())
