@@ -57,7 +57,10 @@ def summon_full_params(
     for unit in units:
         if unit.phase is not Phase.IDLE:
             phase = unit.phase.name.lower()
-            raise RuntimeError(f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps")
+            raise RuntimeError(
+                f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps, and after an "
+                f"error in one call reset_iter_state() on the root module, on every rank, before"
+            )
     summoned: list[FullGroup] = []
     try:
         for unit in units:

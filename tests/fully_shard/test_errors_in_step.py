@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +21,13 @@ from tests.fully_shard.cases import (
     are_sharded,
     assert_close,
     both_with,
+    environment,
     groups_of,
     inputs,
     shard_mlp,
     twins,
 )
-from tests.harness import World, ranks
+from tests.harness import RankPool, World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Transformer, seeded
 
@@ -233,3 +237,53 @@ def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: 
         expected.backward(retain_graph=True)
     for parameter, other in zip(parameters, reference.parameters(), strict=True):
         assert_close(whole(parameter.grad), other.grad, "gradient")
+
+
+def fail_on_rank_1(world: World, transport: str, where: str, folder: Path) -> None:
+    """A good step, and one in which rank 1 raises and so ends, as a program does that catches nothing."""
+    with environment(FULLSHARD_TRANSPORT=transport):
+        model = shard_mlp()
+    model(inputs()).sum().backward()
+
+    def fail(*args: Any) -> None:
+        if world.rank == 1:
+            raise Failed("out of luck")
+
+    if where == "forward":
+        model.blocks[2].register_forward_pre_hook(fail)
+    else:
+        model.blocks[2].register_full_backward_hook(fail)
+    try:
+        model(inputs()).sum().backward()
+    except Failed as error:
+        (folder / "said").write_text(str(error))
+        os._exit(1)
+
+
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
+    rank_pool: RankPool, tmp_path: Path, transport: str, where: str
+) -> None:
+    outcomes = rank_pool.run(fail_on_rank_1, 2, transport, where, tmp_path)
+    assert (tmp_path / "said").read_text() == "out of luck"
+    assert [outcome.kind for outcome in outcomes] == ["raised", "died"]
+    assert outcomes[0].at - outcomes[1].at < 5
+    look = r"look there for the first error|look on the others for the first error"
+    assert re.search(look, outcomes[0].summary), outcomes[0].report
+
+
+@ranks(2)
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+def test_what_is_refused_after_an_error_says_what_to_call_and_where(world: World, fail: Any) -> None:
+    model = shard_mlp()
+    fail(model.blocks[1][1], lambda: model(inputs()).sum().backward())
+    what = r"reset_iter_state\(\) on the root module, on every rank"
+    with pytest.raises(RuntimeError, match=f"did not end, as an error in it leaves it, .*{what}"):
+        model(inputs())
+    with pytest.raises(RuntimeError, match=what), fullshard.summon_full_params(model):
+        pass
+    model.reset_iter_state()
+    with fullshard.summon_full_params(model):
+        pass
+    assert_close(model(inputs()), seeded(MLP)(inputs()), "output")

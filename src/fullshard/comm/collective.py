@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking
-from fullshard.comm.routes import check_transfers
+from fullshard.comm.routes import check_transfers, wait_for
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
 from fullshard.comm.staging import SHARED, Lease
 from fullshard.comm.transport import (
@@ -91,7 +91,7 @@ class _Gathering:
 
     def finish(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            wait_for(self._work, "an all-gather")
         foreach_copy(*self._gather.after)
         if self._lease is not None:
             SHARED.give_back(self._lease)
@@ -137,7 +137,7 @@ class _Reducing:
     def finish(self) -> None:
         for work, batch, scaling in self._started:
             if work is not None:
-                work.wait()
+                wait_for(work, "a reduce-scatter")
             if batch.output is None:
                 divide_(self._shards[batch.members[0]], scaling.after)
                 continue

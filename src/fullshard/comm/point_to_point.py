@@ -171,9 +171,10 @@ class _Exchange:
                 work.wait()
             except RuntimeError as error:
                 group = self._process_group
+                here, there = dist.get_global_rank(group, group.rank()), dist.get_global_rank(group, peer)
                 raise RuntimeError(
-                    f"rank {dist.get_global_rank(group, group.rank())} lost rank {dist.get_global_rank(group, peer)} "
-                    f"in a point-to-point {self._what} (tag {self._tag - _FIRST_TAG}): {error}"
+                    f"rank {here} lost rank {there} in a point-to-point {self._what} (tag {self._tag - _FIRST_TAG}), "
+                    f"look there for the first error: {error}"
                 ) from error
         works.clear()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from fullshard.comm.transport import Transfer
 
@@ -22,6 +23,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     A copy into a view of ``tensor`` itself would look to autograd like a change of what it saved from it.
     """
     return tensor.data
+
+
+def wait_for(work: dist.Work, what: str) -> None:
+    """Wait for a collective. Where another rank was lost backends say so, and not where to look."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} lost another rank in {what}, look on the others for the first error: {error}"
+        ) from error
 
 
 def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:

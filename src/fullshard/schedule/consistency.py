@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.routes import wait_for
 from fullshard.group.agreement import first_difference
 from fullshard.group.group import Group
 from fullshard.torch_private import all_gather_single
@@ -95,7 +96,7 @@ class _Comparison:
     def is_there(self) -> bool:
         if self._event is not None:
             return self._event.query()
-        self._work.wait()
+        wait_for(self._work, f"the comparison after a {self._kind}")
         return True
 
     def check(self) -> None:

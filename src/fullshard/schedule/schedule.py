@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: What to do after an error. It is not done unasked: ranks that go on alone take part in each other's gathers of other
+#: layers, and where those have one size, compute with wrong weights.
+_RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
+
 _unshards_in_backward = attrgetter("options.unshard_in_backward")
 
 
@@ -124,8 +128,8 @@ class Schedule:
         """
         if self._in_backward:
             raise RuntimeError(
-                f"a backward of {self.root!r} did not end, as an error in it leaves it: call reset_iter_state() on the "
-                f"root module before the next forward. The gradients of that step are lost"
+                f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
+                f"{_RESET}. The gradients of that step are lost"
             )
         if self._forward_root is not None:
             if unit is self._forward_root or unit is self.root:
@@ -178,8 +182,7 @@ class Schedule:
     def refuse_forward(self, unit: Unit) -> NoReturn:
         """``unit`` is still in an earlier forward."""
         raise RuntimeError(
-            f"the forward of {unit!r} did not end, as an error in it leaves it: call reset_iter_state() on the root "
-            f"module before the next forward"
+            f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
         )
 
     def end_forward(self, unit: Unit, mark: object | None) -> bool:
