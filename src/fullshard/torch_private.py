@@ -183,6 +183,9 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
         if mesh_dim > after and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
     )
 
+#: While it is entered, writes to tensors leave their versions: what a gather writes was saved by autograd as it is.
+preserved_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+
 
 #: Container classes registered with pytree, and how each comes apart and together again (``flatten_fn``,
 #: ``unflatten_fn``); without it tensors inside registered objects would not be found. The public module cannot look up.

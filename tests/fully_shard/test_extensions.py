@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
+from fullshard.buffer import slots
 from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import whole
@@ -115,6 +119,23 @@ class Int8Gathered(Gathered):
             return None
         result = (data * scale).to(param_dtype)
         return result, (result,)
+
+
+class Kept(Gathered):
+    """Travels as it is. The unsharded parameter keeps what was gathered, and nothing is copied at later gathers."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        CALLS.append("pre")
+        return (self.held,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if out is None:
+            return Kept(outputs[0]), outputs
+        assert isinstance(out, Kept)
+        assert out.held.untyped_storage().data_ptr() == outputs[0].untyped_storage().data_ptr()
+        return None
 
 
 def as_bf16(weight: Tensor) -> Tensor:
@@ -244,3 +265,187 @@ def test_summoned_parameters_of_a_subclass_are_its_plain_values(world: World) ->
     with fullshard.summon_full_params(model, writeback=False):
         assert torch.equal(model[0].weight.detach() * 1, reference[0].weight)
     assert whole(model[2].weight).shape == (5, 8)
+
+
+# -- what was gathered stays where it lay ------------------------------------------------------------------------------
+
+EVERYWHERE = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+WITH_AND_WITHOUT_SWAPS = pytest.mark.parametrize("swaps", [True, False])
+
+
+def of_kind(kind: type[Gathered] | None, rows: int = 8, width: int = 5) -> Any:
+    """Two layers, the weights of both gathered in a way of their own; that of the second is saved for backward."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, width)))
+    for layer in (model[0], model[2]) if kind is not None else ():
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def losses(world: World, model: Any, alone: bool = False) -> list[float]:
+    """Of some steps on batches that differ between ranks; a model that is not sharded sees the batches of all."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    found = []
+    for step in range(4):
+        seen = range(world.size) if alone else [world.rank]
+        each = [model(inputs(10 * step + rank)).square().mean() for rank in seen]
+        (sum(each) / len(each)).backward()
+        found.append(each[world.rank if alone else 0].item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@ranks(1, 2)
+@EVERYWHERE
+@WITH_AND_WITHOUT_SWAPS
+def test_a_subclass_may_keep_what_was_gathered(world: World, transport: str, swaps: bool) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    with pytest.MonkeyPatch.context() as patch:
+        if not swaps:
+            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+        model = of_kind(Kept)
+        for layer in (model[0], model[2], model):
+            fullshard.fully_shard(layer, reshard_after_forward=True)
+        assert losses(world, model) == pytest.approx(losses(world, of_kind(None), alone=True), rel=1e-5)
+
+
+@ranks(2)
+def test_what_was_gathered_is_freed_with_the_group_unless_its_storage_is_kept(world: World) -> None:
+    model = of_kind(Kept)
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    for keep in (False, True):
+        model.set_keep_unsharded_storage(keep)
+        model(inputs())
+        model.unshard()
+        held = model[0].weight.held
+        assert held.untyped_storage().nbytes() == held.nbytes
+        model.reshard()
+        assert held.untyped_storage().nbytes() == (held.nbytes if keep else 0)
+
+
+@ranks(2)
+def test_a_subclass_is_made_of_its_own_tensors_and_has_the_attributes_of_users(world: World) -> None:
+    model = of_kind(Kept)
+    model[0].weight.note = "kept"
+    whole_before = weakref.ref(model[0].weight.held)
+    fullshard.fully_shard(model)
+    gc.collect()
+    assert whole_before() is None, "the whole weight is freed"
+    assert model[0].weight.note == "kept"
+    model(inputs())
+    model.unshard()
+    assert model[0].weight.note == "kept"
+    assert isinstance(model[0].weight, Kept)
+
+
+@ranks(2)
+@EVERYWHERE
+@pytest.mark.parametrize("kind", [Bf16Gathered, Kept])
+def test_a_subclass_that_writes_to_its_parameter_may_be_saved_for_backward(
+    world: World, kind: Any, transport: str
+) -> None:
+    """The weight of the second layer is gathered a second time between its forward and its backward."""
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = of_kind(kind, width=4)
+    for layer in (model[0], model[2], model):
+        fullshard.fully_shard(layer, reshard_after_forward=True)
+    model(inputs())
+    found = losses(world, model)
+    assert found == pytest.approx(losses(world, of_kind(None, width=4), alone=True), rel=0.05)
+    assert found[-1] < found[0]
+
+
+@ranks(2, 3)
+def test_rows_that_differ_between_ranks_are_padded(world: World) -> None:
+    model = of_kind(Kept, rows=7, width=2)
+    for layer in (model[0], model[2], model):
+        fullshard.fully_shard(layer, reshard_after_forward=True)
+    reference = of_kind(None, rows=7, width=2)
+    assert losses(world, model) == pytest.approx(losses(world, reference, alone=True), rel=1e-5)
+
+
+@ranks(2)
+@BOTH
+def test_a_subclass_may_be_sharded_along_its_columns(world: World, fsdp: Library) -> None:
+    model = of_kind(Kept)
+    for layer in (model[0], model[2]):
+        fsdp.fully_shard(layer, shard_placement_fn=lambda param: Shard(param.ndim - 1) if param.ndim > 1 else None)
+    fsdp.fully_shard(model)
+    assert losses(world, model) == pytest.approx(losses(world, of_kind(None), alone=True), rel=1e-5)
+
+
+@ranks(2)
+@BOTH
+def test_a_subclass_is_not_sharded_along_columns_that_do_not_divide(world: World, fsdp: Library) -> None:
+    model = of_kind(Kept, rows=7)
+    with pytest.raises(NotImplementedError, match=r"along dim 1|on dim 1"):
+        fsdp.fully_shard(model[2], shard_placement_fn=lambda param: Shard(param.ndim - 1))
+
+
+# -- subclasses that come after sharding -------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+@EVERYWHERE
+@pytest.mark.parametrize("how", ["set", "assign"])
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_local_tensor_that_is_set_after_sharding_says_what_is_gathered(
+    world: World, how: str, when: str, transport: str
+) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model, reference = build(None), build(None)
+    fullshard.fully_shard(model[0])
+    fullshard.fully_shard(model)
+    if when == "between":
+        model(inputs()).sum().backward()
+        model.zero_grad()
+    weight = model[0].weight
+    if how == "set":
+        given = weight._local_tensor = Bf16Gathered(local(weight).detach().clone())
+    else:
+        given = Bf16Gathered(local(weight).detach().clone())
+        shown = DTensor.from_local(given, weight.device_mesh, weight.placements, run_check=False)
+        model.load_state_dict({"0.weight": shown}, strict=False, assign=True)
+    with torch.no_grad():
+        reference[0].weight.copy_(as_bf16(reference[0].weight))
+    CALLS.clear()
+    for _ in range(2):
+        found = model(inputs())
+        assert_close(found, reference(inputs()), "output")
+        found.sum().backward()
+    assert CALLS == ["pre", "post"] * 4
+    assert isinstance(local(model[0].weight), Bf16Gathered)
+    if how == "set":
+        assert model[0].weight._local_tensor is given
+
+
+@ranks(2)
+@EVERYWHERE
+@BOTH
+def test_a_subclass_may_take_the_place_of_another(world: World, fsdp: Library, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model, reference = build(Bf16Gathered), build(None)
+    fsdp.fully_shard(model)
+    model(inputs()).sum().backward()
+    model.zero_grad()
+    model.reshard()
+    weight = model[0].weight
+    weight._local_tensor = Bf16Gathered(2 * local(weight).held)
+    with torch.no_grad():
+        reference[0].weight.copy_(as_bf16(2 * reference[0].weight))
+    for _ in range(2):
+        assert_close(model(inputs()), reference(inputs()), "output")
+
+
+@ranks(2)
+@EVERYWHERE
+def test_a_plain_tensor_may_take_the_place_of_a_subclass(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model, reference = build(Bf16Gathered), build(None)
+    fullshard.fully_shard(model)
+    model(inputs()).sum().backward()
+    model.zero_grad()
+    model[0].weight._local_tensor = local(model[0].weight).held.clone()
+    CALLS.clear()
+    assert losses(world, model) == pytest.approx(losses(world, reference, alone=True), rel=1e-5)
+    assert not CALLS

@@ -2,19 +2,21 @@
 
 Such a parameter (fp8 or int8 weights, for example) says which tensors to gather and makes the unsharded parameter of
 what was gathered. Owns their gather beside the group's ordinary one; their gradients travel like all others.
+
+What is gathered lies in the same tensors every time, and their memory is there while the group is unsharded: a subclass
+may keep them, or views of them, in the parameter that it makes, and has nothing to copy when they are gathered again.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from fullshard.comm.transport import Pending
-from fullshard.torch_private import local_of
+from fullshard.torch_private import all_gather_single, local_of, set_versions, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -32,49 +34,55 @@ class _All:
             part.finish()
 
 
-class _Gather:
-    """What one parameter sends, and where it is received."""
+class _Extended:
+    """One parameter that defines how it is gathered."""
 
-    def __init__(self, inputs: list[torch.Tensor], metadata: Any, group: dist.ProcessGroup | None) -> None:
-        self.metadata = metadata
-        size = group.size() if group is not None else 1
-        self.outputs = [torch.empty((size * t.shape[0], *t.shape[1:]), dtype=t.dtype, device=t.device) for t in inputs]
-        self._work: list[Any] = []
-        for output, source in zip(self.outputs, inputs, strict=True):
-            if group is None:
-                output.copy_(source)
+    def __init__(self, group: Group, param: ShardedParameter) -> None:
+        self._group = group
+        self._param = param
+        size = group.data.shard_size
+        self._is_uneven = param.dim is not None and param.shape[param.dim] % size != 0
+        if self._is_uneven and param.dim:
+            raise NotImplementedError(
+                f"parameter '{param.name}' of shape {tuple(param.shape)} defines fsdp_pre_all_gather and would be "
+                f"sharded unevenly along dim {param.dim} over {size} ranks: shard it along dim 0"
+            )
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._inner: tuple[torch.Tensor, ...] = ()
+        self._metadata: Any = None
+        self._work: list[tuple[Any, ...]] = []
+
+    # -- communication -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start to gather what the subclass sends."""
+        inputs, over, size = self._inputs(), self._group.data.shard_group, self._group.data.shard_size
+        wanted = [((size * source.shape[0], *source.shape[1:]), source.dtype) for source in inputs]
+        if wanted != [(tuple(output.shape), output.dtype) for output in self._outputs]:
+            device = self._group.device
+            with torch.inference_mode(False):
+                self._outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
+        _allocate(self._outputs)
+        for output, source in zip(self._outputs, inputs, strict=True):
+            target = output.data  # has a version of its own: a gather is no write in place to autograd
+            if over is None:
+                target.copy_(source)
                 continue
-            flat_out = output.view(-1).view(torch.uint8)
-            flat_in = source.contiguous().view(-1).view(torch.uint8)
-            host = source.device.type == "cpu"
-            work = dist.all_gather_into_tensor(flat_out, flat_in, group=group, async_op=host)
-            if host:
-                self._work.append((work, flat_in))
+            sent, received = source.contiguous(), torch.empty_like(target) if self._param.dim else target
+            work = all_gather_single(_bytes(received), _bytes(sent), group=over, async_op=True)
+            self._work.append((work, sent, received, target))
 
     def finish(self) -> None:
-        for work, _ in self._work:
+        for work, _, received, target in self._work:
             work.wait()
+            if received is not target:
+                whole = torch.cat(received.chunk(self._group.data.shard_size), self._param.dim or 0)
+                target.copy_(whole.view(target.shape))
         self._work.clear()
 
-
-class ExtensionGather:
-    """The parameters of a group that define how they are gathered."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._params = [param for param in group.params if param.extends]
-        self._gathers: list[_Gather] = []
-        self._inner: dict[int, list[torch.Tensor]] = {}
-        self._unsharded: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def start(self, other: Pending) -> Pending:
-        """Gather them after ``other``."""
-        self._gathers = [_Gather(*self._inputs(param), self._group.data.shard_group) for param in self._params]
-        return _All((other, *self._gathers))
-
-    def _inputs(self, param: ShardedParameter) -> tuple[list[torch.Tensor], Any]:
-        group = self._group
+    def _inputs(self) -> list[torch.Tensor]:
+        """What the subclass sends. Rows of which this rank has fewer than others are followed by zeros."""
+        group, param = self._group, self._param
         local = local_of(param.sharded)  # type: ignore[arg-type]
         if group.offloads:
             local = local.to(group.device, non_blocking=True)
@@ -82,58 +90,97 @@ class ExtensionGather:
         count = len(inspect.signature(before).parameters)
         mesh = group.data.shard_mesh
         if count == 1:
-            inputs, metadata = before(mesh)
+            inputs, self._metadata = before(mesh)
         elif count == 5:
-            location = param.locations[0]
-            stride = torch.empty(param.shape, device="meta").stride()
-            inputs, metadata = before(mesh, param.shape, stride, location.module, group.policy_of(param))
+            module = param.locations[0].module
+            policy = group.policy_of(param)
+            inputs, self._metadata = before(mesh, param.shape, _stride(param.shape), module, policy)
         else:
             raise AssertionError(
                 f"fsdp_pre_all_gather of parameter '{param.name}' takes {count} arguments; it must take "
                 f"(mesh, outer_size, outer_stride, module, mp_policy), or the mesh alone"
             )
         expected = param.padded_shape
-        uneven = param.dim is not None and param.shape[param.dim] % group.data.shard_size != 0
-        if uneven and any(tuple(t.shape) != expected for t in inputs):
+        if self._is_uneven:
+            inputs = [_padded(t, expected[0]) if t.shape[0] == local.shape[0] else t for t in inputs]
+        compared = len(expected) if param.dim else int(self._is_uneven)  # dims that must be as expected
+        if any(tuple(t.shape[:compared]) != expected[:compared] for t in inputs):
             raise AssertionError(
-                f"parameter '{param.name}' of shape {tuple(param.shape)} is sharded unevenly over "
-                f"{group.data.shard_size} ranks: fsdp_pre_all_gather must return inputs padded to {expected}: "
-                f"found {[tuple(t.shape) for t in inputs]}"
+                f"parameter '{param.name}' of shape {tuple(param.shape)} is sharded along dim {param.dim} over "
+                f"{group.data.shard_size} ranks: fsdp_pre_all_gather must return inputs as large as this rank's part, "
+                f"or padded to {expected}: found {[tuple(t.shape) for t in inputs]}"
             )
-        return list(inputs), metadata
+        return [t if t.ndim else t.view(1) for t in inputs]
+
+    # -- the unsharded parameter -------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""
+        param, dtype = self._param, self._group.compute_dtype(self._param)
+        for output in self._outputs:
+            if output.device.type != "cpu":  # made in the gather's lane, and read here for as long as it takes
+                output.record_stream(torch.accelerator.current_stream(output.device))
+        after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
+        if param.unsharded is None:
+            whole, inner = after(self._outputs, self._metadata, dtype)
+            self._inner = tuple(inner)
+            param.make_unsharded(whole.as_strided(param.shape, _stride(param.shape), 0))
+            return
+        _allocate(self._inner)
+        versions = tuple(map(version_of, self._inner))
+        after(self._outputs, self._metadata, dtype, out=param.unsharded)
+        set_versions(self._inner, versions)  # and the group that of the leaf: this is no write in place to autograd
+
+    def leave(self) -> None:
+        """Free what was gathered and what the subclass made of it."""
+        for tensor in (*self._outputs, *self._inner) if not self._group.options.keep_unsharded_storage else ():
+            tensor.untyped_storage().resize_(0)
+
+
+class ExtensionGather:
+    """The parameters of a group that define how they are gathered."""
+
+    def __init__(self, group: Group) -> None:
+        self._extended = [_Extended(group, param) for param in group.params if param.extends]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start(self, other: Pending) -> Pending:
+        """Gather them after ``other``."""
+        for each in self._extended:
+            each.start()
+        return _All((other, *self._extended))
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def arrive(self) -> None:
-        """Let each subclass make its unsharded parameter of what was gathered; the first time new, then in place."""
-        for param, gather in zip(self._params, self._gathers, strict=True):
-            dtype = self._group.compute_dtype(param)
-            after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
-            outputs = tuple(gather.outputs)
-            for output in outputs:
-                if output.device.type != "cpu":  # made in the gather's lane, and read here for as long as it takes
-                    output.record_stream(torch.accelerator.current_stream(output.device))
-            if id(param) not in self._unsharded:
-                self._unsharded[id(param)], inner = after(outputs, gather.metadata, dtype)
-                self._inner[id(param)] = list(inner)
-            else:
-                for tensor in self._inner[id(param)]:
-                    storage = tensor.untyped_storage()
-                    if storage.nbytes() == 0:
-                        storage.resize_(tensor.numel() * tensor.itemsize)
-                whole = param.unsharded if param.unsharded is not None else self._unsharded[id(param)]
-                after(outputs, gather.metadata, dtype, out=whole)
-        self._gathers = []
-
-    def make_leaves(self) -> None:
-        """Make the leaves of the extended parameters; called once, after the first gather."""
-        self.arrive()
-        for param in self._params:
-            whole = self._unsharded[id(param)]
-            param.make_unsharded(whole.as_strided(param.shape, torch.empty(param.shape, device="meta").stride()))
+        """Make the unsharded parameters of what was gathered."""
+        for each in self._extended:
+            each.arrive()
 
     def leave(self) -> None:
-        """Free what the subclasses own while the group is sharded."""
-        for inner in self._inner.values():
-            for tensor in inner:
-                tensor.untyped_storage().resize_(0)
+        """Free the unsharded parameters."""
+        for each in self._extended:
+            each.leave()
+
+
+def _allocate(tensors: Iterable[torch.Tensor]) -> None:
+    """Give tensors memory again that were freed."""
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() == 0:
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: not every backend knows every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    if tensor.shape[0] == rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])
+
+
+def _stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()

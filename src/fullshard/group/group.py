@@ -224,6 +224,8 @@ class Group:
 
     def _needs_other_memory(self, param: ShardedParameter) -> bool:
         held = param.held
+        if param.placed and param.extends != param.defines_gather(held):
+            return True
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
 
     def join(self, lanes: Lanes, flight: Flight, pools: Pools) -> None:
@@ -370,7 +372,7 @@ class Group:
                 # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
                 self.params[index].make_unsharded(whole.data)
         if self._extensions is not None:
-            self._extensions.make_leaves()
+            self._extensions.arrive()
         leaves = [param.unsharded for param in self.params if param.unsharded is not None]
         self._guarded = (*leaves, *(local_of(leaf) for leaf in leaves if isinstance(leaf, DTensor)))
         self._leaf_versions = tuple(map(version_of, self._guarded))

@@ -171,7 +171,7 @@ class Memory:
                 place.copy_(held if param.placed else param.chunk_of(held, rank))
             param.place(place)
         for param in group.params:
-            if param.extends and not param.placed:
+            if param.extends and not param.lies_at(param.local):
                 param.place_extension(rank, group.offloads)
         self.has_meta = any(param.held.is_meta for param in group.params)
 

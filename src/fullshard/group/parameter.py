@@ -88,7 +88,7 @@ class ShardedParameter:
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
-        self.extends = self._extends(whole)
+        self.extends = self.defines_gather(whole)
         #: In which it is gathered, if not in the dtype that the group's policy says.
         self.overridden_dtype: torch.dtype | None = None
         #: Of its gradients. Survives conversions of the parameter, and that another takes its place.
@@ -161,12 +161,13 @@ class ShardedParameter:
             )
         return dim % len(self.shape)
 
-    def _extends(self, whole: torch.Tensor) -> bool:
-        before, after = hasattr(whole, "fsdp_pre_all_gather"), hasattr(whole, "fsdp_post_all_gather")
+    def defines_gather(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that is to be held says itself how it is gathered."""
+        before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
         if before != after:
             missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
             raise AssertionError(
-                f"parameter '{self.name}' is a {type(whole).__name__}, which defines one of fsdp_pre_all_gather and "
+                f"parameter '{self.name}' is a {type(tensor).__name__}, which defines one of fsdp_pre_all_gather and "
                 f"fsdp_post_all_gather and lacks {missing}: define both or neither"
             )
         return before
@@ -186,6 +187,7 @@ class ShardedParameter:
         """What ``sharded`` holds has another dtype or mesh from now on."""
         self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.held.dtype
+        self.extends = self.defines_gather(self.held)
         self._gradient_specs.clear()
 
     def heed_grad_dtype(self) -> None:
@@ -285,16 +287,21 @@ class ShardedParameter:
         before = self.sharded
         self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=before.requires_grad)
         set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
-        self.sharded.__dict__.update(before.__dict__)
+        own = before.detach().__dict__  # of a tensor subclass: what it is made of, whole
+        self.sharded.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
         choose_grad_dtype(self.sharded, self.grad_dtype)
         for hook in tuple((post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((before._backward_hooks or {}).values())
 
     def place_extension(self, rank: int, offload: bool) -> None:
-        """Give a subclass with a gather of its own a chunk of its own, padded to the largest part."""
+        """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""
+        if self.placed:
+            self.place(self.held)
+            return
         whole = self.sharded.detach()
-        chunk = self.chunk_of(whole, rank)
+        chunks = whole.chunk(self.data.shard_size, self.dim) if self.dim is not None else [whole]
+        chunk = chunks[rank] if rank < len(chunks) else self.chunk_of(whole, rank)  # chunk(): what subclasses know
         padded = whole.new_zeros(self.padded_shape)
         local = padded.narrow(self.dim or 0, 0, chunk.shape[self.dim or 0])
         local.copy_(chunk)

@@ -200,6 +200,11 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
     for name, param in params.items():
         if not param.is_floating_point():
             problem = f"'{name}' is {param.dtype}, which is not floating-point: make it a buffer, or ignore it"
+        elif hasattr(param, "fsdp_pre_all_gather"):
+            problem = (
+                f"'{name}' is a {type(param).__name__}, which says itself how it is gathered and cannot lie in a flat "
+                f"parameter: shard its module with fully_shard, which asks it"
+            )
         elif isinstance(param, FlatParameter):
             problem = f"'{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
         elif param.device != params[first].device:

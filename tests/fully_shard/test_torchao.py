@@ -1,0 +1,111 @@
+"""torchao's own subclasses, for training in float8 and int8 and beside frozen weights of 4 bits, as with torch's FSDP2.
+
+Losses are equal to the bit. Kernels that the CPU lacks are emulated, by torchao.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.buffer import slots
+from tests.fully_shard.cases import Library
+from tests.harness import World, ranks
+from tests.harness.compare import LIBRARIES
+from tests.harness.models import seeded
+
+pytest.importorskip("torchao", reason="torchao is not installed")
+
+WIDTH = 64
+
+
+class LowRank(nn.Module):
+    """A frozen weight of 4 bits, and a trained one of low rank beside it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
+
+        super().__init__()
+        self.run = linear_nf4
+        self.weight = nn.Parameter(to_nf4(linear.weight.detach(), 64, 2), requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.run(x, self.weight) + self.up(self.down(x))
+        return out
+
+
+def build() -> Any:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)], nn.Linear(WIDTH, 8))
+
+
+def convert(model: Any, kind: str) -> Any:
+    """Let torchao prepare all layers but the last."""
+    if kind.startswith("float8"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "3")
+    if kind == "int8":
+        from torchao import quantize_
+        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+
+        quantize_(model, Int8MixedPrecisionTrainingConfig(), filter_fn=lambda _, name: name in ("0", "1", "2"))
+    if kind == "nf4":
+        for at in range(3):
+            model[at] = LowRank(model[at])
+    return model
+
+
+def losses(world: World, library: Any, kind: str, **options: Any) -> list[float]:
+    model = seeded(lambda: convert(build(), kind))
+    for layer in model:
+        library.fully_shard(layer, **options)
+    library.fully_shard(model, **options)
+    steps = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(4):
+        seed = torch.Generator().manual_seed(10 * step + world.rank)
+        loss = (model(torch.randn(32, WIDTH, generator=seed)) - 1).square().mean()
+        loss.backward()
+        steps.step()
+        steps.zero_grad()
+        if kind == "float8 with scales ahead":
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        found.append(loss.item())
+    return found
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("kind", ["float8", "float8 with scales ahead", "int8"])
+def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: str, swaps: bool) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    with pytest.MonkeyPatch.context() as patch:
+        if not swaps:
+            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+        ours, theirs = (losses(world, Library(name), kind, reshard_after_forward=True) for name in LIBRARIES)
+    assert ours == theirs
+    assert ours[-1] < ours[0] / 1.5
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_frozen_weights_of_4_bits(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    ours, theirs = (losses(world, Library(name), "nf4") for name in LIBRARIES)
+    assert ours == theirs
+
+
+@ranks(2)
+def test_the_wrapper_refuses_weights_that_say_how_they_are_gathered(world: World) -> None:
+    model = convert(seeded(build), "float8")
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is a WeightWithDynamicFloat8CastTensor.*fully_shard"):
+        Library("fullshard").FullyShardedDataParallel(model)
