@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, contains
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -151,6 +152,30 @@ def choose_grad_dtype(param: torch.Tensor, chosen: GradDtype) -> None:
         param.grad_dtype = None if chosen == "any" else chosen
 
 
+#: Under this name ``_apply_optimizer_in_backward`` keeps the optimizers of a parameter, of which it makes hooks for
+#: autograd to call; of what is sharded autograd adds up nothing, so we step them.
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
+
+
+def after_accumulation(params: Sequence[torch.Tensor]) -> bool:
+    """Whether anything is to run when gradients of ``params`` have come home."""
+    if any(map(post_accumulate_hooks, params)):
+        return True
+    return any(map(contains, map(_attributes, params), repeat(IN_BACKWARD_OPTIMIZERS)))
+
+
+def run_after_accumulation(param: torch.Tensor) -> None:
+    """Call the hooks of a parameter whose gradient has come home, and let the optimizers step that take it at once."""
+    for hook in tuple((post_accumulate_hooks(param) or {}).values()):
+        hook(param)
+    for optimizer in (steps := param.__dict__.get(IN_BACKWARD_OPTIMIZERS, ())):
+        optimizer.step()
+    if steps:
+        param.grad = None
+
+
+_attributes: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
+
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -182,9 +207,6 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
         for mesh_dim, placement in enumerate(spec.placements)
         if mesh_dim > after and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
     )
-
-#: While it is entered, writes to tensors leave their versions: what a gather writes was saved by autograd as it is.
-preserved_versions: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
 
 
 #: Container classes registered with pytree, and how each comes apart and together again (``flatten_fn``,

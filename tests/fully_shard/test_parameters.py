@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
+from fullshard.buffer import slots
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, MixedDtypes, OddParameters, seeded
+from tests.harness.wrapper import wrap_blocks
 
 
 @ranks(2)
@@ -84,6 +89,65 @@ def test_an_optimizer_step_in_backward(world: World, fsdp: Library) -> None:
     for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert parameter.grad is None
         assert_close(whole(parameter), expected, "parameter")
+
+
+STEPS_IN_BACKWARD = {"lr": 0.1, "momentum": 0.9}
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("swaps", [True, False])
+@pytest.mark.parametrize("kind", ["composable", "original", "flat"])
+def test_torchs_optimizers_in_backward_step(world: World, kind: str, transport: str, swaps: bool) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    with pytest.MonkeyPatch.context() as patch:
+        if not swaps:
+            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+        shard = each_block() if kind == "composable" else wrap_blocks(original=kind == "original")
+        model, reference = seeded(MLP), seeded(MLP)
+        model = shard(fullshard, model) or model
+        for each in (model, reference):
+            _apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), STEPS_IN_BACKWARD)
+        for step in range(4):
+            loss = model(inputs(10 * step + world.rank)).square().mean()
+            loss.backward()
+            losses = [reference(inputs(10 * step + rank)).square().mean() for rank in range(world.size)]
+            (sum(losses) / world.size).backward()
+            assert_close(loss, losses[world.rank], f"loss of step {step}")
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@ranks(2)
+def test_a_copy_has_optimizers_in_backward_of_its_own(world: World) -> None:
+    model = shard_mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        assert_close(twin(inputs(step)), model(inputs(step)), "output")
+        for each in (model, twin):
+            each(inputs(step)).square().mean().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one is not other
+        assert_close(whole(one), whole(other), "parameter")
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["composable", "flat"])
+def test_optimizers_in_backward_from_before_sharding_are_refused(world: World, kind: str) -> None:
+    """With original parameters of the wrapper they step, for these stay the same objects."""
+    model: Any = seeded(MLP)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    if kind == "flat":
+        with pytest.raises(ValueError, match=r"'scale' has hooks or optimizers.*use_orig_params"):
+            fullshard.FullyShardedDataParallel(model)
+        model = fullshard.FullyShardedDataParallel(model, use_orig_params=True)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        model(inputs()).sum().backward()
+        assert any(not torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
+        return
+    fullshard.fully_shard(model)
+    with pytest.raises(RuntimeError, match="was built before fully_shard"):
+        model(inputs()).sum().backward()
 
 
 class SharedModules(nn.Module):

@@ -29,7 +29,7 @@ from fullshard.device import CPU, Mark, mark_now
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import foreach_add, foreach_copy, post_accumulate_hooks, version_of
+from fullshard.torch_private import after_accumulation, foreach_add, foreach_copy, run_after_accumulation, version_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -471,9 +471,7 @@ class _Reducing:
         more = group.presentation.take_gradients(homes)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
-        if any(map(post_accumulate_hooks, group.presentation.sharded)):
+        if after_accumulation(group.presentation.sharded):
             with torch.no_grad():
                 for index, _ in homes:
-                    sharded = group.params[index].sharded
-                    for hook in tuple((post_accumulate_hooks(sharded) or {}).values()):
-                        hook(sharded)
+                    run_after_accumulation(group.params[index].sharded)

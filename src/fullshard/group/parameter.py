@@ -322,11 +322,11 @@ class ShardedParameter:
         twin = memo.get(id(self.sharded))
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
+            memo[id(self.sharded)] = twin  # first: what is attached, as an optimizer is, may lead back to it
             twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
             choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
-            memo[id(self.sharded)] = twin
         assert isinstance(twin, nn.Parameter)
         return twin
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fullshard.torch_private import in_backward
+
 if TYPE_CHECKING:
     from fullshard.group.group import Group
 
@@ -86,7 +88,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _count_step(optimizer, args, kwargs)  # after a step that raises no hook is called
         groups = [group for reference in known[1] if (group := reference()) is not None]
         for clock in {id(group.clock): group.clock for group in groups}.values():
-            clock.steps += 1
+            clock.steps += not in_backward()  # where it steps for the parameters of which this rank has a part
         for call in _then:
             call(optimizer)
 

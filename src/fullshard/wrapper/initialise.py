@@ -22,7 +22,7 @@ from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.registry import owner_of
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import is_traceable_subclass
+from fullshard.torch_private import after_accumulation, is_traceable_subclass
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -204,6 +204,11 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
             problem = (
                 f"'{name}' is a {type(param).__name__}, which says itself how it is gathered and cannot lie in a flat "
                 f"parameter: shard its module with fully_shard, which asks it"
+            )
+        elif not use_orig_params and after_accumulation([param]):
+            problem = (
+                f"'{name}' has hooks or optimizers that wait for its gradient in backward, and would have none: give "
+                f"them to the flat parameters, after wrapping, or set use_orig_params=True"
             )
         elif isinstance(param, FlatParameter):
             problem = f"'{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
