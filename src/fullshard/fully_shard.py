@@ -309,6 +309,9 @@ def borrow(unit: Unit) -> None:
     Where a module keeps parameters outside of those that it registers, they are shown there too.
     """
     for module in managed_modules(unit.modules):
+        if isinstance(module, nn.MultiheadAttention):  # reads the parameters of its projection and never runs it
+            inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
+            unit.borrowed += [group for each in dict.fromkeys(inner) for group in each.groups]
         registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
         for where, param in [*registered, *kept_apart(module)]:
             owner = owner_of(param) if param is not None else None

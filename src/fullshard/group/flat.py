@@ -17,7 +17,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
@@ -107,6 +109,7 @@ class Fragment(ShardedParameter):
         self._attributes = param.__dict__
         self._run = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
+        self._watched: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def heed_grad_dtype(self) -> None:
@@ -194,6 +197,14 @@ class Fragment(ShardedParameter):
     def attributes(self) -> dict[str, Any]:
         return self._attributes
 
+    def watch(self, receive: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Let ``receive`` have the gradients that autograd would add to that of the fragment."""
+        if self._watched is not self.sharded:
+            self._watched, trainable = self.sharded, self.sharded.requires_grad
+            self.sharded.requires_grad_(True)  # of a frozen parameter too: the hook is kept when it is thawed
+            self.sharded.register_hook(receive)
+            self.sharded.requires_grad_(trainable)
+
     def show_waiting(self) -> torch.Tensor | None:
         """Let users see that a gradient waits to be reduced, and clear it; what they see is what is there already."""
         if self.sharded.grad is None and self.sharded.requires_grad:
@@ -245,6 +256,9 @@ class FlatPresentation(Presentation):
                 group.params[index].sharded = flat
             self._flats.append((first.home, flat_name(number), flat, section))
         super().prepare()
+        if not self._flats and not group.data.shards and group.data.replicate_size > 1:
+            for index, param in enumerate(group.params):
+                param.watch(partial(group.gradients.receive_outside, weakref.ref(group), index))  # type: ignore[attr-defined]
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))

@@ -222,6 +222,25 @@ class Gradients:
         assert before is not None
         before.give_back(mark_now(self._group.device))
 
+    @staticmethod
+    def receive_outside(reference: weakref.ref[Group], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+        """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time.
+
+        Another module than its own has read it. The gradient is reduced like any other, and zeros are added in its
+        place.
+        """
+        group = reference()
+        if group is None:
+            return None
+        if group.clock.epoch == 0:
+            raise RuntimeError(
+                f"a gradient of parameter '{group.params[index].name}' was computed outside of any wrapped module, and "
+                f"would not be reduced: wrap the module that reads the parameter too"
+            )
+        group.clock.begin_backward()
+        group.gradients._take(index, grad)
+        return torch.zeros_like(grad)
+
     def settle(self) -> None:
         """Take what waits into the buffer; in one call, for small gradients cost more by their number than by size."""
         if not self._waiting:

@@ -1,0 +1,147 @@
+"""Parity of parameters that another module reads than the one that was sharded: it never runs the module itself."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fullshard
+from tests.harness import World, ranks
+from tests.harness.compare import Batch, Call, Precision, compare, mean_square
+from tests.harness.models import random_batch, seeded
+from tests.harness.wrapper import ORIGINAL, STRATEGIES, no_sync_before, training, wrap
+
+WIDTH = 6
+
+
+class Attends(nn.Module):
+    """Attention as torch ships it reads the weight of its projection and never runs the projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, -1, WIDTH)
+        out: Tensor = self.last(x + self.attention(x, x, x, need_weights=False)[0])
+        return out.view(-1, WIDTH)
+
+
+class Reads(nn.Module):
+    """Computes with the weight of a module by itself, in one of two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.run = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.read.weight, self.read.bias).tanh()
+        out: Tensor = self.run(x) + F.linear(x, self.run.weight)
+        return out
+
+
+class Blocks(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(kind(), kind())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ORIGINAL
+def test_projections_of_attention_under_the_wrapper(world: World, strategy: str, original: bool) -> None:
+    options: dict[str, Any] = {"strategy": strategy, "original": original}
+
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        for block in model.blocks:
+            block.attention.out_proj = wrap(fsdp, block.attention.out_proj, **options)
+            block.last = wrap(fsdp, block.last, **options)
+        return wrap(fsdp, model, **options)
+
+    case = training(shard, build=lambda: seeded(lambda: Blocks(Attends)), batch=random_batch(4, WIDTH), steps=3)
+    compare(world, case, with_torch=False)  # which reads shards there, or leaves their gradients unreduced
+
+
+@ranks(2)
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_projections_of_attention_sharded_apart(world: World, around: bool, reshard: bool) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        for block in model.blocks:
+            fsdp.fully_shard(block.attention.out_proj, reshard_after_forward=reshard)
+            if around:
+                fsdp.fully_shard(block.attention, reshard_after_forward=reshard)
+        fsdp.fully_shard(model)
+
+    case = training(shard, build=lambda: seeded(lambda: Blocks(Attends)), batch=random_batch(4, WIDTH), steps=3)
+    compare(world, case, with_torch=False)
+
+
+def with_decay(call: Call, batch: Batch) -> Tensor:
+    """A loss that reads parameters itself; all ranks add the same to it."""
+    model: Any = call
+    return mean_square(call, batch) + 0.01 * sum(param.square().sum() for param in model.parameters())
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_every_rank_has_may_be_read_by_any_module(
+    world: World, micro_batches: int, frozen: bool
+) -> None:
+    def build() -> nn.Module:
+        model = seeded(lambda: Blocks(Reads))
+        model.blocks[0].read.weight.requires_grad_(not frozen)  # type: ignore[union-attr, operator]
+        return model
+
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        for block in model.blocks:
+            block.read = wrap(fsdp, block.read, strategy="NO_SHARD", original=True)
+            block.run = wrap(fsdp, block.run, strategy="NO_SHARD", original=True)
+        return wrap(fsdp, model, strategy="NO_SHARD", original=True)
+
+    changes: dict[str, Any] = {"micro_batches": micro_batches, "around_micro": no_sync_before(micro_batches - 1)}
+    case = training(shard, build=build, batch=random_batch(4, WIDTH), steps=3, **changes)
+    compare(world, case, with_torch=False)
+
+
+@ranks(2)
+def test_a_loss_may_read_parameters_that_every_rank_has(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        return wrap(fsdp, model, strategy="NO_SHARD", original=True)
+
+    build = lambda: seeded(lambda: Blocks(Attends))  # noqa: E731
+    case = training(shard, build=build, batch=random_batch(4, WIDTH), loss=with_decay, steps=3)
+    compare(world, case)
+
+
+@ranks(2)
+def test_parameters_that_only_modules_outside_of_any_wrapper_read_are_an_error(world: World) -> None:
+    model: Any = seeded(lambda: Blocks(Attends))
+    attention = model.blocks[0].attention
+    attention.out_proj = wrap(fullshard, attention.out_proj, strategy="NO_SHARD")
+    with pytest.raises(RuntimeError, match=r"parameter '(weight|bias)'.*wrap the module that reads"):
+        model(random_batch(4, WIDTH)(world.rank)[0]).sum().backward()
+
+
+@ranks(2)
+def test_projections_of_attention_in_low_precision(world: World) -> None:
+    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def shard(fsdp: ModuleType, model: Any) -> Any:
+        for block in model.blocks:
+            block.attention.out_proj = wrap(fsdp, block.attention.out_proj, strategy="NO_SHARD", precision=precision)
+        return wrap(fsdp, model, strategy="NO_SHARD", precision=precision)
+
+    build = lambda: seeded(lambda: Blocks(Attends))  # noqa: E731
+    compare(world, training(shard, build=build, batch=random_batch(4, WIDTH), precision=precision), with_torch=False)
