@@ -258,6 +258,21 @@ def test_values_that_a_user_sets_between_steps(world: World, library: str, strat
     assert all(torch.equal(value, expected[name]) for name, value in whole_parameters(fsdp, model).items())
 
 
+@ranks(2)
+@EACH_WRAPPER
+def test_values_that_a_user_sets_after_a_forward_that_nobody_goes_back_through(world: World, library: str) -> None:
+    """With NO_SHARD what is shown are the parameters, at any time between a forward and the next."""
+    model = wrap_blocks(strategy="NO_SHARD")(WRAPPERS[library], seeded(MLP))
+    reference = seeded(MLP)
+    batch = random_batch(4, 6)(0)
+    for _ in range(2):
+        model(*batch)
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(1.5)
+        assert torch.allclose(model(*batch), reference(*batch), rtol=1e-6, atol=1e-7)
+
+
 @ranks(2, transport="host")
 @EACH_STRATEGY
 def test_gradients_that_a_user_sets_between_backward_and_step(world: World, strategy: str) -> None:

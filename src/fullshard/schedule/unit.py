@@ -210,7 +210,8 @@ class Unit:
                 if not self._is_opaque:
                     schedule.reshard_after_forward(group)
                 group.left_by_forward = (self.chose_to_keep or self._is_opaque) and group.is_unsharded
-                if group.is_flat and group.is_unsharded and (group.left_by_forward or not torch.is_grad_enabled()):
+                writes_stay = group.left_by_forward or group.data.shard_group is None  # what is shown may be written
+                if group.is_flat and group.is_unsharded and (writes_stay or not torch.is_grad_enabled()):
                     group.hide()
         self.phase, self._is_opaque = Phase.IDLE, False
 
