@@ -42,7 +42,7 @@ class Flight:
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque()
-        self.drops = 0
+        self.drops = 0  # how often what was under way was lost
 
     def add(self, mark: Mark) -> None:
         self._marks.append(mark)
@@ -53,7 +53,7 @@ class Flight:
             self._marks.popleft().wait()
 
     def drop(self) -> None:
-        """Wait for all, whatever becomes of them."""
+        """Wait for all, whatever becomes of them: what they reduce does not come home."""
         self.drops += 1
         while self._marks:
             try:
@@ -408,6 +408,7 @@ class _Reducing:
         self._buffer = buffer
         self._outputs: list[torch.Tensor] = []
         self._pending: Pending = Done()
+        self._flight, self._drops = group.flight, group.flight.drops
 
     def start(self) -> Pending:
         group, choice = self._group, self._choice
@@ -435,6 +436,8 @@ class _Reducing:
         assert group.lanes is not None
         read = self._pending if isinstance(self._pending, StillRead) else mark_now(group.device)
         self._buffer.give_back(read)
+        if self._flight.drops != self._drops:
+            return  # an error has ended the step of these gradients
         if self._choice.is_final:
             self.come_home()
             return
