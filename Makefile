@@ -11,6 +11,8 @@ MODEL ?= small
 API ?= fully_shard
 RANKS ?=
 STEPS ?=
+PROGRAMS ?= 500
+FIRST ?= 0
 ARGS ?=
 TORCH ?=
 
@@ -22,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train test test-torch lint types docs-test bench clean
+.PHONY: help train test test-torch lint types docs-test fuzz bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -55,6 +57,9 @@ types: $(VENV)/.installed-test ## mypy, strict
 
 docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+fuzz: $(VENV)/.installed-test ## run random programs against unsharded training: PROGRAMS=500, FIRST=0 is the first seed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --programs $(PROGRAMS) --first-seed $(FIRST) $(ARGS)
 
 bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)

@@ -22,6 +22,13 @@ from tests.harness.rank import run_test  # noqa: E402
 _RANKS = 4
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many random programs tests/fuzz runs, and which."""
+    group = parser.getgroup("fuzz", "random programs, see tests.fuzz")
+    group.addoption("--programs", type=int, default=24, help="how many random programs to run")
+    group.addoption("--first-seed", type=int, default=0, help="the seed of the first random program")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark."""
     config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")

@@ -1,0 +1,95 @@
+"""The ways in which programs save and load the state of a model and of its optimizer, in memory."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import fullshard
+from fullshard import FullyShardedDataParallel, StateDictType
+
+COMPOSABLE = ("plain", "dcp", "dcp full")
+WRAPPED = ("full", "sharded", "local", "dcp", "dcp full")
+_TYPES = {
+    "full": StateDictType.FULL_STATE_DICT,
+    "sharded": StateDictType.SHARDED_STATE_DICT,
+    "local": StateDictType.LOCAL_STATE_DICT,
+}
+
+
+def _cloned(value: Any) -> Any:
+    """A state dict that shares nothing with the model."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return type(value)((key, _cloned(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cloned(each) for each in value)
+    return copy.deepcopy(value)
+
+
+def save(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> Any:
+    """The state of both."""
+    if kind == "plain":
+        return _cloned(model.state_dict()), _cloned(optimizer.state_dict())
+    if kind in _TYPES:
+        with FullyShardedDataParallel.state_dict_type(model, _TYPES[kind]):
+            state = _cloned(model.state_dict())
+            if kind == "local":
+                return state, _cloned(optimizer.state_dict())
+            return state, _cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    _find_wrapper(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
+    return _cloned(get_state_dict(model, optimizer, options=options))
+
+
+def load(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    kind: str,
+    saved: Any,
+    assign: bool,
+    build: Callable[[Any], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """Load both; returns the optimizer, which is a new one if parameters were replaced."""
+    model_state, optimizer_state = saved
+    if kind == "plain":
+        model.load_state_dict(model_state, assign=assign)
+        if assign:
+            optimizer = build(model.parameters())
+        optimizer.load_state_dict(optimizer_state)
+    elif kind in _TYPES:
+        with FullyShardedDataParallel.state_dict_type(model, _TYPES[kind]):
+            model.load_state_dict(model_state)
+            if kind == "local":
+                optimizer.load_state_dict(optimizer_state)
+            else:
+                found = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, optimizer_state)
+                optimizer.load_state_dict(found)
+    elif kind == "dcp full":
+        _find_wrapper(model)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, model_state, options=options)
+        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    else:
+        _find_wrapper(model)
+        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return optimizer
+
+
+def _find_wrapper(model: Any) -> None:
+    """Let torch's functions find our wrapper."""
+    if isinstance(model, fullshard.FullyShardedDataParallel):
+        importlib.import_module("fullshard.interop")

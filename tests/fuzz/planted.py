@@ -1,0 +1,128 @@
+"""Defects that are planted into the library on purpose, to show that programs find them.
+
+Each is a change of one decision of the engine, of the kind that a mistaken line would make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fullshard.comm.transport import Done, Reduction
+from fullshard.group import gradients as gradients_module
+from fullshard.group import group as group_module
+from fullshard.group.gradients import Gradients, _Reducing
+from fullshard.group.group import Group
+from fullshard.group.memory import Memory
+from fullshard.schedule.unit import Unit
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
+    """A group is shown before its gather has ended."""
+    wait = Group.wait_for_unshard
+
+    def show_at_once(self: Any) -> None:
+        if self.lanes is not None and self._gather is not None:
+            gather, self._gather = self._gather, Done()
+            self._late = gather
+        wait(self)
+
+    patch.setattr(Group, "wait_for_unshard", show_at_once)
+
+
+def _stale_slot(patch: pytest.MonkeyPatch) -> None:
+    """Values that are still in a slot are used again, whatever was written since."""
+    patch.setattr(group_module, "in_backward", lambda: True)
+    patch.setattr(Group, "_current", lambda self: (0, 0))
+
+
+def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are summed and not averaged."""
+    patch.setattr(gradients_module, "Reduction", lambda divisor, sum_only: Reduction(1.0, sum_only))
+
+
+def _unpublished_chunks(patch: pytest.MonkeyPatch) -> None:
+    """In shared memory, what a rank has written to its chunks is not shown to the others."""
+    patch.setattr(Memory, "publish", lambda self, whatever: None)
+
+
+def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
+    """Gradients that should be added to others are dropped."""
+    patch.setattr(gradients_module, "foreach_add", lambda sums, more: None)
+
+
+def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are not summed over replicas."""
+    patch.setattr(_Reducing, "start_all_reduce", lambda self: Done())
+
+
+def _early_reduction(patch: pytest.MonkeyPatch) -> None:
+    """The first of several uses that ends its backward ends that of the unit."""
+    post_backward = Unit.post_backward
+
+    def forget_others(self: Any, use: Any) -> None:
+        self._entered = min(self._entered, 1)
+        post_backward(self, use)
+
+    patch.setattr(Unit, "post_backward", forget_others)
+
+
+def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
+    """Parameters that were not used get gradients of zeros."""
+    lay_out = Gradients._lay_out
+
+    def reduce_all(self: Any, trainable: tuple[bool, ...]) -> None:
+        self._group.options.reduce_unused = True
+        lay_out(self, trainable)
+
+    patch.setattr(Gradients, "_lay_out", reduce_all)
+
+
+def _lost_partial_sums(patch: pytest.MonkeyPatch) -> None:
+    """What was accumulated before the last micro-batch is forgotten."""
+    begin = Gradients._begin
+
+    def forget(self: Any) -> None:
+        self._arrived.clear()
+        begin(self)
+
+    def settle(self: Any) -> None:
+        self._arrived.clear()
+        original(self)
+
+    original = Gradients.settle
+    patch.setattr(Gradients, "_begin", forget)
+    patch.setattr(Gradients, "settle", settle)
+
+
+def _lasting_writes(patch: pytest.MonkeyPatch) -> None:
+    """Writes to unsharded parameters are not looked for."""
+    patch.setattr(Group, "_look_for_writes", lambda self: False)
+
+
+PLANTS: dict[str, Plant] = {
+    "forgotten wait": _forgotten_wait,
+    "stale slot": _stale_slot,
+    "forgotten divisor": _forgotten_divisor,
+    "unpublished chunks": _unpublished_chunks,
+    "dropped gradient": _dropped_gradient,
+    "forgotten replicas": _forgotten_replicas,
+    "early reduction": _early_reduction,
+    "gradients of the unused": _gradients_of_the_unused,
+    "lost partial sums": _lost_partial_sums,
+    "lasting writes": _lasting_writes,
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Have a defect inside the block; none for the empty name."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name:
+            PLANTS[name](patch)
+        yield

@@ -1,0 +1,40 @@
+"""What the library refuses with an error that says so, and in which programs it may.
+
+An error counts as a refusal only if it stands here and the program has what its entry names; torch's own FSDP refuses
+or cannot do the same. Everything else that raises is a finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fuzz.programs import Program, all_layers
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A message, and the programs that may end with it."""
+
+    name: str
+    message: str
+    may: Callable[[Program], bool]
+
+
+def _hands_on_plain_objects(program: Program) -> bool:
+    """Nobody finds tensors in an object that is no container: `Unit` cannot know when its backward begins."""
+    return any(layer.pack == "plain" for layer in all_layers(program.model.layers))
+
+
+REFUSALS = (
+    Refusal("plain object", "ran through without having begun", _hands_on_plain_objects),
+    Refusal("plain object", "out of bounds for storage of size 0", _hands_on_plain_objects),
+    Refusal("plain object", "A different number of tensors was saved", _hands_on_plain_objects),
+    Refusal("plain object", "was computed while its group was", _hands_on_plain_objects),
+)
+
+
+def refusal_of(program: Program, error: BaseException) -> Refusal | None:
+    """The entry under which an error is expected of a program."""
+    message = str(error)
+    return next((each for each in REFUSALS if each.message in message and each.may(program)), None)

@@ -1,0 +1,197 @@
+"""How a program shards its model: told as data, and done by either front end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fullshard
+from fullshard.wrap import ModuleWrapPolicy
+from tests.fuzz.models import Cell
+
+WRAPPER = "wrapper"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One call of `fully_shard`, or one wrapped module: paths of modules in the plain model."""
+
+    paths: tuple[str, ...]
+    reshard: bool | int | None = None
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """All calls; the last is the root's.
+
+    `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
+    (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
+    the dim along which parameters are cut. `settings` are setters with their arguments, called on every sharded module.
+    """
+
+    api: str
+    groups: tuple[GroupSpec, ...]
+    by: str = "calls"
+    mesh: tuple[int, ...] = ()
+    cut: str = "first"
+    param_dtype: str = ""
+    reduce_dtype: str = ""
+    output_dtype: str = ""
+    cast_inputs: bool = True
+    offload: bool = False
+    original: bool = True
+    strategy: str = "FULL_SHARD"
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def wraps(self) -> bool:
+        return self.api == WRAPPER
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters of one group, by their names in the plain model, in the order in which modules have them."""
+
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+
+_MESHES: dict[tuple[int, tuple[int, ...]], DeviceMesh] = {}
+
+
+def forget_meshes() -> None:
+    """Forget the meshes of process groups that have gone."""
+    _MESHES.clear()
+
+
+def mesh_of(sharding: Sharding, size: int) -> DeviceMesh | None:
+    """The mesh of a program, made once for all programs of a process group."""
+    if not sharding.mesh:
+        return None
+    key = size, sharding.mesh
+    if key not in _MESHES:
+        names = ("replicate", "shard") if len(sharding.mesh) == 2 else ("shard",)
+        _MESHES[key] = init_device_mesh("cpu", sharding.mesh, mesh_dim_names=names)
+    return _MESHES[key]
+
+
+def units_of(model: nn.Module, sharding: Sharding) -> list[Unit]:
+    """Which group has which parameters: each call takes those that no earlier one has taken."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    taken: set[nn.Parameter] = set()
+    units = []
+    for group in sharding.groups:
+        found: list[str] = []
+        for path in group.paths:
+            for module in model.get_submodule(path).modules():
+                for parameter in module.parameters(recurse=False):
+                    if parameter not in taken:
+                        taken.add(parameter)
+                        found.append(names[parameter])
+        units.append(Unit(tuple(found), group.paths))
+    return units
+
+
+def shard(model: nn.Module, sharding: Sharding, size: int) -> Any:
+    """Shard a model, in place or by a wrapper around it; returns what is to be trained."""
+    sharded = _wrap(model, sharding, size) if sharding.wraps else _fully_shard(model, sharding, size)
+    set_up(sharded, sharding.settings)
+    return sharded
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """The dtype of a name, or none."""
+    dtype = getattr(torch, name) if name else None
+    assert dtype is None or isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
+    options: dict[str, Any] = {
+        "mesh": mesh_of(sharding, size),
+        "mp_policy": fullshard.MixedPrecisionPolicy(
+            dtype_of(sharding.param_dtype),
+            dtype_of(sharding.reduce_dtype),
+            dtype_of(sharding.output_dtype),
+            sharding.cast_inputs,
+        ),
+        "shard_placement_fn": None
+        if sharding.cut == "first"
+        else lambda parameter: _placement(parameter, sharding.cut),
+    }
+    if sharding.offload:
+        options["offload_policy"] = fullshard.CPUOffloadPolicy(pin_memory=False)
+    reshard = sharding.groups[-1].reshard
+    if sharding.by == "blocks":
+        return fullshard.fully_shard_blocks(model, reshard_after_forward=reshard, **options)
+    if sharding.by == "policy":
+        policy = ModuleWrapPolicy({Cell})
+        return fullshard.fully_shard(model, reshard_after_forward=reshard, auto_wrap_policy=policy, **options)
+    for group in sharding.groups:
+        modules = [model.get_submodule(path) for path in group.paths]
+        which = modules[0] if len(modules) == 1 else modules
+        fullshard.fully_shard(which, reshard_after_forward=group.reshard, **options)
+    return model
+
+
+def _placement(parameter: nn.Parameter, cut: str) -> Shard | None:
+    if parameter.ndim == 0:
+        return None
+    dims = {
+        "last": parameter.ndim - 1,
+        "largest": max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]),
+        "mixed": sum(parameter.shape) % parameter.ndim,
+    }
+    return Shard(dims[cut])
+
+
+def _wrap(model: nn.Module, sharding: Sharding, size: int) -> Any:
+    options: dict[str, Any] = {
+        "sharding_strategy": fullshard.ShardingStrategy[sharding.strategy],
+        "use_orig_params": sharding.original,
+        "cpu_offload": fullshard.CPUOffload(offload_params=sharding.offload),
+        "device_mesh": mesh_of(sharding, size),
+    }
+    if sharding.param_dtype or sharding.reduce_dtype:
+        options["mixed_precision"] = fullshard.MixedPrecision(
+            dtype_of(sharding.param_dtype), dtype_of(sharding.reduce_dtype), cast_forward_inputs=sharding.cast_inputs
+        )
+    if sharding.by == "policy":
+        return fullshard.FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Cell}), **options)
+    for group in sharding.groups[:-1]:
+        plain = model.get_submodule(group.paths[0])
+        wrapped = fullshard.FullyShardedDataParallel(plain, **options)
+        for parent in list(model.modules()):
+            if isinstance(parent, fullshard.FullyShardedDataParallel):
+                continue
+            for name, child in list(parent._modules.items()):
+                if child is plain:
+                    parent._modules[name] = wrapped
+    return fullshard.FullyShardedDataParallel(model, **options)
+
+
+def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
+    """Call setters: those of the tree on the root, and all others on every sharded module."""
+    for name, value in settings:
+        if name in ("set_prefetch_limit", "set_is_last_backward"):
+            getattr(model, name)(value)
+            continue
+        if name in ("forward_prefetch", "backward_prefetch"):
+            modules = [module for module in model.modules() if isinstance(module, fullshard.FSDPModule)]
+            for number, module in enumerate(modules):
+                after, before = modules[number + 1 :][:value], modules[:number][::-1][:value]
+                getattr(module, f"set_modules_to_{name}")(after if name == "forward_prefetch" else before)
+            continue
+        for module in model.modules():
+            if isinstance(module, fullshard.FSDPModule):
+                getattr(module, name)(value)
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter, buffer or module has in the plain model."""
+    return name.replace("_fsdp_wrapped_module.", "")

@@ -1,0 +1,181 @@
+"""How losses become gradients in a step: the patterns of forwards and backwards that programs of users have.
+
+Each pattern is written once and runs on anything that can be called with a batch: the sharded model, and each copy of
+the reference. It returns what is to be compared beside gradients: losses, and gradients of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.models import LENGTH, NO_FAULT, VOCABULARY, Control, ModelSpec, unpack
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank sees in one micro-batch; `seed` is that of the random numbers of its forward."""
+
+    seed: int
+    x: Tensor
+    tokens: Tensor
+    bits: Tensor
+
+
+def make_batch(spec: ModelSpec, dtype: torch.dtype, number: int, rank: int) -> Batch:
+    """The batch of a rank. Ranks have batches of different sizes, and the same bits."""
+    seed = number * 16 + rank
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2 + rank % 2
+    x = torch.randn(rows, LENGTH, spec.width, generator=generator, dtype=torch.float64).to(dtype)
+    tokens = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+    bits = torch.randint(2, (4,), generator=torch.Generator().manual_seed(number)).bool()
+    return Batch(seed, x, tokens, bits)
+
+
+class Call:
+    """A model to be called with a batch, always with the random numbers of that batch."""
+
+    def __init__(self, model: Any, control: Control = NO_FAULT) -> None:
+        self.model, self.control = model, control
+
+    def __call__(self, batch: Batch, x: Tensor | None = None) -> list[Tensor]:
+        torch.manual_seed(batch.seed)
+        return unpack(self.model(batch.x if x is None else x, batch.tokens, batch.bits, self.control))
+
+
+def objective(outputs: Sequence[Tensor]) -> Tensor:
+    """The loss that most patterns have."""
+    return sum((output.double().square().mean() for output in outputs), start=torch.zeros((), dtype=torch.float64))
+
+
+def other_objective(outputs: Sequence[Tensor]) -> Tensor:
+    """A loss of the first output alone."""
+    return outputs[0].double().sin().mean()
+
+
+def descend(loss: Tensor, retain_graph: bool = False) -> None:
+    """A backward, unless everything is frozen."""
+    if loss.requires_grad:
+        loss.backward(retain_graph=retain_graph)
+
+
+Interlude = Callable[[], list[Tensor]]
+Pattern = Callable[[Call, Sequence[Batch], Interlude], list[Tensor]]
+
+
+def one(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    loss = objective(call(batches[0]))
+    seen = interlude()
+    descend(loss)
+    return [loss, *seen]
+
+
+def first_output(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """Some outputs have no part in the loss."""
+    loss = other_objective(call(batches[0]))
+    seen = interlude()
+    descend(loss)
+    return [loss, *seen]
+
+
+def two_losses(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    outputs = call(batches[0])
+    first, second = objective(outputs), other_objective(outputs)
+    descend(first, retain_graph=True)
+    seen = interlude()
+    descend(second)
+    return [first, second, *seen]
+
+
+def backward_twice(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    loss = objective(call(batches[0]))
+    descend(loss, retain_graph=True)
+    seen = interlude()
+    descend(loss)
+    return [loss, *seen]
+
+
+def two_forwards(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    loss = objective(call(batches[0])) + other_objective(call(batches[1]))
+    seen = interlude()
+    descend(loss)
+    return [loss, *seen]
+
+
+def in_order(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """Two forwards, then their backwards in the same order."""
+    first, second = objective(call(batches[0])), objective(call(batches[1]))
+    descend(first)
+    seen = interlude()
+    descend(second)
+    return [first, second, *seen]
+
+
+def crossed(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """Two forwards, then their backwards in the other order."""
+    first, second = objective(call(batches[0])), objective(call(batches[1]))
+    descend(second)
+    seen = interlude()
+    descend(first)
+    return [first, second, *seen]
+
+
+def chained(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """The output of one forward is the input of the next."""
+    outputs = call(batches[0])
+    x = torch.tanh(outputs[-1].mean(-1, keepdim=True).to(batches[0].x.dtype)) if outputs[-1].ndim == 3 else None
+    x = batches[0].x + (outputs[-1].to(batches[0].x.dtype).unsqueeze(-1) if x is None else x)
+    loss = objective(call(batches[0], x))
+    seen = interlude()
+    descend(loss)
+    return [loss, *seen]
+
+
+def input_gradients(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """Gradients of the inputs alone, and then those of the parameters, of one graph."""
+    x = batches[0].x.clone().requires_grad_()
+    loss = objective(call(batches[0], x))
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+    seen = interlude()
+    descend(loss)
+    return [loss, grad, *seen] + ([] if x.grad is None else [x.grad])
+
+
+def penalty(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
+    """The norm of the gradient of the inputs is part of the loss."""
+    x = batches[0].x.clone().requires_grad_()
+    loss = objective(call(batches[0], x))
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    seen = interlude()
+    total = loss + grad.square().sum()
+    descend(total)
+    return [total, grad, *seen]
+
+
+PATTERNS: dict[str, Pattern] = {
+    "one": one,
+    "first output": first_output,
+    "two losses": two_losses,
+    "backward twice": backward_twice,
+    "two forwards": two_forwards,
+    "in order": in_order,
+    "crossed": crossed,
+    "chained": chained,
+    "input gradients": input_gradients,
+    "penalty": penalty,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-2, foreach=False),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-2, fused=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, eps=1e-1),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, eps=1e-1),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2, eps=1e-2),
+}
