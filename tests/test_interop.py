@@ -6,6 +6,8 @@ A front end is `flat` or `original` (the wrapper without and with `use_orig_para
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -516,3 +518,47 @@ def test_stages_of_pipelines(world: World, kind: str, schedule: Any) -> None:
             assert_same(found, whole, f"step {step}, stage {stage.stage_index}")
         if kind != "wrapped":
             assert len(reduced) == (2 if kind == "blocks" else len(stages)), reduced
+
+
+# -- replicas around what is sharded -----------------------------------------------------------------------------------
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
+@pytest.mark.parametrize(
+    ("library", "kind"), [("fullshard", kind) for kind in FRONT_ENDS[:3]] + [("torch", "composable")]
+)
+def test_replicas_around_sharded_parts(world: World, library: str, kind: str, name: str, transport: str) -> None:
+    """Parameters of sharded modules are left to them, the others are replicated: training is that of the model."""
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    replicate: Any = importlib.import_module(f"torch.distributed._composable.{name}").replicate
+    mesh, fsdp = world.mesh(), LIBRARIES[library]
+    model, reference = seeded(MLP), seeded(MLP)
+    for index in (1, 3):
+        if kind == "composable":
+            fsdp.fully_shard(model.blocks[index], mesh=mesh)
+        else:
+            original = kind == "original"
+            model.blocks[index] = fsdp.FullyShardedDataParallel(model.blocks[index], use_orig_params=original)
+    replicate(model, **({} if name == "replicate" else {"mesh": mesh}))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for step in range(4):
+        losses = [reference(*FLOATS(10 * step + rank)).square().mean() for rank in range(world.size)]
+        loss = model(*FLOATS(10 * step + world.rank)).square().mean()
+        assert_same(loss, losses[world.rank], f"step {step}")
+        (sum(losses) / world.size).backward()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_is_sharded_is_not_replicated(world: World, library: str, name: str) -> None:
+    replicate: Any = importlib.import_module(f"torch.distributed._composable.{name}").replicate
+    model = LIBRARIES[library].fully_shard(seeded(MLP), mesh=world.mesh())
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model)

@@ -1,9 +1,10 @@
 """Lets torch's own code that looks for torch's FSDP find this one too, by itself.
 
 Names by which modules of torch ask what a model was sharded with get values that know both libraries: for
-``get_state_dict()``, ``set_state_dict()`` and their kin, and for stages of pipelines, which then reduce once a step.
-torch's own FSDP is served as before. Owns the moment too: at once in modules that are there already, and in others when
-they are imported, whoever does. Nothing is imported here, so that nobody pays for what a program does not use.
+``get_state_dict()``, ``set_state_dict()`` and their kin, for stages of pipelines, which then reduce once a step, and
+for ``replicate()``, which leaves alone what is sharded. torch's own FSDP is served as before. Owns the moment too: at
+once in modules that are there already, and in others when they are imported, whoever does. Nothing is imported here, so
+that nobody pays for what a program does not use.
 """
 
 from __future__ import annotations
@@ -106,10 +107,18 @@ def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
     return unflatten
 
 
+def _both_registries(old: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+    """By which of torch's composable functions a module was prepared; one that is sharded by ours counts as theirs."""
+    ours = FSDPModule, FullyShardedDataParallel
+    return lambda module: {**(old(module) or {}), "fully_shard": None} if isinstance(module, ours) else old(module)
+
+
 #: Not in every release: before 2.13 state dicts looked for no process group, from 2.15 on stages call methods of ours.
 _NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
 #: By module of torch: names in it, and what makes the new value of each of the one that it had.
 _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "torch.distributed._composable.replicate": {"_get_registry": _both_registries},
+    "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": _both_registries},
     "torch.distributed.checkpoint.state_dict": {
         "FSDP": _both_wrappers,
         "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
