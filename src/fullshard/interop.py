@@ -43,6 +43,8 @@ class _Both(type):
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
             ours = FullyShardedDataParallel.fsdp_modules(model)
+            if ours and name.startswith("optim_state_dict") and ours[0].sharding_strategy not in HYBRID:
+                kwargs.setdefault("group", ours[0].process_group)  # which torch itself gives from 2.13 on
             return getattr(FullyShardedDataParallel if ours else cls.theirs, name)(*args, **kwargs)
 
         return method
