@@ -246,12 +246,14 @@ def test_assign(world: World, original: bool, kind: str) -> None:
 @ranks(2)
 @ORIGINAL
 @EACH_KIND
-def test_ties_across_units(world: World, original: bool, kind: str) -> None:
+@pytest.mark.parametrize("units", [["head"], ["tokens"], ["tokens", "head"], ["head", "tokens"]], ids="-".join)
+def test_ties_across_units(world: World, original: bool, kind: str, units: list[str]) -> None:
     """The names are all there, as in the plain model, and loading either loads both."""
 
     def tied(seed: int) -> Any:
         model: Any = seeded(lambda: Transformer(tied=True), seed)
-        model.head = wrap(fullshard, model.head, original=original)
+        for unit in units:
+            setattr(model, unit, wrap(fullshard, getattr(model, unit), original=original))
         return wrap(fullshard, model, original=original)
 
     saved, model = tied(1), tied(2)

@@ -197,6 +197,7 @@ class Loading:
     def __init__(self, unit: WrappedUnit) -> None:
         self.unit = unit
         self._shown: list[FullGroup] = []
+        self.is_local = False  # whether a state dict of local shards is being loaded
 
     def before(self, wrapper: nn.Module, values: Any, prefix: str, *_: Any) -> None:
         """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
@@ -205,6 +206,10 @@ class Loading:
         inner = prefix + _PREFIX
         for key in [key for key in values if key.startswith(prefix) and not key.startswith(inner)]:
             values[inner + key.removeprefix(prefix)] = values.pop(key)
+        if not self.is_local and any(key.rpartition(".")[2].startswith(FLAT_NAME) for key in values):
+            for inside in wrapper.modules():
+                if isinstance(loading := getattr(inside, "_loading", None), Loading):
+                    loading.is_local = True
         paths = _paths(wrapper)
         for group in (*self.unit.groups, *self.unit.borrowed):
             plain = _keys(group, paths, inner)
@@ -215,14 +220,16 @@ class Loading:
                 group.check_in()
                 group.reshard()
             is_own = group in self.unit.groups
-            at = [""] if is_own else [path for module in group.modules for path in paths.get(module, ())]
-            if any(_join(inner, path, FLAT_NAME) in values for path in at):  # local shards
-                if is_own:
-                    self._load_local(group, values, inner)
+            if is_own and inner + FLAT_NAME in values:
+                self._load_local(group, values, inner)
                 values.update((name, self._blank(group, index).detach()) for name, index in plain.items())
             if not summoned:
                 blank = {index: self._blank(group, index) for index in range(len(group.params))}
                 self._shown.append(_Loaded(group, blank))
+            if self.is_local and not is_own:  # loaded by the unit to which it belongs, before this one or after
+                assert group.summoned is not None
+                shown = group.summoned.shown()
+                values.update((name, shown[index].detach()) for name, index in plain.items())
 
     def _load_local(self, group: Group, values: Any, prefix: str) -> None:
         for number in range(len(group.memory.shards)):
@@ -260,6 +267,7 @@ class Loading:
         for full in self._shown:
             full.write_back()
         self.close()
+        self.is_local = False
         for names in incompatible:
             names[:] = map(plain_name, names)
 
