@@ -365,6 +365,7 @@ class FSDPModule:
         """A sharded copy: it communicates nothing and shares nothing with this module."""
         unit = _unit(self)
         for group in (*unit.groups, *unit.borrowed):
+            group.check_in()  # of parameters that were replaced since the last step, those that replaced them
             group.reshard()
             for param in group.params:
                 param.copy_values(memo)

@@ -52,6 +52,28 @@ def test_a_copy_equals_its_original_and_trains_on_its_own(world: World, when: st
 
 
 @ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
+def test_a_copy_has_the_parameters_that_replaced_others(world: World, transport: str, front: str) -> None:
+    """Before any forward has told the groups of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        if front == "fully_shard":
+            model = shard_mlp()
+            model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, assign=True)
+        else:
+            model = fullshard.FullyShardedDataParallel(seeded(MLP), use_orig_params=True)
+            for parameter in model.parameters():
+                parameter.data = parameter.data * 2
+        twin = copy.deepcopy(model)
+    plain = seeded(MLP)
+    with torch.no_grad():
+        torch._foreach_mul_(list(plain.parameters()), 2)
+        for each in (model, twin):
+            assert torch.allclose(each(inputs()), plain(inputs()))
+
+
+@ranks(2)
 def test_a_copy_shares_no_memory(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
