@@ -187,7 +187,7 @@ class Write(Action):
             for name, parameter in shown.items():
                 value = parts[name]
                 assert value is not None
-                self._write(parameter, value)
+                self._write(parameter, value.nan_to_num(0))  # NaN is padding
             if self.how == "foreach":
                 torch._foreach_mul_([local(p) for p in shown.values()], 0.9)
                 torch._foreach_add_([local(p) for p in shown.values()], 0.01)

@@ -131,8 +131,8 @@ class _Generator:
         may_freeze = not wraps or original
         model = self.model(wraps, may_freeze, low)
         sharding = self.sharding(model, world, wraps, original, low)
-        actions = self.actions(model, sharding, may_freeze)
         optimizer = self.random.choice(list(OPTIMIZERS))
+        actions = self.actions(model, sharding, may_freeze, optimizer)
         return Program(self.seed, world, transport, swap, model, sharding, optimizer, actions)
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class _Generator:
 
     # -- what is done ------------------------------------------------------------------------------------------------
 
-    def actions(self, model: ModelSpec, sharding: Sharding, may_freeze: bool) -> tuple[do.Action, ...]:
+    def actions(self, model: ModelSpec, sharding: Sharding, may_freeze: bool, optimizer: str) -> tuple[do.Action, ...]:
         wraps = sharding.wraps
         complete = not model.spare and all(
             layer.branch is None
@@ -308,6 +308,7 @@ class _Generator:
             layer.kind in ("sdpa", "encoder") or layer.checkpoint.endswith(" reentrant")
             for layer in all_layers(model.layers)
         )
+        stateless = optimizer == "sgd"  # torch's functions want a state of every parameter
         done: list[do.Action] = [self.train(sharding)]
         for _ in range(self.random.randint(2, 6)):
             kind = self.choose(kinds)
@@ -320,6 +321,9 @@ class _Generator:
             else:
                 known = complete and isinstance(done[-1], do.Train) and done[-1].step
                 dropped = any(isinstance(each, do.Train) and each.edit == "drop" for each in done)
+                if stateless:
+                    known = False
+                stateless = kind == "swap" or stateless
                 done.append(self.action(kind, model, sharding, known and not dropped))
         if not isinstance(done[-1], do.Train):
             done.append(self.train(sharding))

@@ -120,9 +120,10 @@ class Reference:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state dict of the plain model, with the buffers of this rank."""
-        buffers = dict(self.mine.named_buffers())
+        own = self.mine.state_dict()
+        buffers = {name for name, _ in self.mine.named_buffers(remove_duplicate=False)}
         state = self.master.state_dict()
-        return {name: buffers.get(name, value).detach().clone() for name, value in state.items()}
+        return {name: (own if name in buffers else state)[name].detach().clone() for name in state}
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

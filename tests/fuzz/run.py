@@ -128,7 +128,7 @@ class Run:
     def is_first_of_shards(self) -> bool:
         """Whether this rank is the one that `rank0_only` means."""
         mesh = mesh_of(self.program.sharding, self.world.size)
-        if mesh is not None and mesh.ndim == 2:
+        if mesh is not None and mesh.ndim == 2 and mesh.size(1) > 1:
             return int(mesh.get_local_rank(1)) == 0
         return self.world.rank == 0
 
