@@ -7,7 +7,7 @@ feature, here, and the callers ask for the feature and not for a version.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, contains
@@ -198,6 +198,16 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 #: Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace.
 is_traceable_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors of which a tensor consists."""
+    if not is_traceable_subclass(tensor):
+        yield tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        if isinstance(part := getattr(tensor, attribute), torch.Tensor):
+            yield from plain_parts(part)
 
 
 def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:

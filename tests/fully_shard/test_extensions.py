@@ -355,6 +355,71 @@ def test_a_subclass_that_writes_to_its_parameter_may_be_saved_for_backward(
     assert found[-1] < found[0]
 
 
+class WithInside(torch.autograd.Function):
+    """Computes with what is inside of a weight, and saves that for backward, as torchao's int8 training does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(x, weight.held)
+        return x @ weight.held.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, held = ctx.saved_tensors
+        return grad @ held, grad.T @ x
+
+
+class Copied(Kept):
+    """Is made of a copy, to which later gathers write."""
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if out is None:
+            copied = outputs[0].clone()
+            return Copied(copied), (copied,)
+        out.held.copy_(outputs[0])  # type: ignore[attr-defined]
+        return None
+
+
+class Inside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = WithInside.apply(x, self.weight) if isinstance(self.weight, Gathered) else super().forward(x)
+        return found
+
+
+def inside(kind: type[Gathered] | None) -> Any:
+    model = seeded(lambda: nn.Sequential(Inside(6, 8, bias=False), Inside(8, 4, bias=False)))
+    for layer in model if kind is not None else ():
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+@ranks(2)
+@EVERYWHERE
+@pytest.mark.parametrize("kind", [Kept, Copied])
+def test_what_is_inside_of_a_subclass_may_be_saved_for_backward(world: World, kind: Any, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = inside(kind)
+    for layer in (*model, model):
+        fullshard.fully_shard(layer, reshard_after_forward=True)
+    assert losses(world, model) == pytest.approx(losses(world, inside(None), alone=True), rel=1e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Kept, Copied])
+def test_what_is_inside_of_a_subclass_is_not_read_after_its_group_was_resharded(world: World, kind: Any) -> None:
+    model = inside(kind)
+    fullshard.fully_shard(model[1], reshard_after_forward=True)
+    fullshard.fully_shard(model)
+    model(inputs())
+    model[1].unshard()
+    out = WithInside.apply(torch.randn(4, 8, requires_grad=True), model[1].weight)
+    model[1].reshard()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 @ranks(2, 3)
 def test_rows_that_differ_between_ranks_are_padded(world: World) -> None:
     model = of_kind(Kept, rows=7, width=2)

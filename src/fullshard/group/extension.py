@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fullshard.comm.transport import Pending
-from fullshard.torch_private import all_gather_single, local_of, set_versions, version_of
+from fullshard.torch_private import all_gather_single, local_of
 
 if TYPE_CHECKING:
     from fullshard.group.group import Group
@@ -127,9 +127,7 @@ class _Extended:
             param.make_unsharded(whole.as_strided(param.shape, _stride(param.shape), 0))
             return
         _allocate(self._inner)
-        versions = tuple(map(version_of, self._inner))
         after(self._outputs, self._metadata, dtype, out=param.unsharded)
-        set_versions(self._inner, versions)  # and the group that of the leaf: this is no write in place to autograd
 
     def leave(self) -> None:
         """Free what was gathered and what the subclass made of it."""

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
@@ -37,7 +36,7 @@ from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
 from fullshard.group.state import LEGAL, State
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch_private import in_backward, local_of, set_versions, version_of
+from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 
 _TAGS_APART = 1 << 16
 #: The version of leaves whose memory may be somebody else's. Autograd refuses to read what it saved of them.
@@ -374,7 +373,8 @@ class Group:
         if self._extensions is not None:
             self._extensions.arrive()
         leaves = [param.unsharded for param in self.params if param.unsharded is not None]
-        self._guarded = (*leaves, *(local_of(leaf) for leaf in leaves if isinstance(leaf, DTensor)))
+        inside = [part for leaf in leaves if is_traceable_subclass(leaf) for part in plain_parts(leaf)]
+        self._guarded = (*leaves, *(part for part in inside if not part.is_inference()))
         self._leaf_versions = tuple(map(version_of, self._guarded))
         self._released = (RELEASED,) * len(self._guarded)
         for index, param in enumerate(self.params):

@@ -22,7 +22,7 @@ from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.registry import owner_of
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import after_accumulation, is_traceable_subclass
+from fullshard.torch_private import after_accumulation, plain_parts
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -238,7 +238,13 @@ def sync_module_states(
     if not groups:
         return
     with torch.no_grad():
-        plain = [part for tensor in (*new, *params) for part in _plain(tensor) if part.numel() > 0 and not part.is_meta]
+        plain = [
+            part
+            for tensor in (*new, *params)
+            for part in plain_parts(tensor.detach())
+            if part.numel() > 0 and not part.is_meta
+        ]
+        plain = [part for part in plain if part.numel() > 0 and not part.is_meta]
         plain.sort(key=lambda part: -part.itemsize)  # so that each is aligned where it lies
         while plain:
             ends = accumulate(tensor.nbytes for tensor in plain)
@@ -255,13 +261,3 @@ def _broadcast(bucket: list[Tensor], groups: list[dist.ProcessGroup], device: to
         dist.broadcast(flat, group=group, group_src=0)
     for tensor, piece in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
         tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
-
-
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of which a tensor consists."""
-    if not is_traceable_subclass(tensor):
-        yield tensor.detach()
-        return
-    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
-        if isinstance(part := getattr(tensor, attribute), Tensor):
-            yield from _plain(part)
