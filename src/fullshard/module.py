@@ -367,6 +367,7 @@ class FSDPModule:
         for group in (*unit.groups, *unit.borrowed):
             group.check_in()  # of parameters that were replaced since the last step, those that replaced them
             group.reshard()
+            group.check_in()
             for param in group.params:
                 param.copy_values(memo)
         twin = object.__new__(type(self))

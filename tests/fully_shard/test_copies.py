@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fullshard
@@ -239,3 +239,17 @@ def test_copies_of_several_groups_on_a_hybrid_mesh(world: World) -> None:
     model = seeded(MLP)
     each_block(mesh=world.mesh(2, 1, names=("replicate", "shard")))(fullshard, model)
     Twins(world, copy.deepcopy(model), seeded(MLP)).step()
+
+
+@ranks(2)
+def test_a_copy_has_what_was_loaded_in_the_place_of_parameters(world: World) -> None:
+    model, other = shard_mlp(), seeded(MLP, seed=1)
+    placed = model.state_dict()
+    values = {
+        name: distribute_tensor(value, placed[name].device_mesh, placed[name].placements)
+        for name, value in other.state_dict().items()
+    }
+    model.load_state_dict(values, assign=True)
+    twin = copy.deepcopy(model)
+    for each in (twin, model):
+        assert_close(each(inputs()), other(inputs()), "output")

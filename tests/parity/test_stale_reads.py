@@ -251,3 +251,17 @@ def split(model: nn.Module, like: nn.Module) -> dict[str, Any]:
         name: distribute_tensor(value, placed[name].device_mesh, placed[name].placements)
         for name, value in model.state_dict().items()
     }
+
+
+@ranks(4)
+def test_what_rests_on_fewer_ranks_may_be_resharded_before_its_backward(world: World) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        model.state_dict()
+        return output.square().mean()
+
+    pair = Twins(world, *(seeded(lambda: nn.Sequential(Plain(), Plain(), Plain())) for _ in range(2)))
+    for block in (*pair.sharded, pair.sharded):
+        fullshard.fully_shard(block, reshard_after_forward=2)
+    pair = Twins(world, pair.sharded, pair.whole)
+    pair.step(loss=loss)

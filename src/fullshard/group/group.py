@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,28 +33,13 @@ from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
-from fullshard.group.state import LEGAL, State
+from fullshard.group.state import LEGAL, Clock, State
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 
 _TAGS_APART = 1 << 16
 #: The version of leaves whose memory may be somebody else's. Autograd refuses to read what it saved of them.
 RELEASED = 1 << 31
-
-
-@dataclass
-class Clock:
-    """What a tree of modules agrees on: values gathered in an earlier epoch may have been written since."""
-
-    epoch: int = 0
-    #: Is called when a backward reaches any of its groups.
-    begin_backward: Callable[[], None] = lambda: None
-    #: The optimizer's writes, for gathers that start before the current lane would have come to them.
-    written: Mark = PASSED
-    #: Whether ranks that share memory read it now: in a forward or backward.
-    reading: bool = False
-    #: Steps of optimizers on the groups of the tree.
-    steps: int = 0
 
 
 class Group:
@@ -394,10 +378,11 @@ class Group:
         self._resting = None
 
     def _leave(self, state: State) -> None:
+        if self.is_unsharded:
+            versions = tuple(map(version_of, self._guarded))
+            if versions != self._leaf_versions:
+                self._throw_writes_away(versions)
         self._to(state)
-        versions = tuple(map(version_of, self._guarded))
-        if versions != self._leaf_versions:
-            self._throw_writes_away(versions)
         if self._extensions is not None:
             self._extensions.leave()
             self._gathered = None
@@ -480,6 +465,7 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         """A group of the copied parameters, in memory of its own."""
         assert self.state is State.SHARDED, f"{self} must be sharded to be copied"
+        self.check_in()
         twin = memo[id(self)] = Group.__new__(Group)  # first: modules tied to this group lead back to it
         params = [param.copy(memo) for param in self.params]
         modules = [copy.deepcopy(module, memo) for module in self.modules]

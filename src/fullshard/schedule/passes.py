@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fullshard.comm.neighbours import Gate
-from fullshard.group.group import Clock, Group
+from fullshard.group.group import Group
+from fullshard.group.state import Clock
 
 Kind = Literal["forward", "backward"]
 

@@ -20,10 +20,10 @@ from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, Lanes, mark_now
 from fullshard.group.agreement import agree_on_next
 from fullshard.group.gradients import Flight
-from fullshard.group.group import Clock, Group
+from fullshard.group.group import Group
 from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
-from fullshard.group.state import State
+from fullshard.group.state import Clock, State
 from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
