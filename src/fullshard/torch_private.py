@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
-from operator import attrgetter, contains
+from operator import add, attrgetter, contains
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -175,6 +175,24 @@ def run_after_accumulation(param: torch.Tensor) -> None:
 
 
 _attributes: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether a value is a ``ShardedTensor``: what sharded state dicts had before there were DTensors."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
+
+
+def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
+    """All of a ``ShardedTensor``, whatever its chunks are, bit by bit. Every rank of its process group must call it."""
+    group = tensor._process_group
+    kinds = {device.type for device in group._device_types}
+    whole = torch.zeros(tuple(tensor.size()), dtype=tensor.dtype, device="cpu" if "cpu" in kinds else kinds.pop())
+    for shard in tensor.local_shards():
+        starts = shard.metadata.shard_offsets
+        whole[tuple(map(slice, starts, map(add, starts, shard.metadata.shard_sizes)))] = shard.tensor
+    dist.all_reduce(whole.view(-1).view(torch.uint8), group=group)
+    return whole
+
 
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")

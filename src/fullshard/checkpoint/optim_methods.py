@@ -61,7 +61,7 @@ class OptimStateMethods:
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: Optimizer,
-        optim_state_dict: StateDict,
+        optim_state_dict: StateDict | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: ProcessGroup = None,
@@ -69,12 +69,13 @@ class OptimStateMethods:
         """A named state dict of any kind, from any sharding or none, as ``optim.load_state_dict`` takes it.
 
         Args:
+            optim_state_dict: with ``rank0_only`` what the first rank has; others may give ``None``.
             is_named_optimizer: whether ``optim`` names parameters itself, and needs a state of each.
             load_directly: whether to load it too.
             group: the ranks of the model; all by default. With ``rank0_only`` its first rank sends what it was given.
         """
         params, named = _params(model, optim, is_named_optimizer), optim if is_named_optimizer else None
-        result = local_state(model, params, optim_state_dict, _rank0_only(model), group, named)
+        result = local_state(model, params, optim_state_dict or {}, _rank0_only(model), group, named)
         if load_directly:
             optim.load_state_dict(result)
         return result

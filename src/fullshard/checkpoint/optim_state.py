@@ -32,7 +32,7 @@ from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import altered_spec, make_dtensor, pytree, spec_of
+from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
 from fullshard.wrapper.unit import WrappedUnit
 
 tree_map_only = pytree.tree_map_only
@@ -251,7 +251,7 @@ def local_state(
 ) -> dict[str, Any]:
     """``state_dict``, by the names of the original parameters, as the optimizer of ``params`` can load it.
 
-    Values may be whole tensors or DTensors. Whole ones are cut without communication.
+    Values may be whole tensors, DTensors or ShardedTensors. Whole ones are cut without communication.
 
     Args:
         params: what the optimizer has, by its keys.
@@ -320,6 +320,7 @@ def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callab
     cut: State = {}
     for key, value in state.items():
         value, param = receive(value), place.param
+        value = all_of(value) if is_sharded_tensor(value) else value
         if param is not None and _is_part(key, value, param.shape):
             cut[key] = _part_of(value, param, f"the state '{key}' of parameter '{place.name}'")
         elif isinstance(value, torch.Tensor):

@@ -27,7 +27,15 @@ from fullshard.group.group import Group
 from fullshard.group.memory import give_own_storage
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase
-from fullshard.torch_private import altered_spec, local_of, make_dtensor, sharding_spec, spec_of
+from fullshard.torch_private import (
+    altered_spec,
+    is_sharded_tensor,
+    local_of,
+    make_dtensor,
+    sharding_spec,
+    spec_of,
+    whole_of_sharded_tensor,
+)
 from fullshard.wrapper.settings import FullStateDictConfig, StateDictConfig, StateDictType
 from fullshard.wrapper.unit import WrappedUnit
 
@@ -117,6 +125,8 @@ def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
 
 def all_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
+    if is_sharded_tensor(tensor):
+        return whole_of_sharded_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
     return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()

@@ -57,7 +57,12 @@ class StateDictMethods(nn.Module):
             RuntimeError: a configuration of another type.
             AssertionError: the wrappers in ``module`` have different settings.
         """
-        _warn_of_deprecation()
+        warnings.warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
+            "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
+            FutureWarning,
+            stacklevel=2,
+        )
         return _set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -73,7 +78,6 @@ class StateDictMethods(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """:meth:`set_state_dict_type` for the time of a context."""
-        _warn_of_deprecation()
         return _speaking(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,18 +102,9 @@ class StateDictMethods(nn.Module):
                 wrapper._loading.close()
 
 
-def _warn_of_deprecation() -> None:
-    warnings.warn(
-        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
-        "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
-        FutureWarning,
-        stacklevel=3,
-    )
-
-
 @contextmanager
 def _speaking(module: nn.Module, *settings: Any) -> Iterator[None]:
-    before = _set_state_dict_type(module, *settings)
+    before = StateDictMethods.set_state_dict_type(module, *settings)  # warns of a line here: once, not for each user's
     try:
         yield
     finally:
