@@ -198,7 +198,8 @@ def test_an_optimizer_of_some_parameters(world: World, use_orig_params: bool) ->
 
 
 @ranks(2)
-def test_scalar_parameters(world: World) -> None:
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD"])  # some have numbers beside ``step``
+def test_scalar_parameters(world: World, kind: str) -> None:
     class Scaled(MLP):
         def __init__(self) -> None:
             super().__init__()
@@ -209,10 +210,10 @@ def test_scalar_parameters(world: World) -> None:
 
     for use_orig_params in (True, False):
         model = wrapped(build=Scaled, use_orig_params=use_orig_params)
-        optimizer = optimizer_of(model, "Adam")
+        optimizer = getattr(torch.optim, kind)(model.parameters())
         train(model, optimizer, range(2))
         saved = to_dict(model, optimizer)
-        assert saved["state"]["gain"]["exp_avg"].shape == ()
+        assert saved["state"]["gain"]["ax" if kind == "ASGD" else "exp_avg"].shape == ()
         assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 

@@ -49,9 +49,13 @@ class _Part(NamedTuple):
     fits: bool
 
 
+#: What torch's optimizers (NAdam, ASGD) keep as 0-dim tensors of a parameter of any shape.
+_NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
+
+
 def _is_part(key: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether a state belongs to a parameter element by element. Of a scalar parameter all but ``step`` does."""
-    return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key != "step"))
+    """Whether a state belongs to a parameter element by element. Of a scalar parameter all but the numbers do."""
+    return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key not in _NUMBERS))
 
 
 def _equal(one: Any, other: Any) -> bool:
