@@ -25,7 +25,7 @@ from fullshard.group.offload import prepare_offload
 from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import kept_apart
-from fullshard.group.registry import owner_of, register
+from fullshard.group.registry import owner_of, refuse_gradients, register
 from fullshard.module import sharded_class
 from fullshard.policies import (
     DataParallelMeshDims,
@@ -161,6 +161,9 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     group = Group(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
     register(group, [param for param in originals if owner_of(param) is None])
+    for param, original in zip(params, originals, strict=True):
+        if original is not param.sharded and original.requires_grad:
+            refuse_gradients(original, param.name)
 
 
 def fully_shard_blocks(model: M, **options: Any) -> M:

@@ -177,3 +177,26 @@ def test_a_tuple_of_parameters_is_refused(world: World) -> None:
     for refused in (fullshard.fully_shard, fullshard.FullyShardedDataParallel):
         with pytest.raises(ValueError, match="InTuple keeps parameters in a tuple, its attribute 'pair'"):
             refused(InTuple())
+
+
+class InClosure(nn.Module):
+    """It computes with a parameter that only a function holds, beside the module inside that has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        weight = self.inner.weight
+        self.compute: Callable[[Tensor], Tensor] = lambda x: F.linear(x, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("front_end", ["composable", "flat"])
+def test_a_parameter_that_only_a_function_holds_is_refused_when_it_is_trained(world: World, front_end: str) -> None:
+    model: Any = seeded(InClosure)
+    model = wrap(fullshard, model, original=False) if front_end == "flat" else fullshard.fully_shard(model)
+    loss = model(torch.ones(2, WIDTH)).sum()
+    with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'inner\.weight' as it was before"):
+        loss.backward()

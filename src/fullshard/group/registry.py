@@ -54,6 +54,18 @@ def register_sharded(group: Group) -> None:
         _owners[id(param.sharded)] = (weakref.ref(group), index, None)
 
 
+def refuse_gradients(original: nn.Parameter, name: str) -> None:
+    """Let a backward raise that reaches a parameter as it was before sharding: nobody would reduce its gradient."""
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a gradient came to parameter '{name}' as it was before it was sharded: something computes with it that "
+            f"holds it apart from its module (a closure, an object). Read the parameter from its module in each forward"
+        )
+
+    original.register_hook(refuse)
+
+
 def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
     if key in _owners and _owners[key][2] is gone:
         del _owners[key]
