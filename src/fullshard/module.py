@@ -365,7 +365,6 @@ class FSDPModule:
         """A sharded copy: it communicates nothing and shares nothing with this module."""
         unit = _unit(self)
         for group in (*unit.groups, *unit.borrowed):
-            group.check_in()  # of parameters that were replaced since the last step, those that replaced them
             group.reshard()
             group.check_in()
             for param in group.params:
