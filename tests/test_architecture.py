@@ -97,5 +97,5 @@ def test_every_file_says_what_it_is(file: Path) -> None:
     assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{name_of(file)} has no docstring"
 
 
-def test_the_whole_library_stays_within_14000_lines() -> None:
-    assert sum(len(file.read_text().splitlines()) for file in FILES) <= 14_000
+def test_the_whole_library_stays_within_13900_lines() -> None:
+    assert sum(len(file.read_text().splitlines()) for file in FILES) <= 13_900
