@@ -61,15 +61,9 @@ def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Reducing, "start_all_reduce", lambda self: Done())
 
 
-def _early_reduction(patch: pytest.MonkeyPatch) -> None:
-    """The first of several uses that ends its backward ends that of the unit."""
-    post_backward = Unit.post_backward
-
-    def forget_others(self: Any, use: Any) -> None:
-        self._entered = min(self._entered, 1)
-        post_backward(self, use)
-
-    patch.setattr(Unit, "post_backward", forget_others)
+def _early_reshard(patch: pytest.MonkeyPatch) -> None:
+    """A group is resharded when one of its units has ended, whoever else still reads it."""
+    patch.setattr(Unit, "_hold", lambda self: None)
 
 
 def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
@@ -112,7 +106,7 @@ PLANTS: dict[str, Plant] = {
     "unpublished chunks": _unpublished_chunks,
     "dropped gradient": _dropped_gradient,
     "forgotten replicas": _forgotten_replicas,
-    "early reduction": _early_reduction,
+    "early reshard": _early_reshard,
     "gradients of the unused": _gradients_of_the_unused,
     "lost partial sums": _lost_partial_sums,
     "lasting writes": _lasting_writes,
