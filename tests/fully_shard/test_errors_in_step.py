@@ -29,33 +29,18 @@ from tests.fully_shard.cases import (
 )
 from tests.harness import RankPool, World, ranks
 from tests.harness.compare import each_block, whole
+from tests.harness.faults import FailingBackward, Fault
 from tests.harness.models import MLP, Transformer, seeded
-
-
-class Failed(Exception):
-    """What goes wrong in these tests."""
-
-
-class FailingBackward(torch.autograd.Function):
-    """The identity, of which the backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Failed
 
 
 def fail_in_forward(module: nn.Module, call: Any) -> None:
     """Run `call` while `module` raises in its forward."""
 
     def fail(*args: Any) -> None:
-        raise Failed
+        raise Fault
 
     handle = module.register_forward_pre_hook(fail)
-    with pytest.raises(Failed):
+    with pytest.raises(Fault):
         call()
     handle.remove()
 
@@ -63,7 +48,7 @@ def fail_in_forward(module: nn.Module, call: Any) -> None:
 def fail_in_backward(module: nn.Module, call: Any) -> None:
     """Run `call` while the backward of `module` raises before that of its parameters."""
     handle = module.register_forward_hook(lambda module, args, output: FailingBackward.apply(output))
-    with pytest.raises(Failed):
+    with pytest.raises(Fault):
         call()
     handle.remove()
 
@@ -212,7 +197,7 @@ def test_an_error_in_evaluation(world: World) -> None:
 def test_an_error_in_an_optimizer_hook_in_backward(world: World) -> None:
     model = shard_mlp()
     handle = model.blocks[1][0].weight.register_post_accumulate_grad_hook(_fail)
-    with pytest.raises(Failed):
+    with pytest.raises(Fault):
         model(inputs()).sum().backward()
     handle.remove()
     model.reset_iter_state()
@@ -222,7 +207,7 @@ def test_an_error_in_an_optimizer_hook_in_backward(world: World) -> None:
 
 
 def _fail(parameter: Tensor) -> None:
-    raise Failed
+    raise Fault
 
 
 @ranks(2)
@@ -247,7 +232,7 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path) -> No
 
     def fail(*args: Any) -> None:
         if world.rank == 1:
-            raise Failed("out of luck")
+            raise Fault("out of luck")
 
     if where == "forward":
         model.blocks[2].register_forward_pre_hook(fail)
@@ -255,7 +240,7 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path) -> No
         model.blocks[2].register_full_backward_hook(fail)
     try:
         model(inputs()).sum().backward()
-    except Failed as error:
+    except Fault as error:
         (folder / "said").write_text(str(error))
         os._exit(1)
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.buffer import slots
 from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import whole
+from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 CALLS: list[str] = []
@@ -300,9 +300,7 @@ def losses(world: World, model: Any, alone: bool = False) -> list[float]:
 @WITH_AND_WITHOUT_SWAPS
 def test_a_subclass_may_keep_what_was_gathered(world: World, transport: str, swaps: bool) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         model = of_kind(Kept)
         for layer in (model[0], model[2], model):
             fullshard.fully_shard(layer, reshard_after_forward=True)

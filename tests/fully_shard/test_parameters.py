@@ -13,10 +13,10 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
-from fullshard.buffer import slots
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
+from tests.harness.faults import memory_swap
 from tests.harness.models import MLP, MixedDtypes, OddParameters, seeded
 from tests.harness.wrapper import wrap_blocks
 
@@ -100,9 +100,7 @@ STEPS_IN_BACKWARD = {"lr": 0.1, "momentum": 0.9}
 @pytest.mark.parametrize("kind", ["composable", "original", "flat"])
 def test_torchs_optimizers_in_backward_step(world: World, kind: str, transport: str, swaps: bool) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         shard = each_block() if kind == "composable" else wrap_blocks(original=kind == "original")
         model, reference = seeded(MLP), seeded(MLP)
         model = shard(fullshard, model) or model

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.buffer import heap, slots
+from fullshard.buffer import heap
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.staging import SHARED
 from fullshard.group.memory import all_pools
 from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
+from tests.harness.faults import memory_swap
 from tests.harness.models import MLP, seeded
 
 
@@ -110,16 +111,13 @@ def test_later_steps_fault_in_almost_nothing(world: World) -> None:
 @pytest.mark.parametrize("limit", [0, 1, 2, 3])
 @pytest.mark.parametrize("swaps", [True, False])
 def test_there_are_one_slot_and_one_for_each_group_ahead(world: World, limit: int, swaps: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         take_turns(limit)
 
 
 @ranks(2, transport="p2p")
 def test_values_that_are_still_there_are_used_where_storages_cannot_exchange_memory(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(False):
         pair, actions = twins(world), list[str]()
         pair.sharded.add_observer(lambda event: actions.append(event.action))
         for _ in range(3):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.buffer import slots
 from tests.fully_shard.cases import Library
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES
+from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 pytest.importorskip("torchao", reason="torchao is not installed")
@@ -88,9 +88,7 @@ def losses(world: World, library: Any, kind: str, **options: Any) -> list[float]
 @pytest.mark.parametrize("kind", ["float8", "float8 with scales ahead", "int8"])
 def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: str, swaps: bool) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         ours, theirs = (losses(world, Library(name), kind, reshard_after_forward=True) for name in LIBRARIES)
     assert ours == theirs
     assert ours[-1] < ours[0] / 1.5

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from tests.fuzz import sharding
 from tests.fuzz.layout import local, shown_parameters
-from tests.fuzz.models import Control, Fault
+from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
 from tests.fuzz.steps import PATTERNS, Call
+from tests.harness.faults import Fault
 
 if TYPE_CHECKING:
     from tests.fuzz.run import Run

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.harness.faults import FailingBackward, Fault
+
 VOCABULARY = 11
 LENGTH = 3
 CHECKPOINTS = ("outside reentrant", "outside non-reentrant", "inside reentrant", "inside non-reentrant")
@@ -60,10 +62,6 @@ class ModelSpec:
     buffers: bool = False
 
 
-class Fault(Exception):
-    """The error of a user that a program raises on purpose."""
-
-
 @dataclass(frozen=True)
 class Control:
     """What a forward is told beside tensors: where it is to raise, if anywhere."""
@@ -73,16 +71,6 @@ class Control:
 
 
 NO_FAULT = Control()
-
-
-class _FaultInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Fault("in backward")
 
 
 @dataclass
@@ -432,7 +420,7 @@ class Cell(nn.Module):
         if fault == "late in cell":
             raise Fault("late in the forward of a cell")
         if fault == "backward in cell":
-            y = _FaultInBackward.apply(y)  # type: ignore[no-untyped-call]
+            y = FailingBackward.apply(y)  # type: ignore[no-untyped-call]
         if self.layer.pack == "weight":  # a view of a parameter leaves the module
             return pack("weight", y, next(self.parameters()).flatten()[:1])
         return pack(self.layer.pack, y, y.mean(-1, keepdim=True))
@@ -474,7 +462,7 @@ class Model(nn.Module):
             else:
                 output = cell(x, control, number)
             if control.cell == number and control.fault == "backward":
-                x = _FaultInBackward.apply(x)  # type: ignore[no-untyped-call]
+                x = FailingBackward.apply(x)  # type: ignore[no-untyped-call]
             for tensor in unpack(output):
                 x = x + tensor / 2
         if self.scale is not None:

@@ -22,12 +22,13 @@ from fullshard.buffer import slots
 from tests.fuzz.actions import EndOfProgram, Evaluate
 from tests.fuzz.checkpoints import load, save
 from tests.fuzz.layout import Layout, local, shown_parameters
-from tests.fuzz.models import Fault, build
+from tests.fuzz.models import build
 from tests.fuzz.programs import Program
 from tests.fuzz.reference import Reference
 from tests.fuzz.sharding import dtype_of, mesh_of, plain_name, shard
 from tests.fuzz.steps import OPTIMIZERS, Batch, make_batch
 from tests.harness import World
+from tests.harness.faults import Fault
 
 _MOST_NOTES = 12
 _SMALLEST = 1e-3  # what is smaller may be zero in exact arithmetic, such as the gradient of a key's bias

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.buffer import slots
 from tests.fully_shard.cases import Twins, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES, Precision, Training, compare, each_block
+from tests.harness.faults import memory_swap
 from tests.harness.models import MLP, random_batch, seeded
 
 KEEP = "set_keep_unsharded_storage"
@@ -56,18 +56,14 @@ def test_training_is_as_without(world: World, swaps: bool, reshard: bool) -> Non
         if hasattr(model, KEEP):
             model.set_keep_unsharded_storage(True)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
 
 
 @ranks(2)
 @pytest.mark.parametrize("swaps", [True, False])
 def test_one_of_many_keeps_its_memory_and_lets_go_of_it(world: World, swaps: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if not swaps:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+    with memory_swap(swaps):
         pair = twins(world)
         pair.step()
         kept = pair.sharded.blocks[1]

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import Batch, Call, Precision, compare, mean_square, whole_gradients
+from tests.harness.faults import FailingBackward, Fault
 from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
 from tests.harness.wrapper import (
     EACH_WRAPPER,
@@ -301,18 +302,6 @@ def test_a_hook_over_micro_batches(world: World, strategy: str) -> None:
     compare(world, training(hooked(list, sum_by_hand, strategy=strategy), divisor=1.0, micro_batches=2))
 
 
-class _Failing(torch.autograd.Function):
-    """The identity, of which the backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError
-
-
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @ORIGINAL
@@ -322,8 +311,8 @@ def test_gradients_of_a_step_with_an_error_do_not_come_home_after_they_were_clea
     """Those whose reduction was under way when the error came."""
     model = wrap_blocks(strategy=strategy, original=original)(fullshard, seeded(MLP))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = model.blocks[1].register_forward_hook(lambda module, args, output: _Failing.apply(output))
-    with pytest.raises(ArithmeticError):
+    handle = model.blocks[1].register_forward_hook(lambda module, args, output: FailingBackward.apply(output))
+    with pytest.raises(Fault):
         mean_square(model, random_batch(4, 6)(0)).backward()
     handle.remove()
     optimizer.zero_grad()

@@ -181,8 +181,10 @@ class Fragment(ShardedParameter):
         return grad if grad is None or self.home is None else self._part(grad)
 
     def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """Be given a reduced part, as the first of its parameters all of a flat parameter's; returns the gradient that
-        is there already, to be added to."""
+        """Make a reduced part the gradient; if there is one already, return that one, to be added to.
+
+        The first parameter of a flat parameter takes the part of all of it.
+        """
         sharded = self.sharded
         if sharded.grad is None and local.dtype == sharded.dtype:
             sharded.grad = local

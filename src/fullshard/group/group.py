@@ -200,7 +200,7 @@ class Group:
             self.presentation.show_sharded()
 
     def meet(self) -> None:
-        """Be with the other ranks in the memory that they share, if there is enough of it."""
+        """Map the memory that the ranks of a host share; use private memory if there is not enough."""
         if not self.memory.meet():
             self.may_share = False
             self.rebuild()

@@ -70,7 +70,7 @@ class WrappedUnit(Unit):
         return super().pre_forward(module, args, kwargs)
 
     def recover(self) -> None:
-        """Be at the beginning of a step again, if an error has ended the last one. All ranks must call it."""
+        """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
         schedule = self.schedule
         root = None if schedule is None else schedule.root
         if schedule is None or not isinstance(root, WrappedUnit) or in_backward():
