@@ -17,21 +17,39 @@ pytest.register_assert_rewrite("tests.harness")
 
 # Only a first import is rewritten, so this one has to follow.
 from tests.harness import RankPool, failure_report  # noqa: E402
+from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.rank import run_test  # noqa: E402
 
 _RANKS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many random programs tests/fuzz runs, and which."""
+    """Which lane, how many random programs tests/fuzz runs, and which."""
+    parser.addoption("--all", action="store_true", help="the long lane: everything; see tests.harness")
     group = parser.getgroup("fuzz", "random programs, see tests.fuzz")
     group.addoption("--programs", type=int, default=24, help="how many random programs to run")
     group.addoption("--first-seed", type=int, default=0, help="the seed of the first random program")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark."""
+    """Declare the marks, and let ranks know the lane."""
     config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
+    config.addinivalue_line("markers", "everywhere: in the quick lane too with all world sizes and transports")
+    if config.getoption("--all"):
+        os.environ[WITH_TORCH] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the long lane what runs torch's own library alone: it proves the tests, and nothing of ours."""
+    if not config.getoption("--all"):
+        of_torch = [item for item in items if isinstance(item, pytest.Function) and _runs_torch(item)]
+        config.hook.pytest_deselected(items=of_torch)
+        left_out = set(map(id, of_torch))
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _runs_torch(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec") and "torch" in [v for v in item.callspec.params.values() if isinstance(v, str)]
 
 
 @pytest.fixture(scope="session")
@@ -50,19 +68,22 @@ def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
 
-    A transport that the mark names, or the environment, is the only one.
+    A transport that the mark names, or the environment, is the only one. The quick lane takes of both a part.
     """
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
     transports = [mark.kwargs["transport"]]
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
+    everywhere = metafunc.config.getoption("--all") or metafunc.definition.get_closest_marker("everywhere")
     if in_parity and transports == [None]:
-        transports = ["host", "p2p", "collective"]
+        transports = ["host", "p2p", "collective"] if everywhere else ["host"]
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:
         worlds = [world for world in worlds if world != (1, "host")]
+    if not everywhere:
+        worlds = [world for world in worlds if world[0] in (2, 3)] or worlds
     ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
     metafunc.parametrize("world", worlds, ids=ids)
 

@@ -16,6 +16,11 @@ process group (gloo) has exactly `W` ranks, so that for the code under test the 
         dist.all_reduce(total)
         assert total[0] == world.size * (world.size - 1) // 2
 
+There are two lanes. `make test` runs the quick one, which leaves out what proves the tests rather than the library, or
+proves it once more: torch's own library in the same cases; worlds of 1 and 4 ranks where 2 or 3 do; and in
+tests/parity all transports but the first (tests/comm compares their bytes). `make test-all` runs everything. A test
+with the mark `@everywhere` has all its worlds and transports in both lanes.
+
 What a test may count on, and what it may not:
 
 - the function is found in the ranks by its module and name, and its arguments are pickled: parameters and fixtures
@@ -45,6 +50,6 @@ the same training unsharded; both are imported by their own names, because not e
 
 from tests.harness.fake import fake_world
 from tests.harness.pool import RankPool, failure_report
-from tests.harness.rank import Outcome, World, ranks
+from tests.harness.rank import Outcome, World, everywhere, ranks
 
-__all__ = ["Outcome", "RankPool", "World", "failure_report", "fake_world", "ranks"]
+__all__ = ["Outcome", "RankPool", "World", "everywhere", "failure_report", "fake_world", "ranks"]

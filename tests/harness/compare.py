@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fullshard
 from tests.harness.rank import World
@@ -30,6 +31,8 @@ TOLERANCE = 1e-6
 OURS = {"fullshard": fullshard}
 LIBRARIES = {**OURS, "torch": torch.distributed.fsdp}
 WRAPPER = "FullyShardedDataParallel"
+#: The environment variable of the long lane, in which the same is done with torch's library too.
+WITH_TORCH = "FULLSHARD_TESTS_WITH_TORCH"
 Batch = tuple[Tensor, ...]
 Call = Callable[..., Any]
 """The model as a loss sees it: something to call with the tensors of a batch."""
@@ -114,13 +117,32 @@ class Training:
         return self.batch((step * size + rank) * self.micro_batches + micro)
 
 
+@dataclass(frozen=True)
+class LocalShard:
+    """What this rank holds of a DTensor: to compare it takes no communication, unlike the whole tensor."""
+
+    local: Tensor
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """The same part of a whole tensor: what `torch.chunk` gives to this rank along each dim of the mesh."""
+        for at, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                chunks = tensor.chunk(self.mesh.size(at), placement.dim)
+                here = self.mesh.get_local_rank(at)
+                tensor = chunks[here] if here < len(chunks) else tensor.narrow(placement.dim, 0, 0)
+        return tensor
+
+
 @dataclass
 class Step:
-    """What one step left behind: this rank's losses, and whole gradients and parameters by name."""
+    """What one step left behind: this rank's losses, and gradients and parameters by name, whole or a part."""
 
     losses: list[Tensor]
-    gradients: dict[str, Tensor | None]
-    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor | LocalShard | None]
+    parameters: dict[str, Tensor | LocalShard]
     extra: Tensor | None
 
 
@@ -131,7 +153,7 @@ def compare(
     with_torch: bool = True,
     data_parallel: tuple[int, int] | None = None,
 ) -> None:
-    """Train unsharded, with fullshard, and (unless the case is beyond it) with torch; compare all steps.
+    """Train unsharded, with fullshard, and (in the long lane, unless the case is beyond it) with torch; compare.
 
     A test that runs with each of our transports runs torch with the first only, because torch does not know them. A
     torch that has not yet what the case needs is left out.
@@ -140,6 +162,7 @@ def compare(
     rank, size = data_parallel or (world.rank, world.size)
     reference = train_unsharded(training, rank, size)
     with_torch &= os.environ.get("FULLSHARD_TRANSPORT") in (None, "host" if world.size > 1 else "p2p")
+    with_torch &= WITH_TORCH in os.environ
     for name, fsdp in (LIBRARIES if with_torch else OURS).items():
         try:
             steps = train_sharded(training, fsdp, rank, size)
@@ -235,11 +258,11 @@ class _Optimizer:
         self.optimizer.zero_grad()
         self.steps.append(Step(losses, gradients, self.parameters(), None if extra is None else whole(extra)))
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        return {name: None if p.grad is None else whole(p.grad) for name, p in self.shown.items()}
+    def gradients(self) -> dict[str, Tensor | LocalShard | None]:
+        return {name: None if p.grad is None else kept(p.grad) for name, p in self.shown.items()}
 
-    def parameters(self) -> dict[str, Tensor]:
-        return {name: whole(parameter) for name, parameter in self.shown.items()}
+    def parameters(self) -> dict[str, Tensor | LocalShard]:
+        return {name: kept(parameter) for name, parameter in self.shown.items()}
 
 
 class _WrapperOptimizer(_Optimizer):
@@ -247,11 +270,11 @@ class _WrapperOptimizer(_Optimizer):
 
     fsdp: ModuleType
 
-    def gradients(self) -> dict[str, Tensor | None]:
-        return whole_gradients(self.fsdp, self.model)
+    def gradients(self) -> dict[str, Tensor | LocalShard | None]:
+        return {**whole_gradients(self.fsdp, self.model)}
 
-    def parameters(self) -> dict[str, Tensor]:
-        return whole_parameters(self.fsdp, self.model)
+    def parameters(self) -> dict[str, Tensor | LocalShard]:
+        return {**whole_parameters(self.fsdp, self.model)}
 
 
 def whole_parameters(fsdp: ModuleType, model: nn.Module) -> dict[str, Tensor]:
@@ -316,6 +339,14 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
+def kept(tensor: Tensor) -> Tensor | LocalShard:
+    """A copy of what this rank holds of a tensor. Beside tensor parallelism, of all of it."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor) or any(type(each) not in (Shard, Replicate) for each in tensor.placements):
+        return whole(tensor)
+    return LocalShard(tensor.to_local().clone(), tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+
+
 def assert_equal_steps(steps: Sequence[Step], reference: Sequence[Step], subject: str) -> None:
     """Fail with every tensor that differs, in the first step in which one does."""
     if difference := first_difference(steps, reference):
@@ -336,12 +367,23 @@ def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> str | 
     return None
 
 
-def _differences(kind: str, found: Mapping[Any, Tensor | None], expected: Mapping[Any, Tensor | None]) -> Iterator[str]:
+def _differences(
+    kind: str, found: Mapping[Any, Tensor | LocalShard | None], expected: Mapping[Any, Tensor | LocalShard | None]
+) -> Iterator[str]:
+    """Compare what was found, whole tensors or parts of them, with whole tensors."""
     if list(found) != list(expected):
         yield f"{kind}s of {list(found)} instead of {list(expected)}"
         return
     for name, tensor in found.items():
         other = expected[name]
+        assert not isinstance(other, LocalShard)
+        if isinstance(tensor, LocalShard) and other is not None:
+            if tensor.shape != other.shape:
+                yield f"{kind} {name}: a tensor of {list(tensor.shape)} instead of {list(other.shape)}"
+                continue
+            tensor, other, largest = tensor.local, tensor.part_of(other), other
+        else:
+            largest = other
         if tensor is None or other is None:
             if tensor is not other:
                 yield f"{kind} {name}: {'None' if tensor is None else 'a tensor'} instead of " + (
@@ -350,13 +392,15 @@ def _differences(kind: str, found: Mapping[Any, Tensor | None], expected: Mappin
         elif (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
             found_here, wanted = (f"{x.dtype} of {list(x.shape)}" for x in (tensor, other))
             yield f"{kind} {name}: {found_here} instead of {wanted}"
-        elif not (error := deviation(tensor, other)) <= TOLERANCE:
+        elif not (error := deviation(tensor, other, largest)) <= TOLERANCE:
             yield f"{kind} {name}: off by {error:.2e} of its largest entry (allowed: {TOLERANCE:.0e})"
 
 
-def deviation(tensor: Tensor, reference: Tensor) -> float:
-    """The largest difference of two tensors as a fraction of the largest entry of the second; NaN if either has one."""
+def deviation(tensor: Tensor, reference: Tensor, whole_reference: Tensor | None = None) -> float:
+    """The largest difference of two tensors as a fraction of the largest entry of the second, or of the whole of which
+    it is a part; NaN if either has one."""
     difference = (tensor.double() - reference.double()).abs()
     if not difference.any():
         return 0.0
-    return (difference.max() / reference.double().abs().max()).item()
+    largest = reference if whole_reference is None else whole_reference
+    return (difference.max() / largest.double().abs().max()).item()

@@ -32,6 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
+#: Runs a test in the quick lane too with all its world sizes and transports.
+everywhere = pytest.mark.everywhere
+
 
 def ranks(*sizes: int, timeout: float = 60.0, transport: str | None = None) -> Callable[[Test], Test]:
     """Run a test on the first `size` ranks of the pool, once for each of `sizes`; it takes an argument `world`.

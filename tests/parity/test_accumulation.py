@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.group import gradients
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import (
     LIBRARIES,
     Precision,
@@ -85,6 +85,7 @@ def test_some_micro_batches_communicate(world: World) -> None:
     compare(world, micro_batches(each_block(), set_up_micro=set_up))
 
 
+@everywhere
 @ranks(2)
 def test_one_block_accumulates_and_the_others_communicate(world: World) -> None:
     def set_up(model: Any, micro: int) -> None:
@@ -115,6 +116,7 @@ def test_hybrid_accumulated_before_all_reduce(world: World, param_dtype: torch.d
     compare(world, micro_batches(shard, set_up_micro=set_up, precision=precision))
 
 
+@everywhere
 @ranks(4)
 def test_hybrid_accumulated_in_both_ways(world: World) -> None:
     def set_up(model: Any, micro: int) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import Shard
 
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, Block, Checkpointing, Transformer, random_batch, seeded, split_over, token_batch
 
@@ -76,6 +76,7 @@ def test_checkpoint_wrapper(world: World, checkpointing: Checkpointing, reshard:
     compare(world, training)
 
 
+@everywhere
 @ranks(2)
 @CHECKPOINTING
 def test_checkpoints_inside_sharded_blocks(world: World, checkpointing: Checkpointing) -> None:
@@ -126,6 +127,7 @@ def test_cpu_offload(world: World, optimizer: Any, reshard: bool) -> None:
     compare(world, Training(build=lambda: seeded(MLP), shard=shard, batch=random_batch(4, 6), optimizer=optimizer))
 
 
+@everywhere
 @ranks(2)
 def test_cpu_offload_over_micro_batches(world: World) -> None:
     def shard(fsdp: ModuleType, model: Any) -> None:

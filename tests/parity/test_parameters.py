@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Batch, Precision, ShardFunction, Training, adamw, compare, each_block, sgd
 from tests.harness.models import (
     MLP,
@@ -73,6 +73,7 @@ def test_tied_across_groups_in_bf16(world: World, reshard: bool) -> None:
     compare(world, tied(shard, precision=precision), with_torch=False)
 
 
+@everywhere
 @ranks(2)
 def test_tied_across_groups_over_micro_batches(world: World) -> None:
     def set_up(model: Any, micro: int) -> None:
@@ -105,6 +106,7 @@ def test_scalar_non_contiguous_and_frozen_parameters(world: World, optimizer: An
     compare(world, training, with_torch=False)
 
 
+@everywhere
 @ranks(2, 3)
 def test_frozen_parameters_among_trained_ones(world: World) -> None:
     def build() -> nn.Module:
@@ -206,6 +208,7 @@ def widest_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim > 1 else None
 
 
+@everywhere
 @ranks(2)
 @OPTIMIZERS
 def test_even_shards_of_columns(world: World, optimizer: Any) -> None:
@@ -284,6 +287,7 @@ def exact_sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.125, momentum=0.5)
 
 
+@everywhere
 @ranks(2)
 def test_several_dtypes_computed_in_one(world: World) -> None:
     precision = Precision(torch.bfloat16, torch.float32)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fullshard
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import (
     LIBRARIES,
     Batch,
@@ -57,6 +57,7 @@ def test_bf16_parameters_reduced_in_fp32(world: World, optimizer: Any) -> None:
     compare(world, training_with(Precision(BF16, FP32), optimizer=optimizer))
 
 
+@everywhere
 @ranks(2)
 def test_bf16_transformer_reduced_in_fp32(world: World) -> None:
     def build() -> nn.Module:
@@ -219,6 +220,7 @@ def test_autocast(world: World, cache: bool) -> None:
     compare(world, training)
 
 
+@everywhere
 @ranks(1, 2, 3)
 def test_large_gradients_in_fp16(world: World) -> None:
     """Two gradients of 40,000 have a sum that fp16 cannot hold, and a mean that it can."""

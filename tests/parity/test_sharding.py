@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Batch, Call, Training, adamw, compare, each_block, mean_square, sgd
 from tests.harness.models import MLP, NestedOutputs, Transformer, random_batch, seeded, token_batch
 
@@ -22,6 +22,7 @@ def mlp() -> MLP:
     return seeded(MLP)
 
 
+@everywhere
 @ranks(1, 2, 3, 4)
 @OPTIMIZERS
 def test_mlp_of_odd_sizes(world: World, optimizer: Any) -> None:
@@ -44,6 +45,7 @@ def test_one_group_for_all(world: World) -> None:
     compare(world, training)
 
 
+@everywhere
 @ranks(2)
 def test_groups_inside_groups(world: World) -> None:
     def shard(fsdp: ModuleType, model: Any) -> None:
@@ -70,6 +72,7 @@ def test_blocks_sharded_and_the_rest_left_to_the_user(world: World) -> None:
     compare(world, Training(build=build, shard=shard, batch=random_batch(4, 6)))
 
 
+@everywhere
 @ranks(2)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 def test_hybrid_on_two_ranks(world: World, shape: tuple[int, int]) -> None:
@@ -91,6 +94,7 @@ def test_reshard_after_forward(world: World, reshard: bool | None) -> None:
     compare(world, Training(build=lambda: seeded(Transformer), shard=shard, batch=token_batch(3, 5)))
 
 
+@everywhere
 @ranks(4)
 def test_reshard_after_forward_to_a_smaller_group(world: World) -> None:
     shard = each_block(reshard_after_forward=2)
@@ -175,6 +179,7 @@ def test_members_of_a_list_run_apart(world: World) -> None:
     compare(world, training)
 
 
+@everywhere
 @ranks(2)
 def test_two_forwards_before_a_backward(world: World) -> None:
     def loss(call: Call, batch: Batch) -> Tensor:
@@ -232,6 +237,7 @@ class SharedBlock(MLP):
         return x * self.scale
 
 
+@everywhere
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_block_that_runs_twice(world: World, reshard: bool) -> None:

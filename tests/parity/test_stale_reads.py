@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 import fullshard
 from fullshard.group.group import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.models import seeded
 
 WIDTH = 6
@@ -128,6 +128,7 @@ def train(world: World, loss: Callable[[Any, Tensor], Tensor], **options: Any) -
         pair.step(loss=loss)
 
 
+@everywhere
 @ranks(1, 2)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("loss", [penalty, whole_step])
@@ -160,6 +161,7 @@ def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:
                 assert_close(one, other, "parameter")
 
 
+@everywhere
 @ranks(2)
 @pytest.mark.parametrize("loss", [penalty, plain_loss])
 def test_without_the_exchange_of_memory(world: World, loss: Any) -> None:

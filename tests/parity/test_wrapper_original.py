@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import (
     Batch,
     Call,
@@ -320,6 +320,7 @@ def test_gradients_of_several_backwards_add_up(world: World, library: str, strat
         assert torch.allclose(gradient, 2 * torch.as_tensor(once[name]), rtol=1e-6, atol=1e-8)
 
 
+@everywhere
 @ranks(2)
 @UNITS
 @pytest.mark.parametrize("strategy", SHARDED)

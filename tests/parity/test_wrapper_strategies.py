@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import World, ranks
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import (
     Precision,
     adamw,
@@ -47,6 +47,7 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
     compare(world, training(wrap_blocks(strategy=strategy, original=original), steps=3))
 
 
+@everywhere
 @ranks(2, transport="host")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
