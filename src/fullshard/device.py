@@ -13,11 +13,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.transport import Pending
 from fullshard.torch_private import is_traceable_subclass
 
 #: To compare with: the type of a device is a new string whenever it is asked for.
 CPU = torch.device("cpu")
+
+
+class Pending(Protocol):
+    """Communication that was started."""
+
+    def finish(self) -> None:
+        """Complete it and what follows it locally (copies, sums). Called exactly once.
+
+        On a device with streams it is called at once, on the lane's stream, and only enqueues work; on CPU it is called
+        when the result is needed, and blocks.
+        """
+        ...
+
+
+class Done:
+    """Communication with nothing left to do."""
+
+    def finish(self) -> None:
+        return
 
 
 class Mark(Protocol):

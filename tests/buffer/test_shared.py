@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fullshard.buffer.shared import _USES, SharedBuffer
-from fullshard.comm.shared_memory import Segment, can_share
+from fullshard.buffer.shared_memory import Segment, can_share
 from fullshard.comm.transport import SharedMemory
 from fullshard.device import PASSED
 

@@ -15,9 +15,9 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.optim_methods import OptimStateMethods
 from fullshard.wrapper import settings
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.harness.models import MLP, random_batch, seeded
 
 CPU = torch.device("cpu")

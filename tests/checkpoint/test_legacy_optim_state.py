@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
-from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
     LIBRARIES,
     OURS,

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from fullshard.checkpoint.names import shown_parameters
 from fullshard.group.flat import FlatParameter
+from fullshard.wrapper.names import shown_parameters
 from tests.checkpoint.cases import SHARDINGS, wrapped
 from tests.harness import World, ranks
 from tests.harness.models import MLP, Transformer, seeded

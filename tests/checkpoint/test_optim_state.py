@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim import Optimizer
 
 import fullshard
-from fullshard.checkpoint.optim_methods import OptimStateMethods
+from fullshard.wrapper.optim_methods import OptimStateMethods
 from tests.checkpoint.cases import (
     OPTIMIZERS,
     OURS,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Pending, Reduction, StillRead, Transfer, Transport
+from fullshard.comm.transport import Reduction, StillRead, Transfer, Transport
+from fullshard.device import Pending
 
 Shape = tuple[tuple[int, ...], int | None]
 """The shape of a parameter, and the dim along which it is cut."""

@@ -52,7 +52,7 @@ def on_other_hosts() -> str:
 @ranks(3)
 def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.neighbours._host", on_other_hosts)
+        patch.setattr("fullshard.comm.local_ranks._host", on_other_hosts)
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "host")
         with pytest.raises(
@@ -74,7 +74,7 @@ def test_two_hosts_move_small_groups_by_collectives(
     called = []
     routes = {name: getattr(CollectiveTransport, name) for name in ("gather_route", "reduce_route")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.neighbours._host", lambda: f"host {dist.get_rank()}")
+        patch.setattr("fullshard.comm.local_ranks._host", lambda: f"host {dist.get_rank()}")
         patch.setenv("FULLSHARD_TRANSPORT", "p2p" if forced else "")
         for name, route in routes.items():
             patch.setattr(
@@ -105,10 +105,10 @@ def refuse(*args: Any) -> Any:
 LACKS: dict[str, tuple[str, Any, str]] = {
     "shared memory": ("os.memfd_create", None, "rank 1 runs on a system without memory that processes share"),
     "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without memory that processes share"),
-    "pagemap": ("fullshard.comm.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
+    "pagemap": ("fullshard.buffer.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
     "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
-    "mappings": ("fullshard.comm.shared_memory.Segment.open", refuse, "a rank could not map memory of another"),
+    "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map memory of another"),
 }
 
 

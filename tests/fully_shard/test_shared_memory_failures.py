@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.host import HostTransport
-from fullshard.comm.shared_memory import Segment
 from tests.fully_shard.cases import SHARED_GRADIENTS, Twins, assert_close, environment, groups_of, inputs, shard_mlp
 from tests.fully_shard.test_errors_in_step import fail_in_backward, fail_in_forward
 from tests.harness import RankPool, World, ranks

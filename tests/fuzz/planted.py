@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.comm.transport import Done, Reduction
+from fullshard.comm.transport import Reduction
+from fullshard.device import Done
 from fullshard.group import gradients as gradients_module
 from fullshard.group import group as group_module
 from fullshard.group.gradients import Gradients, _Reducing

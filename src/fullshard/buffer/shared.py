@@ -15,9 +15,8 @@ import mmap
 
 import torch
 
+from fullshard.buffer.shared_memory import Segment, page_faults
 from fullshard.buffer.slots import SlotPool
-from fullshard.comm.shared_memory import page_faults
-from fullshard.comm.transport import SharedMemory
 from fullshard.device import PASSED, Mark
 from fullshard.torch_private import storage_id
 
@@ -30,18 +29,19 @@ class SharedBuffer:
     """What a :class:`~fullshard.buffer.slots.SlotBuffer` is to groups whose ranks have memory of their own.
 
     Args:
-        shared: the memory.
-        nbytes: its size.
+        view: memory that all ranks map, as this one reads it.
+        start: where in it the buffer begins, in bytes.
+        nbytes: the size of the buffer.
     """
 
     takes_turns = False
     keeps_values = False
     _faults_seen = 0  # by any buffer, the last time that one was given back
 
-    def __init__(self, shared: SharedMemory, nbytes: int) -> None:
+    def __init__(self, view: Segment, start: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._view = shared.view
-        self.memory = self._view.tensor(shared.start, nbytes, torch.uint8)
+        self._view = view
+        self.memory = view.tensor(start, nbytes, torch.uint8)
         self._everything = ((0, self._view.address.nbytes),)
         self._is_private = False
         self._uses = 0

@@ -22,15 +22,8 @@ from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking
 from fullshard.comm.routes import check_transfers, wait_for
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
 from fullshard.comm.staging import SHARED, Lease
-from fullshard.comm.transport import (
-    GatherRoute,
-    MovesPrivately,
-    Nowhere,
-    Pending,
-    ReduceRoute,
-    Reduction,
-    Transfer,
-)
+from fullshard.comm.transport import GatherRoute, MovesPrivately, Nowhere, ReduceRoute, Reduction, Transfer
+from fullshard.device import Pending
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter
 

@@ -2,7 +2,7 @@
 
 A group's full buffer is one segment that all ranks map, and a rank's shard is its part of it, so that a gather moves
 nothing. A reduction reads the gradient buffers of the others in place. Owns the reductions and the order that they
-need; a :class:`~fullshard.comm.neighbours.Gate` keeps the order of parameters::
+need; a :class:`~fullshard.comm.local_ranks.HostPassBarrier` keeps the order of parameters::
 
     rank 0    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
@@ -21,23 +21,15 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
+from fullshard.buffer.shared_memory import Address, Counters, File, Segment
+from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
 from fullshard.comm.messages import whole_extent
-from fullshard.comm.neighbours import Gate, Neighbours, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.routes import alias, check_transfers
-from fullshard.comm.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.staging import Lease, align
 from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable, view_piece
-from fullshard.comm.transport import (
-    GatherRoute,
-    Nowhere,
-    Pending,
-    ReduceRoute,
-    Reduction,
-    SharedMemory,
-    StillRead,
-    Transfer,
-)
+from fullshard.comm.transport import GatherRoute, Nowhere, ReduceRoute, Reduction, SharedMemory, StillRead, Transfer
+from fullshard.device import Pending
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
@@ -51,7 +43,7 @@ class HostTransport:
     """Reduces in memory that the ranks of ``process_group`` share. Made by :meth:`among`.
 
     Args:
-        neighbours: the ranks.
+        local_ranks: the ranks.
         control: a segment of :meth:`control_bytes` that all of them map.
         messages: moves what is not shared.
     """
@@ -59,10 +51,10 @@ class HostTransport:
     name = "host"
     gradient_buffers = 2
 
-    def __init__(self, neighbours: Neighbours, control: Segment, messages: PointToPointTransport) -> None:
+    def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
         self.private = messages
-        self.neighbours = neighbours
-        rank, size = neighbours.rank, neighbours.size
+        self.local_ranks = local_ranks
+        rank, size = local_ranks.rank, local_ranks.size
         line = Counters.nbytes(size)
         self._ready = Counters(control, 0, rank, size)
         self._done = Counters(control, line, rank, size)
@@ -90,7 +82,7 @@ class HostTransport:
         return known
 
     @classmethod
-    def _make(cls, met: Neighbours | str, messages: PointToPointTransport) -> HostTransport | str:
+    def _make(cls, met: LocalRanks | str, messages: PointToPointTransport) -> HostTransport | str:
         if isinstance(met, str):
             return met
         control = Segment.reserve(cls.control_bytes(met.size))
@@ -117,13 +109,13 @@ class HostTransport:
 
     def share(self, nbytes: int) -> SharedMemory:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        start = align(Gate.nbytes(self.neighbours.size))
+        start = align(HostPassBarrier.nbytes(self.local_ranks.size))
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
-        return SharedMemory(segment, view, start, Gate(self.neighbours, segment, 0))
+        return SharedMemory(segment, view, start, HostPassBarrier(self.local_ranks, segment, 0))
 
     def meet(self, memory: SharedMemory | None) -> bool:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        return self.neighbours.share(memory.segment, memory.view) if memory else self.neighbours.share(None)
+        return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
@@ -159,12 +151,12 @@ class HostTransport:
         """Tell the other ranks that the values of a route are ready."""
         self._slots.close_files()
         self._number += 1
-        neighbours, number = self.neighbours, self._number
-        neighbours.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        local_ranks, number = self.local_ranks, self._number
+        local_ranks.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
-        self._entries[neighbours.rank][at] = number
+        self._entries[local_ranks.rank][at] = number
         for offset, value in enumerate((route.tag, route.subject, *slot), 1):
-            self._entries[neighbours.rank][at + offset] = value
+            self._entries[local_ranks.rank][at + offset] = value
         self._ready.set(number)
         reading = _Reading(self, route, number, shards, divisor)
         self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
@@ -180,7 +172,7 @@ class HostTransport:
 
     def let_go(self) -> None:
         """See :class:`~fullshard.comm.transport.Transport`."""
-        for rank in range(self.neighbours.size):
+        for rank in range(self.local_ranks.size):
             self._forget_slots_of(rank)
         self._slots.close_files()
 
@@ -191,13 +183,13 @@ class HostTransport:
 
     def _read(self, reading: _Reading) -> None:
         number = reading.number
-        self.neighbours.wait(self._ready, number, f"a reduction (tag {reading.route.tag})")
-        for rank in range(self.neighbours.size):
+        self.local_ranks.wait(self._ready, number, f"a reduction (tag {reading.route.tag})")
+        for rank in range(self.local_ranks.size):
             dropped = self._dropped.of(rank)
             if dropped != self._purged[rank]:
                 self._forget_slots_of(rank)
                 self._purged[rank] = dropped
-        slots = [self._slot_of(rank, reading) for rank in range(self.neighbours.size)]
+        slots = [self._slot_of(rank, reading) for rank in range(self.local_ranks.size)]
         reading.route.write(slots, self._opened, reading.shards, reading.divisor)
         reading.is_read = True
         reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
@@ -208,7 +200,7 @@ class HostTransport:
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
         route = reading.route
-        there, here = map(self.neighbours.global_rank, (rank, self.neighbours.rank))
+        there, here = map(self.local_ranks.global_rank, (rank, self.local_ranks.rank))
         if (number, tag) != (reading.number, route.tag):
             raise RuntimeError(
                 f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {route.tag}), or has given up "
@@ -221,7 +213,7 @@ class HostTransport:
                 f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         key = (rank, address[2])
-        if rank != self.neighbours.rank and key not in self._opened:
+        if rank != self.local_ranks.rank and key not in self._opened:
             self._opened[key] = Segment.open(Address(*address))
         return key
 
@@ -233,7 +225,7 @@ class HostTransport:
             route.forget()
 
     def wait_until_read(self, number: int) -> None:
-        self.neighbours.wait(self._done, number, "a reduction, to be read by the other ranks")
+        self.local_ranks.wait(self._done, number, "a reduction, to be read by the other ranks")
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
@@ -295,7 +287,7 @@ class _Route:
     def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:
         self._transport = transport
         self.tag = tag
-        self._rank = transport.neighbours.rank
+        self._rank = transport.local_ranks.rank
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._plans: list[Plan] = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]

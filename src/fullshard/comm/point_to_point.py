@@ -26,17 +26,8 @@ from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, 
 from fullshard.comm.routes import Copies, alias, check_transfers
 from fullshard.comm.staging import SHARED, Lease, align
 from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes, view_piece
-from fullshard.comm.transport import (
-    GatherRoute,
-    MovesPrivately,
-    Nowhere,
-    Pending,
-    ReduceRoute,
-    Reduction,
-    Transfer,
-    Transport,
-)
-from fullshard.device import CPU
+from fullshard.comm.transport import GatherRoute, MovesPrivately, Nowhere, ReduceRoute, Reduction, Transfer, Transport
+from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
 
 #: Bytes of staging for what an exchange receives from all ranks. More is not faster, 2 MiB take half more CPU.

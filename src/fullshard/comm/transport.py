@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
-from fullshard.comm.neighbours import Gate
-from fullshard.comm.shared_memory import Segment
+from fullshard.buffer.shared_memory import Segment
+from fullshard.device import Done, Pending
 
 
 class MovesPrivately:
@@ -67,25 +67,6 @@ class Reduction(NamedTuple):
     sum_only: bool = False
 
 
-class Pending(Protocol):
-    """Communication that was started."""
-
-    def finish(self) -> None:
-        """Complete it and what follows it locally (copies, sums). Called exactly once.
-
-        On a device with streams it is called at once, on the lane's stream, and only enqueues work; on CPU it is called
-        when the result is needed, and blocks.
-        """
-        ...
-
-
-class Done:
-    """Communication with nothing left to do."""
-
-    def finish(self) -> None:
-        return
-
-
 class GatherRoute(Protocol):
     """How some shards get to all ranks: worked out once, for tensors that stay, and taken in every step."""
 
@@ -116,6 +97,38 @@ class StillRead:
         raise NotImplementedError
 
 
+class PassBarrier(Protocol):
+    """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
+
+    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
+
+        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
+        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
+    """
+
+    def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
+        """Wait until all ranks enter.
+
+        Args:
+            doing: what this rank does, for errors.
+            kind: 0 for a forward, 1 for a backward.
+            steps: how many steps of optimizers this rank has made.
+
+        Raises:
+            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps``, has ended, or
+                does not come in time; or this process was forked from a rank.
+        """
+        ...
+
+    def leave(self, doing: str) -> None:
+        """Wait until all ranks leave."""
+        ...
+
+    def give_up(self) -> bool:
+        """Leave and wait for nobody; returns whether a pass had been entered."""
+        ...
+
+
 @dataclass(frozen=True)
 class SharedMemory:
     """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone.
@@ -124,13 +137,13 @@ class SharedMemory:
         segment: holds it.
         view: the same, mapped to be read: who writes to it gets copies of those pages.
         start: where in the segment it begins, in bytes.
-        gate: when it may be read and written.
+        barrier: when it may be read and written.
     """
 
     segment: Segment
     view: Segment
     start: int
-    gate: Gate
+    barrier: PassBarrier
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""

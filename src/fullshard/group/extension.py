@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fullshard.comm.transport import Pending
+from fullshard.device import Pending
 from fullshard.torch_private import all_gather_single, local_of
 
 if TYPE_CHECKING:

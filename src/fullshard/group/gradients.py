@@ -24,8 +24,8 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, Pending, ReduceRoute, Reduction, StillRead, Transfer
-from fullshard.device import CPU, Mark, mark_now
+from fullshard.comm.transport import ReduceRoute, Reduction, StillRead, Transfer
+from fullshard.device import CPU, Done, Mark, Pending, mark_now
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.parameter import ShardedParameter, whole_views

@@ -20,8 +20,8 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Done, GatherRoute, Pending, Transfer, Transport
-from fullshard.device import PASSED, Lanes, Mark, mark_now
+from fullshard.comm.transport import GatherRoute, Transfer, Transport
+from fullshard.device import PASSED, Done, Lanes, Mark, Pending, mark_now
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.flat import FlatPresentation, Fragment
 from fullshard.group.gradients import Flight, Gradients
@@ -136,7 +136,7 @@ class Group:
         if shared is None:
             self.full = SlotBuffer(self.memory.parameter_pool, nbytes)
         else:
-            self.full = SharedBuffer(shared.memory, nbytes)
+            self.full = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
             self._view_full()
         self.full.keep_memory(self.options.keep_unsharded_storage)
         self._gather: Mark | None = None
@@ -283,9 +283,9 @@ class Group:
             self.reshard()
             self.memory.publish(whatever=True)
             doing = f"unshard() of {self.name or 'the root'}"
-            shared.memory.gate.enter(doing)
+            shared.memory.barrier.enter(doing)
             full.be_private()
-            shared.memory.gate.leave(doing)
+            shared.memory.barrier.leave(doing)
         full.take()
         self._gathered = self._current()
         self._gather = PASSED

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, shard_bytes, shard_views
-from fullshard.comm.transport import Pending, Transfer
-from fullshard.device import mark_now
+from fullshard.comm.transport import Transfer
+from fullshard.device import Pending, mark_now
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.group.presentation import show, updates

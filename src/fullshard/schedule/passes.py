@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from fullshard.comm.neighbours import Gate
+from fullshard.comm.transport import PassBarrier
 from fullshard.group.group import Group
 from fullshard.group.state import Clock
 
@@ -26,24 +26,24 @@ class Passes:
         self._kind: Kind | None = None
         #: Of optimizers, when the last pass began.
         self.steps = 0
-        self._gates: list[Gate] = []
+        self._barriers: list[PassBarrier] = []
         self._groups: list[Group] = []  # those whose ranks share memory
 
     def begin(self, kind: Kind, groups: Iterable[Group]) -> None:
         """Make this rank's shards known, and wait until all ranks have. Inside another pass nothing happens."""
         if self._kind is not None:
             return
-        gates: dict[int, Gate] = {}  # one for all groups that the same ranks share
+        barriers: dict[int, PassBarrier] = {}  # one for all groups that the same ranks share
         self._groups = []
         for group in groups:
             if group.memory.shared is not None and not group.memory.is_apart:
                 group.memory.publish(whatever=kind == "forward")
-                gates.setdefault(id(group.transport), group.memory.shared.memory.gate)
+                barriers.setdefault(id(group.transport), group.memory.shared.memory.barrier)
                 self._groups.append(group)
         self._kind, self.steps = kind, self._clock.steps
-        self._gates = list(gates.values())
-        for gate in self._gates:
-            gate.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
+        self._barriers = list(barriers.values())
+        for barrier in self._barriers:
+            barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
         self._clock.reading = True
         for group in self._groups:
             if not group.is_unsharded:
@@ -54,14 +54,14 @@ class Passes:
         if self._kind is not kind:
             return
         self._stop_reading()
-        for gate in self._gates:
-            gate.leave(f"the end of a {kind}")
+        for barrier in self._barriers:
+            barrier.leave(f"the end of a {kind}")
 
     def give_up(self) -> None:
         """End the pass that an error cut short, and wait for nobody."""
         self._stop_reading()
-        for gate in self._gates:
-            gate.give_up()
+        for barrier in self._barriers:
+            barrier.give_up()
 
     def _stop_reading(self) -> None:
         self._kind, self._clock.reading = None, False

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.transport import Done, GatherRoute, MovesPrivately, Pending, ReduceRoute, Reduction, Transfer
+from fullshard.comm.transport import GatherRoute, MovesPrivately, ReduceRoute, Reduction, Transfer
+from fullshard.device import Done, Pending
 from fullshard.group.group import Group
 
 Hook = Callable[..., Any]

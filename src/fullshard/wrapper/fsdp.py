@@ -17,8 +17,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.checkpoint.optim_methods import OptimStateMethods
-from fullshard.checkpoint.state_dict import check_idle
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
@@ -36,6 +34,7 @@ from fullshard.wrapper import initialise
 from fullshard.wrapper.comm_hook import use_hook
 from fullshard.wrapper.initialise import Ignored
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
+from fullshard.wrapper.optim_methods import OptimStateMethods
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
@@ -46,6 +45,7 @@ from fullshard.wrapper.settings import (
     as_mixed_precision,
     as_sharding_strategy,
 )
+from fullshard.wrapper.state_dict import check_idle
 from fullshard.wrapper.state_dicts import StateDictMethods
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 

@@ -1,7 +1,7 @@
 """What a wrapped module's ``state_dict()`` and ``load_state_dict()`` speak of, and the methods that say so.
 
 Owns the settings of each instance and the hooks by which ``nn.Module`` makes and loads state dicts. What modules show
-meanwhile is the business of :mod:`fullshard.checkpoint.state_dict`.
+meanwhile is the business of :mod:`fullshard.wrapper.state_dict`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.nn as nn
 
-from fullshard.checkpoint.state_dict import Loading, finish, saving, unwrap_names
 from fullshard.group.parameter import plain_name
 from fullshard.wrapper.settings import (
     CONFIGS,
@@ -26,6 +25,7 @@ from fullshard.wrapper.settings import (
     as_state_dict_type,
     settings_of,
 )
+from fullshard.wrapper.state_dict import Loading, finish, saving, unwrap_names
 from fullshard.wrapper.unit import WrappedUnit
 
 

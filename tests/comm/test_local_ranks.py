@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.neighbours import Gate, Neighbours, meet
-from fullshard.comm.shared_memory import Counters, Segment
+from fullshard.buffer.shared_memory import Counters, Segment
+from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
 from tests.harness import RankPool, World, ranks
 
 
-def neighbours(process_group: Any = None) -> Neighbours:
+def local_ranks(process_group: Any = None) -> LocalRanks:
     met = meet(process_group or dist.group.WORLD)
-    assert isinstance(met, Neighbours), met
+    assert isinstance(met, LocalRanks), met
     return met
 
 
@@ -36,7 +36,7 @@ def reserved(nbytes: int = 4096) -> Shared:
     return Shared(Segment.reserve(nbytes), Segment.reserve(nbytes))
 
 
-def shared(among: Neighbours, nbytes: int = 4096) -> Shared:
+def shared(among: LocalRanks, nbytes: int = 4096) -> Shared:
     found = reserved(nbytes)
     assert among.share(*found)
     return found
@@ -44,7 +44,7 @@ def shared(among: Neighbours, nbytes: int = 4096) -> Shared:
 
 @ranks(2, 4)
 def test_every_rank_maps_the_same_memory_twice(world: World) -> None:
-    found = shared(neighbours(), 8 * world.size)
+    found = shared(local_ranks(), 8 * world.size)
     mine = found.segment.tensor(8 * world.rank, 1, torch.int64)
     mine.fill_(world.rank + 1)
     dist.barrier()
@@ -56,7 +56,7 @@ def test_every_rank_maps_the_same_memory_twice(world: World) -> None:
 
 @ranks(2)
 def test_sharing_leaves_no_file_open(world: World) -> None:
-    among = neighbours()
+    among = local_ranks()
     before = len(os.listdir("/proc/self/fd"))
     kept = [shared(among) for _ in range(30)]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -64,10 +64,10 @@ def test_sharing_leaves_no_file_open(world: World) -> None:
 
 
 @ranks(3)
-@pytest.mark.parametrize("what", ["os.memfd_create", "os.open", "fullshard.comm.shared_memory.Pages"])
+@pytest.mark.parametrize("what", ["os.memfd_create", "os.open", "fullshard.buffer.shared_memory.Pages"])
 @pytest.mark.parametrize("unlucky", [0, 2])
 def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int) -> None:
-    among, found = neighbours(), reserved()
+    among, found = local_ranks(), reserved()
     found.segment.pages.own = [(8 * world.rank, 8)]
     mine = found.segment.tensor(8 * world.rank, 1, torch.int64).fill_(world.rank)
 
@@ -89,7 +89,7 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
 
 @ranks(2)
 def test_nothing_to_share_and_different_sizes(world: World) -> None:
-    among = neighbours()
+    among = local_ranks()
     assert not among.share(None)
     with pytest.raises(ValueError, match="rank 1 needs 0 bytes for what rank 0 keeps in 4096: build the same model"):
         among.share(*([None] if world.rank else reserved()))
@@ -98,9 +98,9 @@ def test_nothing_to_share_and_different_sizes(world: World) -> None:
 @ranks(3)
 def test_a_gate_keeps_writers_and_readers_apart(world: World) -> None:
     """Each round, every rank writes its own number, all read all numbers, and a different one is slow each time."""
-    among = neighbours()
+    among = local_ranks()
     found = shared(among)
-    gate = Gate(among, found.segment, 0)
+    gate = HostPassBarrier(among, found.segment, 0)
     numbers = found.segment.tensor(1024, world.size, torch.int64)
     for number in range(1, 31):
         if number % (world.size + 3) == world.rank:
@@ -116,8 +116,8 @@ def test_a_gate_keeps_writers_and_readers_apart(world: World) -> None:
 @ranks(2)
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_rank_that_gave_up_lets_others_leave_and_meets_them_at_the_next_pass(world: World, times: int) -> None:
-    among = neighbours()
-    gate = Gate(among, shared(among).segment, 0)
+    among = local_ranks()
+    gate = HostPassBarrier(among, shared(among).segment, 0)
     assert not gate.give_up(), "it was not entered"
     for _ in range(times):
         gate.enter("a pass")
@@ -138,7 +138,7 @@ def test_a_rank_that_gave_up_lets_others_leave_and_meets_them_at_the_next_pass(w
 @ranks(3)
 def test_the_timeout_of_the_process_group_holds_and_names_who_is_late(world: World) -> None:
     short = dist.new_group(timeout=timedelta(seconds=1))
-    among = neighbours(short)
+    among = local_ranks(short)
     counters = Counters(shared(among).segment, 0, world.rank, world.size)
     dist.barrier()
     if world.rank == 0:
@@ -153,7 +153,7 @@ def test_the_timeout_of_the_process_group_holds_and_names_who_is_late(world: Wor
 
 @ranks(2)
 def test_a_long_wait_costs_little(world: World) -> None:
-    among = neighbours()
+    among = local_ranks()
     counters = Counters(shared(among).segment, 0, world.rank, world.size)
     if world.rank == 1:
         time.sleep(1.5)
@@ -166,7 +166,7 @@ def test_a_long_wait_costs_little(world: World) -> None:
 
 @ranks(2)
 def test_other_threads_run_while_one_waits(world: World) -> None:
-    among = neighbours()
+    among = local_ranks()
     counters = Counters(shared(among).segment, 0, world.rank, world.size)
     thread = threading.Thread(target=lambda: (time.sleep(0.05), counters.set(1)))
     thread.start()
@@ -176,7 +176,7 @@ def test_other_threads_run_while_one_waits(world: World) -> None:
 
 def lose_ranks_1_and_3(world: World) -> None:
     """Rank 1 ends when it has come to 1, rank 2 comes there late, and rank 3 ends before it comes to 2."""
-    among = neighbours()
+    among = local_ranks()
     counters = Counters(shared(among).segment, 0, world.rank, world.size)
     if world.rank == 2:
         time.sleep(0.7)

@@ -1,7 +1,7 @@
 """The ranks of a process group that share a host: whether they do, memory that all of them map, and waiting.
 
-Owns the first meeting of the ranks, the making of shared segments, and waits that are bounded and notice a rank that
-has ended. :class:`Gate` keeps readers and writers of a segment apart. What is shared is up to others.
+Owns the first meeting of the ranks, the making of shared segments, waits that are bounded and notice a rank that has
+ended, and the barrier between passes. What is shared is up to others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.objects import gather_objects
-from fullshard.comm.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.torch_private import all_gather_single, timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -31,7 +31,7 @@ _SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
 _ALIVE = 0.05
 
 
-class Neighbours:
+class LocalRanks:
     """The ranks of a process group, all on one host. Made by :func:`meet`.
 
     Args:
@@ -158,50 +158,39 @@ class Neighbours:
         return self._global_ranks[rank]
 
 
-class Gate:
-    """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
+class HostPassBarrier:
+    """The :class:`~fullshard.comm.transport.PassBarrier` of ranks that share a host.
 
-    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
-
-        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
-        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
-
-    Both wait for all ranks. They number their passes, so that after a pass that an error cut short on some ranks the
-    next one is right again; a rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``.
+    Ranks number their passes, so that after a pass that an error cut short on some ranks the next one is right again; a
+    rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``.
     """
 
-    def __init__(self, neighbours: Neighbours, segment: Segment, start: int) -> None:
-        self._neighbours = neighbours
-        self._counters = Counters(segment, start, neighbours.rank, neighbours.size)
+    def __init__(self, local_ranks: LocalRanks, segment: Segment, start: int) -> None:
+        self._local_ranks = local_ranks
+        self._counters = Counters(segment, start, local_ranks.rank, local_ranks.size)
 
     @staticmethod
     def nbytes(size: int) -> int:
         return Counters.nbytes(size)
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
-        """Wait until all ranks do.
-
-        Raises:
-            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps`` of optimizers,
-                or this process was forked from a rank.
-        """
-        counters, neighbours = self._counters, self._neighbours
-        neighbours.refuse_child(doing)
+        counters, local_ranks = self._counters, self._local_ranks
+        local_ranks.refuse_child(doing)
         forget_copies()
         number = counters.value // 8 + 1
         counters.note(steps)
         counters.set(8 * number + 2 * (counters.value % 2) + kind)
-        neighbours.wait(counters, 8 * number, doing)
-        for rank in range(neighbours.size):
+        local_ranks.wait(counters, 8 * number, doing)
+        for rank in range(local_ranks.size):
             said = counters.of(rank)  # perhaps a pass ahead, if it has noticed and was reset
             if (said >> (said // 8 - number)) & 1 != kind:
-                here, there = neighbours.global_rank(neighbours.rank), neighbours.global_rank(rank)
+                here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
                     f"backward. All ranks must run the same ones, as often as each other"
                 )
             if counters.noted(rank) != steps:
-                here, there = neighbours.global_rank(neighbours.rank), neighbours.global_rank(rank)
+                here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
                 raise RuntimeError(
                     f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
                     f"{counters.noted(rank)}: one of them has left out a micro-batch or a step. All ranks must take as "
@@ -210,10 +199,9 @@ class Gate:
 
     def leave(self, doing: str) -> None:
         if self.give_up():
-            self._neighbours.wait(self._counters, self._counters.value // 4 * 4, doing)
+            self._local_ranks.wait(self._counters, self._counters.value // 4 * 4, doing)
 
     def give_up(self) -> bool:
-        """Leave and wait for nobody; returns whether the gate had been entered."""
         counters = self._counters
         if counters.value < 8 or counters.value & 4:
             return False
@@ -221,8 +209,8 @@ class Gate:
         return True
 
 
-def meet(process_group: dist.ProcessGroup) -> Neighbours | str:
-    """The ranks of ``process_group``, if all of them share a host; otherwise why they do not count as neighbours.
+def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
+    """The ranks of ``process_group``, if all of them share a host; otherwise why they do not count as local_ranks.
 
     Every rank must call it.
     """
@@ -234,13 +222,13 @@ def meet(process_group: dist.ProcessGroup) -> Neighbours | str:
         if host != every[0][1]:
             return f"rank {rank} runs on another host than rank 0"
     try:
-        neighbours: Neighbours | None = Neighbours(process_group, [pid for pid, _, _ in every])
+        local_ranks: LocalRanks | None = LocalRanks(process_group, [pid for pid, _, _ in every])
     except OSError:
-        neighbours = None
-    met: list[bool] = gather_objects(neighbours is not None, process_group)
-    if neighbours is None or not all(met):
+        local_ranks = None
+    met: list[bool] = gather_objects(local_ranks is not None, process_group)
+    if local_ranks is None or not all(met):
         return f"rank {met.index(False)} cannot see the processes of the others"
-    return neighbours
+    return local_ranks
 
 
 def _host() -> str:

@@ -24,8 +24,6 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.names import Place, shown_parameters
-from fullshard.checkpoint.state_dict import all_of, given_out, own_copy
 from fullshard.comm.objects import broadcast_object, gather_objects
 from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
@@ -33,6 +31,8 @@ from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
+from fullshard.wrapper.names import Place, shown_parameters
+from fullshard.wrapper.state_dict import all_of, given_out, own_copy
 from fullshard.wrapper.unit import WrappedUnit
 
 tree_map_only = pytree.tree_map_only
@@ -118,7 +118,7 @@ def whole_state(
 ) -> dict[str, Any]:
     """``state_dict`` with the names and the shapes of the model without sharding.
 
-    All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.checkpoint.optim_methods`.
+    All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.wrapper.optim_methods`.
 
     Args:
         params: what the keys of ``state_dict`` stand for.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.names import shown_parameters
-from fullshard.checkpoint.optim_state import Key, expect, local_state, whole_state, with_groups
+from fullshard.wrapper.names import shown_parameters
+from fullshard.wrapper.optim_state import Key, expect, local_state, whole_state, with_groups
 from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
 
 StateDict = dict[str, Any]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.comm.shared_memory import Counters, Segment, can_share
+from fullshard.buffer.shared_memory import Counters, Segment, can_share
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
 

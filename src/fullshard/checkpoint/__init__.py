@@ -1,1 +1,0 @@
-"""State dicts of sharded models and of their optimizers."""
