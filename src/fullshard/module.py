@@ -159,7 +159,7 @@ class FSDPModule:
         if schedule is None or not schedule.has_run:
             return GradientReductionHandle() if async_op else None
         _expect_root(unit, "finalize_backward")
-        schedule.finalization.finalize()
+        schedule.finalize()
         if async_op:
             return GradientReductionHandle(schedule.finalization.awaited())
         schedule.finalization.complete()

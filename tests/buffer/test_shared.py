@@ -26,7 +26,7 @@ class Fixture:
         segment = Segment.create(64 + 4 * numel)
         view = Segment.open(segment.address, mmap.MAP_PRIVATE)
         memory = SharedMemory(segment, view, 64, cast("Any", None))
-        self.buffer = SharedBuffer(memory, 4 * numel)
+        self.buffer = SharedBuffer(view, 64, 4 * numel)
         self.leaf: Tensor = self.buffer.memory.view(torch.float32).data
         self.shared = memory.tensor(0, numel, torch.float32)
 

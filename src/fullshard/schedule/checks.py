@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.group.agreement import agree_on_order
-
-if TYPE_CHECKING:
-    from fullshard.schedule.schedule import Schedule
-    from fullshard.schedule.unit import Unit
+from fullshard.group.group import Group
 
 
 class EmptiedBuffers:
@@ -39,23 +36,31 @@ class EmptiedBuffers:
         ]
 
 
-def check_first_forward(schedule: Schedule, unit: Unit) -> None:
-    """Raise or warn of what is wrong with the tree before ``unit`` runs the first forward in it.
+def check_first_forward(
+    modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int], device: torch.device
+) -> None:
+    """Raise or warn of what is wrong with a tree before its first forward.
+
+    Args:
+        modules: that run it.
+        groups: of the whole tree.
+        ignored: ids of parameters that the user keeps out of all groups.
+        device: where ranks compare.
 
     Raises:
         RuntimeError: buffers are still on the meta device.
         ValueError: the ranks sharded their modules in different orders.
     """
-    _check_buffers(unit.modules)
-    if not any(group.summoned for group in schedule.groups()):
-        _warn_of_strangers(schedule, unit.modules)
+    _check_buffers(modules)
+    if not any(group.summoned for group in groups):
+        _warn_of_strangers(modules, groups, ignored)
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
-    for group in sorted(schedule.groups(), key=lambda group: group.tag):  # in the order in which they were sharded
+    for group in sorted(groups, key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:
             names = ", ".join(f"'{param.name}'" for param in group.params)
             by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
     for process_group, described in by_process_group.items():
-        agree_on_order(described, process_group, schedule.device)
+        agree_on_order(described, process_group, device)
 
 
 def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -70,11 +75,9 @@ def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             ) from error
 
 
-def warn_of_emptied(units: Sequence[Unit]) -> None:
+def warn_of_emptied(emptied: Sequence[EmptiedBuffers]) -> None:
     """Warn of non-persistent buffers that ``to_empty()`` left undefined."""
-    names = [name for unit in units for emptied in unit.emptied for name in emptied.names()]
-    for unit in units:
-        unit.emptied.clear()
+    names = [name for buffers in emptied for name in buffers.names()]
     if names:
         warnings.warn(
             f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "
@@ -93,9 +96,8 @@ def _check_buffers(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _warn_of_strangers(schedule: Schedule, modules: Sequence[nn.Module]) -> None:
-    known = {id(tensor) for group in schedule.groups() for p in group.params for tensor in (p.sharded, p.unsharded)}
-    known |= {param for unit in schedule.units for param in unit.ignored}
+def _warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int]) -> None:
+    known = ignored | {id(tensor) for group in groups for p in group.params for tensor in (p.sharded, p.unsharded)}
     strangers = [
         name
         for module in modules

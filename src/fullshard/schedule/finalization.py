@@ -2,26 +2,35 @@
 
 By hand, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the choice, the
 order in which things must be done, and the handle of a finalization that was not waited for. It leaves to the schedule
-how a group is reduced.
+which groups are reduced.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from fullshard.group.gradients import Flight
+from fullshard.schedule.consistency import Consistency
+from fullshard.schedule.order import Order
 from fullshard.torch_private import in_backward
-
-if TYPE_CHECKING:
-    from fullshard.schedule.schedule import Schedule
 
 
 class Finalization:
-    """The end of the steps of one tree of modules."""
+    """The end of the steps of one tree of modules.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    Args:
+        name: of the tree's root, for errors.
+        flight: its reductions.
+        order: of its groups.
+        consistency: its comparisons.
+    """
+
+    def __init__(self, name: str, flight: Flight, order: Order, consistency: Consistency) -> None:
+        self._name = name
+        self._flight = flight
+        self._order = order
+        self._consistency = consistency
         #: Whether it is done by hand, as the user chose.
         self.by_hand = False
         self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
@@ -58,7 +67,7 @@ class Finalization:
         """
         if self._is_awaited:
             raise RuntimeError(
-                f"the gradient reduction of {self._schedule.root!r} must be waited on before the next forward: call "
+                f"the gradient reduction of {self._name} must be waited on before the next forward: call "
                 f"wait() on the handle that finalize_backward(async_op=True) returned"
             )
 
@@ -73,14 +82,14 @@ class Finalization:
 
     def end_step(self) -> None:
         """Wait for every reduction."""
-        self._schedule.flight.keep_at_most(0)
-        self._schedule.order.forget()
+        self._flight.keep_at_most(0)
+        self._order.forget()
         self._began_by_hand = None
 
     def complete(self) -> None:
         """End a step that was finalized by hand."""
         self.end_step()
-        self._schedule.consistency.check()
+        self._consistency.check()
 
     def reset(self) -> None:
         """Forget the step that an error cut short."""
@@ -88,13 +97,8 @@ class Finalization:
 
     # -- by hand -----------------------------------------------------------------------------------------------------
 
-    def finalize(self) -> None:
-        """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
-
-        Raises:
-            RuntimeError: it is not to be done by hand, or not yet.
-        """
-        schedule = self._schedule
+    def check_by_hand(self, backward_runs: bool) -> None:
+        """Raise RuntimeError if the step is not to be finalized by hand, or not yet."""
         if self._is_awaited:
             raise RuntimeError("the gradient reduction that was started must be waited on before another is")
         if not self.is_by_hand:
@@ -102,14 +106,13 @@ class Finalization:
                 "finalize_backward requires manual finalization: call set_manual_backward_finalization(True) on the "
                 "root before the forward"
             )
-        if schedule.is_in_backward:
+        if backward_runs:
             raise RuntimeError("finalize_backward must be called after backward, which has not completed")
         if self._forward() is not None:
             raise RuntimeError(
-                f"finalize_backward was called between a forward of {schedule.root!r} and its backward: call it after "
+                f"finalize_backward was called between a forward of {self._name} and its backward: call it after "
                 f"the backward or, if there is to be none, let go of what the forward returned"
             )
-        schedule.reduce_left()
 
     def awaited(self) -> Callable[[], None]:
         """A function that ends the step, once.
@@ -118,11 +121,10 @@ class Finalization:
             RuntimeError: (from the function) ``reset_iter_state()`` was called meanwhile.
         """
         self._is_awaited = True
-        flight = self._schedule.flight
-        drops = flight.drops
+        drops = self._flight.drops
 
         def wait() -> None:
-            if not self._is_awaited or flight.drops != drops:
+            if not self._is_awaited or self._flight.drops != drops:
                 raise RuntimeError(
                     "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
                     "that shares its communication: the gradients of that step are lost"

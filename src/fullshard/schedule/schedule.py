@@ -7,9 +7,9 @@ the units which module is running.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,13 @@ from fullshard.group.group import Group
 from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
 from fullshard.group.state import Clock, State
-from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
+from fullshard.schedule.checks import EmptiedBuffers, check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
 from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
-
-if TYPE_CHECKING:
-    from fullshard.schedule.unit import Unit
 
 T = TypeVar("T")
 
@@ -44,13 +41,48 @@ _RESET = "call reset_iter_state() on the root module, on every rank, before the 
 _unshards_in_backward = attrgetter("options.unshard_in_backward")
 
 
+class Scheduled(Protocol):
+    """What a schedule knows of a unit: the modules that were sharded in one call.
+
+    Attributes:
+        groups: their parameters.
+        ignored: ids of parameters that the user keeps out of them.
+        emptied: buffers to look at before the next forward.
+        forward_prefetch: units whose groups are gathered ahead in its forward, by the user's choice.
+        backward_prefetch: the same in its backward.
+    """
+
+    modules: tuple[nn.Module, ...]
+    groups: list[Group]
+    ignored: set[int]
+    emptied: list[EmptiedBuffers]
+
+    @property
+    def forward_prefetch(self) -> Sequence[Scheduled]: ...
+
+    @property
+    def backward_prefetch(self) -> Sequence[Scheduled]: ...
+
+    def join(self, schedule: Schedule) -> None:
+        """Become part of the tree of a schedule."""
+
+    def end_forward(self) -> None:
+        """The forward of the whole tree ended."""
+
+    def end_backward(self) -> None:
+        """The backward of the whole tree ended."""
+
+    def reset(self) -> None:
+        """Go back to the beginning of a step."""
+
+
 class Schedule:
     """The passes of one tree of modules."""
 
-    def __init__(self, root: Unit, device: torch.device) -> None:
+    def __init__(self, root: Scheduled, device: torch.device) -> None:
         self.root = root
         self.device = device
-        self.units: list[Unit] = []
+        self.units: list[Scheduled] = []
         self.lanes = Lanes(device)
         self.flight = Flight()
         self.pools = Pools(device)
@@ -61,9 +93,9 @@ class Schedule:
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
         self.is_last_backward = True
-        self.finalization = Finalization(self)
+        self.finalization = Finalization(repr(root), self.flight, self.order, self.consistency)
         self.after_optimizer: torch.Event | None = None
-        self._forward_root: Unit | None = None
+        self._forward_root: Scheduled | None = None
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
         self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
@@ -73,7 +105,7 @@ class Schedule:
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def take_over(self, units: Iterable[Unit], module: nn.Module) -> None:
+    def take_over(self, units: Iterable[Scheduled], module: nn.Module) -> None:
         """Make all units under the root share this schedule, and name their groups after their modules."""
         self.units = list(units)
         names = {id(submodule): name for name, submodule in module.named_modules()}
@@ -120,7 +152,7 @@ class Schedule:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, unit: Unit) -> bool:
+    def begin_forward(self, unit: Scheduled) -> bool:
         """The forward of ``unit`` begins; returns whether it is the outermost one.
 
         Raises:
@@ -139,10 +171,13 @@ class Schedule:
         self.consistency.check()
         check_process_groups(self._process_groups)
         if not self._checked:
-            check_first_forward(self, unit)
+            ignored = {param for each in self.units for param in each.ignored}
+            check_first_forward(unit.modules, self.groups(), ignored, self.device)
             self._checked = True
-        if any(unit.emptied for unit in self.units):
-            warn_of_emptied(self.units)
+        if emptied := [buffers for each in self.units for buffers in each.emptied]:
+            for each in self.units:
+                each.emptied.clear()
+            warn_of_emptied(emptied)
         self._forward_root = unit
         self._step += 1
         self.clock.epoch += 1
@@ -179,13 +214,13 @@ class Schedule:
         """Whether a backward has begun that has not ended."""
         return self._in_backward
 
-    def refuse_forward(self, unit: Unit) -> NoReturn:
+    def refuse_forward(self, unit: Scheduled) -> NoReturn:
         """``unit`` is still in an earlier forward."""
         raise RuntimeError(
             f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
         )
 
-    def end_forward(self, unit: Unit, mark: object | None) -> bool:
+    def end_forward(self, unit: Scheduled, mark: object | None) -> bool:
         """The forward of ``unit`` ended; returns whether it was the outermost one.
 
         Args:
@@ -204,7 +239,7 @@ class Schedule:
             self.consistency.check()
         return True
 
-    def prefetch_forward(self, unit: Unit) -> None:
+    def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead, after what ``unit`` needs itself."""
         if unit.forward_prefetch:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), -1)
@@ -223,7 +258,7 @@ class Schedule:
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
-    def prefetch_backward(self, unit: Unit) -> None:
+    def prefetch_backward(self, unit: Scheduled) -> None:
         """Gather ahead what comes before ``unit`` in forward, and so after it in backward."""
         if unit.backward_prefetch:
             self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), -1)
@@ -244,8 +279,13 @@ class Schedule:
         self.passes.end("backward")
         self.consistency.check()
 
-    def reduce_left(self) -> None:
-        """Reduce and reshard, outside of a backward, what backwards left of those that are to be."""
+    def finalize(self) -> None:
+        """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
+
+        Raises:
+            RuntimeError: it is not to be done by hand, or not yet.
+        """
+        self.finalization.check_by_hand(self._in_backward)
         self._in_backward = True  # an error leaves it so
         for group in reversed(self.groups()):
             group.gradients.take_left()

@@ -185,8 +185,7 @@ class Unit:
             self._leave_forward(schedule)
         if schedule.end_forward(self, mark):
             for unit in schedule.units:
-                if unit._to_run:  # modules of a list that did not run in this forward
-                    unit._leave_forward(schedule)
+                unit.end_forward()
         return output
 
     def run_method(
@@ -200,6 +199,11 @@ class Unit:
         finally:
             self._in_method = not outermost
         return self.post_forward(module, args, output)
+
+    def end_forward(self) -> None:
+        """The forward of the whole tree ended: so did that of a list of which some modules did not run."""
+        if self._to_run and self.schedule is not None:
+            self._leave_forward(self.schedule)
 
     def _leave_forward(self, schedule: Schedule) -> None:
         self._to_run.clear()
