@@ -40,12 +40,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to the long lane what runs torch's own library alone: it proves the tests, and nothing of ours."""
+    """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
+
+    Leave to the long lane what runs torch's own library alone: it proves the tests, and nothing of ours.
+    """
+    files = {item.path: number for number, item in reversed(list(enumerate(items)))}
+    items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
     if not config.getoption("--all"):
         of_torch = [item for item in items if isinstance(item, pytest.Function) and _runs_torch(item)]
         config.hook.pytest_deselected(items=of_torch)
         left_out = set(map(id, of_torch))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _ranks_of(item: pytest.Item) -> int:
+    """How many ranks a test runs on; 0 for one without."""
+    world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
+    return world[0] if isinstance(world, tuple) else 0
 
 
 def _runs_torch(item: pytest.Function) -> bool:

@@ -46,6 +46,8 @@ class RankPool:
         self._folder: Path | None = None
         self._store: Any = None
         self._numbers = itertools.count()
+        self._group: tuple[int, float] | None = None  # size and timeout of the process group that can serve again
+        self._number = -1
 
     def run(
         self, function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
@@ -59,12 +61,17 @@ class RankPool:
             raise ValueError(f"A pool of {self.size} ranks cannot run a world of {size}.")
         payload = _pickled(function, args, kwargs)
         self._start()
+        if self._group != (size, timeout):
+            self._number = next(self._numbers)
+        self._group = None
         try:
-            self._send(size, Job(next(self._numbers), size, timeout, payload))
+            self._send(size, Job(self._number, size, timeout, payload))
             outcomes = self._collect(size, timeout)
             if all(outcome.kind == "returned" for outcome in outcomes):
                 self._send(size, "destroy the group")
                 ends = self._collect(size, timeout)
+                if all(end.kind == "returned" and end.value for end in ends):
+                    self._group = (size, timeout)
                 outcomes = [
                     outcome if end.kind == "returned" else end for outcome, end in zip(outcomes, ends, strict=True)
                 ]

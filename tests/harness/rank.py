@@ -1,7 +1,10 @@
-"""One rank of the pool: a process that runs functions it is sent, each inside a default process group of its own.
+"""One rank of the pool: a process that runs functions it is sent, each inside a default process group of their size.
 
 It owns what happens in the process of a rank: the group's birth and end, the clean-up between two functions, and
 the text of what went wrong. When to send what, and what a silent rank means, is left to `tests.harness.pool`.
+
+A group serves as many functions in turn as ask for its size. A new one takes 20 ms, and as much again to fill the
+caches of DTensor, which hold groups and are emptied with them; and torch 2.11 never lets go of the threads of one.
 """
 
 from __future__ import annotations
@@ -93,9 +96,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Job:
-    """One function to run on `size` ranks; `payload` holds it pickled, so that a failed import is a failed job."""
+    """One function to run on `size` ranks; `payload` holds it pickled, so that a failed import is a failed job.
 
-    number: int
+    `group` is the number of the default process group: that of the last job, or a new one.
+    """
+
+    group: int
     size: int
     timeout: float
     payload: bytes
@@ -120,17 +126,19 @@ def serve(setup: Setup, parent: Connection) -> None:
     gc.collect()
     gc.freeze()  # the objects of the imports are not walked again by each collection
     parent.send(Outcome(setup.rank, "returned"))
+    group = -1
     while (job := parent.recv()) is not None:
         log.truncate(0)
         environment = dict(os.environ)
-        outcome = _attempt(setup.rank, functools.partial(_run, job, setup.rank, store))
+        is_new, group = job.group != group, job.group
+        outcome = _attempt(setup.rank, functools.partial(_run, job, setup.rank, store if is_new else None))
         parent.send(outcome)
         if outcome.kind == "returned":
             # A group that ends while a peer still reads from it would fail that peer: all have to be done first.
             parent.recv()
             parent.send(_attempt(setup.rank, _clean_up))
         else:
-            _clean_up()  # at once, so that peers that wait for this rank fail too
+            _end_groups()  # at once, so that peers that wait for this rank fail too
         os.environ.clear()
         os.environ.update(environment)
 
@@ -144,13 +152,16 @@ def exit_with_parent() -> None:
 
 
 def _run(job: Job, rank: int, store: Any) -> Any:
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(f"job {job.number}", store),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=job.size,
-        timeout=timedelta(seconds=job.timeout + 30),  # the pool notices a hang first, and shows where
-    )
+    """Run a function, in a new default process group that meets in `store`, or in the one that is there."""
+    if store is not None:
+        _end_groups()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"group {job.group}", store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=job.size,
+            timeout=timedelta(seconds=job.timeout + 30),  # the pool notices a hang first, and shows where
+        )
     function, arguments, keywords = pickle.loads(job.payload)
     torch.manual_seed(0)
     value = function(World(rank, job.size), *arguments, **keywords)
@@ -173,13 +184,28 @@ def _attempt(rank: int, action: Callable[[], Any]) -> Outcome:
         return Outcome(rank, "raised", summary=summary, report=report)
 
 
-def _clean_up() -> None:
+def _clean_up() -> bool:
+    """Undo what a function did; returns whether its default process group may serve the next one."""
     torch.set_default_dtype(torch.float32)
+    others = [group for group in _process_groups() if group is not dist.group.WORLD]
+    if others:
+        forget_meshes()
+    gc.collect()
+    for group in others:
+        dist.destroy_process_group(group)
+    gc.freeze()  # what was imported on the way is not walked again either
+    return dist.is_initialized()
+
+
+def _process_groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def _end_groups() -> None:
     forget_meshes()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.freeze()  # what was imported on the way is not walked again either
 
 
 def forget_meshes() -> None:
