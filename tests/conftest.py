@@ -110,7 +110,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     arguments: dict[str, Any] = {name: value for name, value in pyfuncitem.funcargs.items() if name in names}
     size, transport = arguments.pop("world")
-    outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, transport, timeout=mark.kwargs["timeout"])
+    how = {"timeout": mark.kwargs["timeout"], "fresh": mark.kwargs["fresh"]}
+    outcomes = pool.run(run_test, size, pyfuncitem.obj, arguments, transport, **how)
     if any(outcome.kind not in ("returned", "skipped") for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
     if skipped := [outcome.summary for outcome in outcomes if outcome.kind == "skipped"]:

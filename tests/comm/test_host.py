@@ -140,7 +140,7 @@ def test_a_reduction_that_was_reset_raises_and_writes_nothing(world: World) -> N
     dist.barrier()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_a_slot_that_was_freed_is_still_found_by_a_slow_rank(world: World) -> None:
     transport = make()
     transfers = transfers_of(CASE, world.size, transport=transport)
@@ -159,7 +159,7 @@ def test_a_slot_that_was_freed_is_still_found_by_a_slow_rank(world: World) -> No
     dist.barrier()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_nothing_is_left_of_slots_that_come_and_go(world: World) -> None:
     transport = make()
     files = []

@@ -49,7 +49,7 @@ def on_other_hosts() -> str:
     return f"host {dist.get_rank() // 2}"
 
 
-@ranks(3)
+@ranks(3, fresh=True)
 def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.local_ranks._host", on_other_hosts)
@@ -61,7 +61,7 @@ def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
             select_transport(group(), CPU)
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nbytes", [2**18, 2**18 + 64], ids=["small", "larger"])
 @pytest.mark.parametrize("forced", [True, False])
@@ -112,7 +112,7 @@ LACKS: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 @pytest.mark.parametrize("lack", LACKS)
 def test_where_one_rank_cannot_share_all_exchange_messages(world: World, lack: str) -> None:
     name, value, message = LACKS[lack]
@@ -127,7 +127,7 @@ def test_where_one_rank_cannot_share_all_exchange_messages(world: World, lack: s
             select_transport(group(), CPU)
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_where_rank_0_has_no_memory_all_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:

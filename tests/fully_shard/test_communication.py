@@ -388,7 +388,7 @@ def test_process_group_memory_and_custom_collectives_exclude_each_other(world: W
         model.set_symm_mem_for_comm()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
     """Between two hosts small groups move by collectives."""
     called = []

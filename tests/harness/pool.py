@@ -50,18 +50,25 @@ class RankPool:
         self._number = -1
 
     def run(
-        self, function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        size: int,
+        *args: Any,
+        timeout: float = 60.0,
+        fresh: bool = False,
+        **kwargs: Any,
     ) -> list[Outcome]:
         """Call `function(world, *args, **kwargs)` on the first `size` ranks; one outcome for each, in rank order.
 
         The function and its arguments are pickled: the function has to stand at the top level of a module. Ranks that
-        say nothing for `timeout` seconds, or for a few seconds after another rank has failed, count as hung.
+        say nothing for `timeout` seconds, or for a few seconds after another rank has failed, count as hung. A `fresh`
+        process group served no other function, and serves none after.
         """
         if not 1 <= size <= self.size:
             raise ValueError(f"A pool of {self.size} ranks cannot run a world of {size}.")
         payload = _pickled(function, args, kwargs)
         self._start()
-        if self._group != (size, timeout):
+        if fresh or self._group != (size, timeout):
             self._number = next(self._numbers)
         self._group = None
         try:
@@ -70,7 +77,7 @@ class RankPool:
             if all(outcome.kind == "returned" for outcome in outcomes):
                 self._send(size, "destroy the group")
                 ends = self._collect(size, timeout)
-                if all(end.kind == "returned" and end.value for end in ends):
+                if not fresh and all(end.kind == "returned" and end.value for end in ends):
                     self._group = (size, timeout)
                 outcomes = [
                     outcome if end.kind == "returned" else end for outcome, end in zip(outcomes, ends, strict=True)

@@ -39,18 +39,21 @@ Test = TypeVar("Test", bound=Callable[..., None])
 everywhere = pytest.mark.everywhere
 
 
-def ranks(*sizes: int, timeout: float = 60.0, transport: str | None = None) -> Callable[[Test], Test]:
+def ranks(
+    *sizes: int, timeout: float = 60.0, transport: str | None = None, fresh: bool = False
+) -> Callable[[Test], Test]:
     """Run a test on the first `size` ranks of the pool, once for each of `sizes`; it takes an argument `world`.
 
     `timeout` is in seconds, for one size. `transport` is for tests of what depends on how buffers move; without it the
-    environment decides, as it does for users.
+    environment decides, as it does for users. `fresh` is for tests of what is chosen once for a process group: they
+    have one that served no other test, and serves none after.
     """
     if not sizes:
         raise ValueError("ranks() got no world size; write for example @ranks(2) or @ranks(1, 2, 4).")
 
     def mark(test: Test) -> Test:
         marked: Test = pytest.mark.usefixtures("rank_pool")(
-            pytest.mark.ranks(*sizes, timeout=timeout, transport=transport)(test)
+            pytest.mark.ranks(*sizes, timeout=timeout, transport=transport, fresh=fresh)(test)
         )
         return marked
 
@@ -185,20 +188,14 @@ def _attempt(rank: int, action: Callable[[], Any]) -> Outcome:
 
 
 def _clean_up() -> bool:
-    """Undo what a function did; returns whether its default process group may serve the next one."""
+    """Undo what a function did; returns whether its default process group, if it is the only one, may serve again."""
     torch.set_default_dtype(torch.float32)
-    others = [group for group in _process_groups() if group is not dist.group.WORLD]
-    if others:
-        forget_meshes()
+    serves_again = dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) == 1
+    if not serves_again:
+        _end_groups()
     gc.collect()
-    for group in others:
-        dist.destroy_process_group(group)
     gc.freeze()  # what was imported on the way is not walked again either
-    return dist.is_initialized()
-
-
-def _process_groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return serves_again
 
 
 def _end_groups() -> None:
