@@ -321,6 +321,7 @@ def borrow(unit: Unit) -> None:
             if owner is None:
                 continue
             group, index = owner
+            assert isinstance(group, Group)
             if group not in unit.groups:
                 if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
                     raise ValueError(

@@ -159,10 +159,10 @@ class FSDPModule:
         if schedule is None or not schedule.has_run:
             return GradientReductionHandle() if async_op else None
         _expect_root(unit, "finalize_backward")
-        schedule.finalize()
+        wait = schedule.finalize()
         if async_op:
-            return GradientReductionHandle(schedule.finalization.awaited())
-        schedule.finalization.complete()
+            return GradientReductionHandle(wait)
+        wait()
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -430,9 +430,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     first = _schedule(units[0].modules[0])
     for unit in units[1:]:
         schedule = _schedule(unit.modules[0])
-        schedule.lanes, schedule.flight, schedule.pools = first.lanes, first.flight, first.pools
+        schedule.comm = first.comm
         for group in schedule.groups():
-            group.join(first.lanes, first.flight, first.pools)
+            group.join(first.comm)
         schedule.size_slots()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.group.memory import all_pools
+from fullshard.group.comm_context import all_pools
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
@@ -39,8 +39,8 @@ class Meter:
     def __init__(self, model: Any) -> None:
         stop = model.add_observer(lambda event: self.look())
         del stop
-        memory = groups_of(model)[0].memory
-        self.parameters, self.gradients = memory.parameter_pool, memory.gradient_pool
+        group = groups_of(model)[0]
+        self.parameters, self.gradients = group.parameter_pool, group.gradient_pool
         self.most_parameters = self.most_gradients = 0
 
     def look(self) -> None:
@@ -68,7 +68,7 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
         memory = group.memory.views[0].untyped_storage()
         ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
         assert all(param.local.data_ptr() in ends for param in group.params)
-    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.pools)
+    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.comm.pools)
 
 
 @ranks(2, transport="p2p")

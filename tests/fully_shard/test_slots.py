@@ -18,7 +18,7 @@ import fullshard
 from fullshard.buffer import heap
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.staging import SHARED
-from fullshard.group.memory import all_pools
+from fullshard.group.comm_context import all_pools
 from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
@@ -35,7 +35,7 @@ def equal_blocks(count: int = 6, width: int = 6) -> Any:
 
 
 def parameter_pool(model: nn.Module) -> SlotPool:
-    return groups_of(model)[-1].memory.parameter_pool
+    return groups_of(model)[-1].parameter_pool
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ class Allocations:
 
 
 def _pools_of(group: Any) -> list[SlotPool]:
-    return [group.memory.parameter_pool, group.memory.gradient_pool, group.memory.staging_pool]
+    return [group.parameter_pool, group.gradient_pool, group.staging_pool]
 
 
 @ranks(2, transport="p2p")

@@ -28,7 +28,7 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
     wait = Group.wait_for_unshard
 
     def show_at_once(self: Any) -> None:
-        if self.lanes is not None and self._gather is not None:
+        if self._gather is not None:
             gather, self._gather = self._gather, Done()
             self._late = gather
         wait(self)

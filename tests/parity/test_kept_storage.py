@@ -75,13 +75,13 @@ def test_one_of_many_keeps_its_memory_and_lets_go_of_it(world: World, swaps: boo
             pair.sharded.free_buffers()
             assert address_of(kept) == where
         if group.memory.shared is None:
-            assert group.memory.parameter_pool.nbytes_free == 0
+            assert group.parameter_pool.nbytes_free == 0
         kept.set_keep_unsharded_storage(False)
         if group.memory.shared is None:
-            assert group.memory.parameter_pool.nbytes_free >= group.full.nbytes
+            assert group.parameter_pool.nbytes_free >= group.full.nbytes
         for _ in range(2):
             pair.step()
-        assert group.memory.parameter_pool.slots_in_use == 0
+        assert group.parameter_pool.slots_in_use == 0
 
 
 def address_of(module: Any) -> int:

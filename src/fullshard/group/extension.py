@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fullshard.device import Pending
+from fullshard.group.context import GroupContext
+from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import all_gather_single, local_of
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
-    from fullshard.group.parameter import ShardedParameter
 
 
 class _All:
@@ -37,7 +35,7 @@ class _All:
 class _Extended:
     """One parameter that defines how it is gathered."""
 
-    def __init__(self, group: Group, param: ShardedParameter) -> None:
+    def __init__(self, group: GroupContext, param: ShardedParameter) -> None:
         self._group = group
         self._param = param
         size = group.data.shard_size
@@ -138,7 +136,7 @@ class _Extended:
 class ExtensionGather:
     """The parameters of a group that define how they are gathered."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._extended = [_Extended(group, param) for param in group.params if param.extends]
 
     @torch.inference_mode(False)

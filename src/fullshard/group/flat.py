@@ -17,10 +17,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -28,15 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import LayoutName, Plan
 from fullshard.buffer.sections import Section
+from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import Presentation, put
 from fullshard.torch_private import altered_spec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fullshard.group.group import Group
 
 FLAT_NAME = "_flat_param"
 
@@ -92,6 +87,8 @@ class Fragment(ShardedParameter):
     Attributes:
         home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
     """
+
+    is_flat = True
 
     def __init__(
         self,
@@ -233,16 +230,27 @@ class Fragment(ShardedParameter):
         return super().copy_values(memo)
 
 
-class FlatPresentation(Presentation):
-    """Shows the flat parameters of a group, or its fragments."""
+#: Takes the gradient of a parameter, by its index, that autograd is about to add to what is there already.
+Receive = Callable[[int, torch.Tensor], torch.Tensor | None]
 
-    def __init__(self, group: Group) -> None:
+
+class FlatPresentation(Presentation):
+    """Shows the flat parameters of a group, or its fragments.
+
+    Args:
+        group: whose parameters they are.
+        shards: of its sections.
+        receive: takes gradients of parameters that each rank shows whole at any time.
+    """
+
+    def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Receive) -> None:
+        self._shards, self._receive = shards, receive
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         super().__init__(group)
 
     def prepare(self) -> None:
         self._flats = []
-        group, shards = self._group, self._group.memory.shards
+        group, shards = self._group, self._shards
         for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
             first = group.params[section.members[0]]
             assert isinstance(first, Fragment)
@@ -260,7 +268,7 @@ class FlatPresentation(Presentation):
         super().prepare()
         if not self._flats and not group.data.shards and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
-                param.watch(partial(group.gradients.receive_outside, weakref.ref(group), index))  # type: ignore[attr-defined]
+                param.watch(partial(self._receive, index))  # type: ignore[attr-defined]
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
@@ -307,8 +315,7 @@ class FlatPresentation(Presentation):
         if not self._flats:
             return super().take_in()
         replaced = False
-        shards = self._group.memory.shards
-        for (home, name, flat, section), shard in zip(self._flats, shards, strict=True):
+        for (home, name, flat, section), shard in zip(self._flats, self._shards, strict=True):
             shown = home._parameters.get(name)
             if shown is None or shown is flat:
                 shown = flat

@@ -8,14 +8,11 @@ the dtype that holds each of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from fullshard.group.context import GroupContext
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
 
 #: The dtypes in which gradients come home and travel, and the indices of their parameters.
 Members = tuple[tuple[torch.dtype, torch.dtype], list[int]]
@@ -24,7 +21,7 @@ Members = tuple[tuple[torch.dtype, torch.dtype], list[int]]
 class GradientDtypes:
     """The dtypes of the gradients of one group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._group = group
         self._found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
 

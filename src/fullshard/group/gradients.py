@@ -10,13 +10,11 @@ Between micro-batches without reduction the buffer stays with the group and grad
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,41 +23,15 @@ from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import ReduceRoute, Reduction, StillRead, Transfer
-from fullshard.device import CPU, Done, Mark, Pending, mark_now
+from fullshard.device import CPU, Done, Pending, mark_now
+from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.parameter import ShardedParameter, whole_views
+from fullshard.group.presentation import Presentation
 from fullshard.torch_private import after_accumulation, foreach_add, foreach_copy, run_after_accumulation, version_of
 
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
-
 _MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
-
-
-class Flight:
-    """The reductions that are under way in a tree of modules, the oldest first."""
-
-    def __init__(self) -> None:
-        self._marks: deque[Mark] = deque()
-        self.drops = 0  # how often what was under way was lost
-
-    def add(self, mark: Mark) -> None:
-        self._marks.append(mark)
-
-    def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest until no more than ``count`` are under way."""
-        while len(self._marks) > count:
-            self._marks.popleft().wait()
-
-    def drop(self) -> None:
-        """Wait for all, whatever becomes of them: what they reduce does not come home."""
-        self.drops += 1
-        while self._marks:
-            try:
-                self._marks.popleft().wait()
-            except RuntimeError:  # an error is being recovered from: what was under way is lost anyway
-                continue
 
 
 @dataclass(frozen=True)
@@ -89,7 +61,7 @@ class _Choice:
         self.is_final = is_final
         self._route: ReduceRoute | None = None
 
-    def route(self, group: Group, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
+    def route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
         """The route to ``outputs``, which serves all later ones."""
         if self._route is None:
             transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
@@ -97,10 +69,17 @@ class _Choice:
         return self._route
 
 
+class TrainedGroup(GroupContext):
+    """A group as its gradients know it."""
+
+    presentation: Presentation
+    gradients: Gradients
+
+
 class Gradients:
     """The gradients of one group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: TrainedGroup) -> None:
         self._group = group
         self._trainable: tuple[bool, ...] = ()
         self._sections: tuple[Section, ...] = ()
@@ -124,7 +103,7 @@ class Gradients:
     def move(self) -> None:
         """Take memory from the pools that the group has now."""
         if self._buffer is not None:
-            self._buffer.move(self._group.memory.gradient_pool)
+            self._buffer.move(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
         """Reductions go another way from now on."""
@@ -158,7 +137,7 @@ class Gradients:
         return bool(self._arrived or self._waiting or self._partial)
 
     @staticmethod
-    def receive(reference: weakref.ref[Group], index: int, leaf: torch.Tensor) -> None:
+    def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
         """Runs once for each parameter and backward."""
         group, grad = reference(), leaf.grad
         if group is None or grad is None:
@@ -223,7 +202,7 @@ class Gradients:
         before.give_back(mark_now(self._group.device))
 
     @staticmethod
-    def receive_outside(reference: weakref.ref[Group], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time.
 
         Another module than its own has read it. The gradient is reduced like any other, and zeros are added in its
@@ -282,7 +261,7 @@ class Gradients:
         assert self._buffer is not None
         # One that still leaves, of modules that were sharded together and run apart, needs its buffer itself.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
-        group.flight.keep_at_most(0 if self._buffer.in_use else buffers - 1)
+        group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1)
         self._buffer.take().wait()
         self._collects = True
         if not self._views:
@@ -309,7 +288,7 @@ class Gradients:
             chosen = self._dtypes_of.together(compress(range(len(trainable)), trainable))
             self._sections = tuple(Section(home, tuple(each), group.plan(each, home)) for (home, _), each in chosen)
             self._dtypes = [travels for (_, travels), _ in chosen]
-        pool = group.memory.gradient_pool
+        pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
         if self._buffer.takes_turns:
@@ -354,10 +333,9 @@ class Gradients:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
-        assert group.lanes is not None
         assert self._buffer is not None
-        flight = _Reducing(group, self._partial, choice, self._buffer)
-        group.flight.add(group.lanes.reduce.run(flight.start, flight.scattered))
+        reducing = _Reducing(group, self._partial, choice, self._buffer)
+        group.comm.reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))
         return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> _Choice:
@@ -401,14 +379,16 @@ class Gradients:
 class _Reducing:
     """One reduction on its way; ``partial`` has what was summed before over some of the ranks only."""
 
-    def __init__(self, group: Group, partial: dict[int, torch.Tensor], choice: _Choice, buffer: SlotBuffer) -> None:
+    def __init__(
+        self, group: TrainedGroup, partial: dict[int, torch.Tensor], choice: _Choice, buffer: SlotBuffer
+    ) -> None:
         self._group = group
         self._partial = partial
         self._choice = choice
         self._buffer = buffer
         self._outputs: list[torch.Tensor] = []
         self._pending: Pending = Done()
-        self._flight, self._drops = group.flight, group.flight.drops
+        self._reductions, self._drops = group.comm.reductions, group.comm.reductions.drops
 
     def start(self) -> Pending:
         group, choice = self._group, self._choice
@@ -433,10 +413,9 @@ class _Reducing:
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
         group = self._group
-        assert group.lanes is not None
         read = self._pending if isinstance(self._pending, StillRead) else mark_now(group.device)
         self._buffer.give_back(read)
-        if self._flight.drops != self._drops:
+        if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._choice.is_final:
             self.come_home()
@@ -449,11 +428,11 @@ class _Reducing:
             if not group.options.all_reduce_gradients:
                 partial.update(self._locals())
                 return
-        mark = group.lanes.all_reduce.run(self.start_all_reduce, self.come_home)
-        if group.lanes.all_reduce.is_host:
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self.come_home)
+        if group.comm.lanes.all_reduce.is_host:
             mark.wait()
         else:
-            group.flight.add(mark)
+            group.comm.reductions.add(mark)
 
     def start_all_reduce(self) -> Pending:
         group = self._group

@@ -9,32 +9,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.buffer.plan import Plan, make_plan
-from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import GatherRoute, Transfer, Transport
-from fullshard.device import PASSED, Done, Lanes, Mark, Pending, mark_now
+from fullshard.device import PASSED, Done, Mark, Pending, mark_now
+from fullshard.group.comm_context import CommContext
 from fullshard.group.extension import ExtensionGather
-from fullshard.group.flat import FlatPresentation, Fragment
-from fullshard.group.gradients import Flight, Gradients
-from fullshard.group.memory import Memory, Pools
+from fullshard.group.flat import FlatPresentation
+from fullshard.group.gradients import Gradients, TrainedGroup
+from fullshard.group.memory import Memory
 from fullshard.group.mesh import DataMesh
-from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.presentation import Presentation
 from fullshard.group.registry import register, register_sharded
 from fullshard.group.resting import Resting
 from fullshard.group.sharing import SharedChunks
-from fullshard.group.state import LEGAL, Clock, State
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.group.state import State
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 
 _TAGS_APART = 1 << 16
@@ -42,99 +41,31 @@ _TAGS_APART = 1 << 16
 RELEASED = 1 << 31
 
 
-class Group:
-    """Parameters that are gathered in one call and reduced in one call.
+class Group(TrainedGroup):
+    """A group, made of its parts; see :class:`GroupContext` for the arguments."""
 
-    Args:
-        params: the parameters, their values and their places.
-        modules: the modules that were sharded together.
-        data: the mesh over which they are sharded.
-        device: where they compute.
-        options: what the user chose.
-        transport: how their buffers move.
-        tag: tells its messages from those of other groups; the same on all ranks.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[ShardedParameter],
-        modules: Sequence[nn.Module],
-        data: DataMesh,
-        device: torch.device,
-        options: GroupOptions,
-        transport: Transport,
-        tag: int,
-    ) -> None:
-        self.params = list(params)
-        self.modules = tuple(modules)
-        self.data = data
-        self.device = device
-        self.options = options
-        self.transport = transport
-        self.reduce_transport = transport
-        self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
-        self.name = ""
-        self.tag = tag
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._copies = 0
         self.has_custom_communication = False
-        self.state = State.SHARDED
-        self.is_unsharded = False
-        self.clock = Clock()
-        self.lanes: Lanes | None = None
-        self.flight = Flight()
-        self.pools = Pools(device)
         #: Whether it is unsharded only because a forward left it so, as the root's does when nobody asked for it.
         self.left_by_forward = False
-        self.hidden = False  # the modules show sharded parameters, though the others are there
         self.summoned: Any = None  # what the modules show while they show private full copies
         self.users = 0  # units of other groups that need this one too: parameters tied across groups
-        self.may_share = True
         self._build()
-
-    def __repr__(self) -> str:
-        return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    @property
-    def offloads(self) -> bool:
-        offload = self.options.offload
-        return isinstance(offload, CPUOffloadPolicy) and offload.parameters
-
-    def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
-        """The dtype in which a parameter is gathered. Integers and packed formats stay."""
-        wanted, dtype = self.policy_of(param).param_dtype, param.dtype
-        return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
-
-    def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:
-        """The mixed precision of one parameter."""
-        policy, dtype = self.options.mp_policy, param.overridden_dtype
-        return policy if dtype is None else dataclasses.replace(policy, param_dtype=dtype)
-
     def _build(self) -> None:
         """Lay the parameters out and move what they hold into the group's shard."""
-        #: Whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
-        self.is_flat = bool(self.params) and isinstance(self.params[0], Fragment)
-        sections: dict[object, list[int]] = {}
-        for index, param in enumerate(self.params):
-            if not param.extends:
-                sections.setdefault((param.section, param.overridden_dtype), []).append(index)
-        firsts = [self.params[members[0]] for members in sections.values()]
-        self.sections = tuple(
-            Section(first.dtype, tuple(members), self.plan(members, first.dtype))
-            for first, members in zip(firsts, sections.values(), strict=True)
-        )
-        for section in self.sections:
-            for position, index in enumerate(section.members):
-                self.params[index].fit(section.plan, position, self.data.shard_rank)
-        self.compute_dtypes = list(map(self.compute_dtype, firsts))
+        self.lay_out()
         self._private_transport = self.transport.private
         self.memory = Memory(self)
         shared, nbytes = self.memory.shared, full_bytes(self.sections, self.compute_dtypes)
         self.full: SlotBuffer | SharedBuffer
         self._full_views: tuple[torch.Tensor, ...] = ()
         if shared is None:
-            self.full = SlotBuffer(self.memory.parameter_pool, nbytes)
+            self.full = SlotBuffer(self.parameter_pool, nbytes)
         else:
             self.full = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
             self._view_full()
@@ -152,14 +83,13 @@ class Group:
         for param in self.params:
             param.unsharded = None
         self.memory.take_in()
-        self.presentation = FlatPresentation(self) if self.is_flat else Presentation(self)
+        if self.is_flat:
+            receive = partial(Gradients.receive_outside, weakref.ref(self))
+            self.presentation = FlatPresentation(self, self.memory.shards, receive)
+        else:
+            self.presentation = Presentation(self)
         self.presentation.show_sharded()
         register_sharded(self)
-
-    def plan(self, members: Sequence[int], dtype: torch.dtype) -> Plan:
-        """How parameters of one dtype lie."""
-        layout, alignment = self.params[members[0]].layout(dtype)
-        return make_plan([self.params[i].plan_shape for i in members], self.data.shard_size, layout, alignment)
 
     @torch.inference_mode(False)
     def _view_full(self) -> None:
@@ -211,24 +141,32 @@ class Group:
             return True
         return held.dtype != param.dtype or (self.memory.is_meta and not held.is_meta)
 
-    def join(self, lanes: Lanes, flight: Flight, pools: Pools) -> None:
+    def join(self, comm: CommContext) -> None:
         """Become part of a tree, whose lanes, bound on reductions and memory all its groups share."""
         self.reshard()
-        self.lanes, self.flight, self.pools = lanes, flight, pools
-        self.full.move(self.memory.parameter_pool)
+        self.comm = comm
+        self.full.move(self.parameter_pool)
         self.gradients.move()
         self._staging, self.memory.staged_views, self._route = None, (), None
 
     # -- transitions -------------------------------------------------------------------------------------------------
 
-    def _to(self, state: State) -> None:
-        if state not in LEGAL[self.state]:
-            raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
-        self.state = state
-        self.is_unsharded = state is State.UNSHARDED
-
     def _current(self) -> tuple[int, int]:
-        return self.clock.epoch, self.memory.version
+        return self.clock.epoch, self._version
+
+    @property
+    def _version(self) -> int:
+        return self.memory.version(self.presentation.sharded)
+
+    def count_write(self) -> None:
+        """Somebody wrote to the sharded parameters, perhaps without a trace."""
+        self.memory.writes += 1
+
+    def publish(self, whatever: bool) -> None:
+        """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
+        shared = self.memory.shared
+        if shared is not None and shared.must_publish:
+            shared.publish(self._version, whatever)
 
     def unshard(self) -> bool:
         """Start to gather, unless the values are there; returns whether communication was started."""
@@ -241,7 +179,7 @@ class Group:
         if self.memory.shared is not None:
             return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:
-            if self._gathered is None or self._gathered[1] == self.memory.version:
+            if self._gathered is None or self._gathered[1] == self._version:
                 if self.hidden:
                     self._show_unsharded()
                 return False
@@ -257,11 +195,10 @@ class Group:
         if not self._full_views:
             self._view_full()
         self._gathered = self._current()
-        self.lanes = self.lanes or Lanes(self.device)  # its own until it joins a tree
         filled = self._resting.filled if self._resting is not None else PASSED
         then = self._end_gather if self.memory.needs_staging else None
-        self._gather = self.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
-        self._to(State.GATHERING)
+        self._gather = self.comm.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
+        self.to_state(State.GATHERING)
         return True
 
     def _unshard_shared(self, shared: SharedChunks) -> bool:
@@ -272,7 +209,7 @@ class Group:
             raise RuntimeError(self.memory.meta_message())
         if self.clock.reading:
             if self.is_unsharded and self._gathered is not None:
-                if self._gathered[1] == self.memory.version:
+                if self._gathered[1] == self._version:
                     if self._leaf_versions == tuple(map(version_of, self._guarded)):
                         full.be_shared()  # otherwise what was written shows until it is resharded
                     if self.hidden:
@@ -281,7 +218,7 @@ class Group:
                 self.reshard()  # the shard was written since: so is what may have been written to the leaves old
         else:
             self.reshard()
-            self.memory.publish(whatever=True)
+            self.publish(whatever=True)
             doing = f"unshard() of {self.name or 'the root'}"
             shared.memory.barrier.enter(doing)
             full.be_private()
@@ -289,7 +226,7 @@ class Group:
         full.take()
         self._gathered = self._current()
         self._gather = PASSED
-        self._to(State.GATHERING)
+        self.to_state(State.GATHERING)
         return True
 
     def _start_gather(self) -> Pending:
@@ -329,7 +266,7 @@ class Group:
         self._arrive()
 
     def _arrive(self) -> None:
-        self._to(State.UNSHARDED)
+        self.to_state(State.UNSHARDED)
         self.left_by_forward = False
         if self.params and self.params[0].unsharded is None:
             self._make_leaves()
@@ -382,7 +319,7 @@ class Group:
             versions = tuple(map(version_of, self._guarded))
             if versions != self._leaf_versions:
                 self._throw_writes_away(versions)
-        self._to(state)
+        self.to_state(state)
         if self._extensions is not None:
             self._extensions.leave()
             self._gathered = None

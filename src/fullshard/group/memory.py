@@ -1,4 +1,4 @@
-"""What a group keeps between uses: the shard, and the pools from which its passing buffers come.
+"""What a group keeps between uses: the shard.
 
 Owns one piece of memory in which every parameter of the group has its chunk, the move of values into it, and the
 copies that a gather needs where the shard has another dtype or lies on another device. It knows no states.
@@ -7,63 +7,24 @@ copies that a gather needs where the shard has another dtype or lies on another 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
-from fullshard.buffer.slots import SlotBuffer, SlotPool
-from fullshard.comm.transport import Transport
+from fullshard.buffer.slots import SlotBuffer
+from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
 from fullshard.group.sharing import SharedChunks
 from fullshard.torch_private import PlainAttributes, foreach_copy, version_of
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
-
-_all: weakref.WeakSet[Pools] = weakref.WeakSet()
-
-
-class Pools:
-    """The pools of one tree of modules.
-
-    A tree has its own: whether values are still in a slot depends on what else used the pool, and every rank must come
-    to the same answer, whatever other models it holds.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pools: dict[tuple[str, int], SlotPool] = {}
-        _all.add(self)
-
-    def pool(self, kind: str, transport: Transport) -> SlotPool:
-        """The pool of buffers of a kind that ``transport`` moves."""
-        key = (kind, id(transport))
-        if key not in self._pools:
-            self._pools[key] = SlotPool(self._device, transport.allocate)
-        return self._pools[key]
-
-    def drop(self) -> int:
-        """Give what is not in use back to the system; returns the bytes."""
-        return sum(pool.drop() for pool in self._pools.values())
-
-    def __iter__(self) -> Iterator[SlotPool]:
-        return iter(self._pools.values())
-
-
-def all_pools() -> list[SlotPool]:
-    """The pools of every tree in this process."""
-    return [pool for pools in _all for pool in pools]
 
 
 class Memory:
     """The shard of a group."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._group = group
         device = group.device
         held = [param.held for param in group.params]
@@ -131,23 +92,10 @@ class Memory:
             places.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
         return places
 
-    @property
-    def parameter_pool(self) -> SlotPool:
-        return self._group.pools.pool("parameters", self._group.transport.private)
-
-    @property
-    def gradient_pool(self) -> SlotPool:
-        return self._group.pools.pool("gradients", self._group.reduce_transport)
-
-    @property
-    def staging_pool(self) -> SlotPool:
-        return self._group.pools.pool("staging", self._group.transport.private)
-
-    @property
-    def version(self) -> int:
-        """Grows with writes to the shard: an operation on a DTensor counts there, and not in what it holds."""
+    def version(self, sharded: Sequence[torch.Tensor]) -> int:
+        """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
         with PlainAttributes():
-            versions = list(map(version_of, chain(self._group.presentation.sharded, self._written)))
+            versions = list(map(version_of, chain(sharded, self._written)))
         if versions != self._versions:
             self._versions = versions
             self.writes += 1
@@ -175,17 +123,12 @@ class Memory:
                 param.place_extension(rank, group.offloads)
         self.has_meta = any(param.held.is_meta for param in group.params)
 
-    def publish(self, whatever: bool) -> None:
-        """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
-        if self.shared is not None and self.shared.must_publish:
-            self.shared.publish(self.version, whatever)
-
     def stage(self, staging: SlotBuffer | None) -> SlotBuffer:
         """Copy the shard to the compute device and dtype, in memory from the pool."""
         group = self._group
         if staging is None:
-            staging = SlotBuffer(self.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
-            self.staging_pool.ordinary = max(self.staging_pool.ordinary, staging.nbytes)
+            staging = SlotBuffer(group.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
+            group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
         staging.take().wait()
         if not self.staged_views:
             with torch.inference_mode(False):

@@ -6,7 +6,7 @@ optimizer that steps on the device is copied up before each step and back after 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.comm.backend import backend_name
-from fullshard.group.registry import owner_of
+from fullshard.group.registry import Owner, owner_of
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 from fullshard.torch_private import local_of, set_local
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
 
 _watching = False
 
@@ -56,7 +53,7 @@ def _take_down(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         _move(state, torch.device("cpu"))
 
 
-def _offloaded(optimizer: torch.optim.Optimizer) -> list[tuple[Group, dict[str, Any]]]:
+def _offloaded(optimizer: torch.optim.Optimizer) -> list[tuple[Owner, dict[str, Any]]]:
     """The state of parameters whose group offloads state alone."""
     found = []
     for param, state in optimizer.state.items():

@@ -102,6 +102,9 @@ class ShardedParameter:
         self.stands_in: torch.Tensor | None = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
+    #: Whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it.
+    is_flat = False
+
     def __repr__(self) -> str:
         return f"ShardedParameter({self.name}, shape={tuple(self.shape)}, dim={self.dim})"
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan
+from fullshard.group.context import GroupContext
 from fullshard.group.parameter import Location, ShardedParameter, chunk_views
 from fullshard.torch_private import PlainAttributes, local_of, make_dtensor
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -30,7 +28,7 @@ Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 class Presentation:
     """Where the parameters of a group stand, and what stands there."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: GroupContext) -> None:
         self._group = group
         self._stand_ins: set[tuple[int, str]] = set()
         self.prepare()

@@ -10,20 +10,37 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fullshard.group.comm_context import Clock
+from fullshard.group.options import GroupOptions
+from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import in_backward
 
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
+
+class Owner(Protocol):
+    """A group, as the owner of parameters."""
+
+    params: list[ShardedParameter]
+    modules: tuple[nn.Module, ...]
+    options: GroupOptions
+    device: torch.device
+    clock: Clock
+
+    def count_write(self) -> None:
+        """Somebody wrote to the sharded parameters, perhaps without a trace."""
+
+    def show_too(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
+        """A parameter stands elsewhere as well."""
+
 
 #: By id: the group, which of its parameters it is, and the object itself unless the group still holds it.
-_owners: dict[int, tuple[weakref.ref[Group], int, weakref.ref[nn.Parameter] | None]] = {}
-_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Group]]]] = (
+_owners: dict[int, tuple[weakref.ref[Owner], int, weakref.ref[nn.Parameter] | None]] = {}
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Owner]]]] = (
     weakref.WeakKeyDictionary()
 )
 _watching = False
@@ -35,7 +52,7 @@ def before_each_step(call: Callable[[torch.optim.Optimizer], None]) -> None:
     _then.append(call)
 
 
-def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
+def register(group: Owner, tensors: Sequence[nn.Parameter]) -> None:
     """``tensors`` stand for the parameters of ``group``: as they were before it took them, sharded or unsharded."""
     global _watching
     if not _watching:
@@ -47,7 +64,7 @@ def register(group: Group, tensors: Sequence[nn.Parameter]) -> None:
         _owners[key] = (weakref.ref(group), index, weakref.ref(param, partial(_forget, key)))
 
 
-def register_sharded(group: Group) -> None:
+def register_sharded(group: Owner) -> None:
     """The sharded parameters of ``group``, which live as long as it does. A weak reference would keep torch from
     swapping their contents in ``module.to()``."""
     for index, param in enumerate(group.params):
@@ -71,7 +88,7 @@ def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
         del _owners[key]
 
 
-def owner_of(param: torch.Tensor | None) -> tuple[Group, int] | None:
+def owner_of(param: torch.Tensor | None) -> tuple[Owner, int] | None:
     """The group that took this object, and as which of its parameters."""
     if id(param) not in _owners:
         return None
@@ -88,7 +105,7 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for reference in _stepped[optimizer][1]:
         group = reference()
         if group is not None:
-            group.memory.writes += 1
+            group.count_write()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -105,9 +122,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             call(optimizer)
 
 
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Group]]:
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Owner]]:
     """The groups whose parameters an optimizer has. It is refused if these are not what is trained."""
-    groups: dict[int, Group] = {}
+    groups: dict[int, Owner] = {}
     for options in optimizer.param_groups:
         for param in options["params"]:
             owner = owner_of(param)

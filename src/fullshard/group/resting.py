@@ -5,8 +5,6 @@ Owns the small shard, what the modules show of it, and the way back: a gather ov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard
@@ -15,13 +13,11 @@ from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.device import Pending, mark_now
+from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.group.presentation import show, updates
 from fullshard.torch_private import make_dtensor, sharding_spec
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
 
 
 class Resting:
@@ -29,7 +25,7 @@ class Resting:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, group: Group, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, group: GroupContext, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
         self._group = group
         self._mesh = mesh
         sections = [

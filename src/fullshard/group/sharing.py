@@ -7,17 +7,13 @@ rank and is *published*: copied to its place in the full buffer when a pass begi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fullshard.buffer.sections import full_starts
 from fullshard.comm.transport import SharedMemory
+from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
 from fullshard.torch_private import foreach_copy
-
-if TYPE_CHECKING:
-    from fullshard.group.group import Group
 
 
 class SharedChunks:
@@ -34,7 +30,7 @@ class SharedChunks:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __init__(self, group: Group, memory: SharedMemory) -> None:
+    def __init__(self, group: GroupContext, memory: SharedMemory) -> None:
         self.memory = memory
         self.places: dict[int, torch.Tensor] = {}
         self.shards: tuple[torch.Tensor, ...] = ()

@@ -1,8 +1,7 @@
 """When the reductions of a step are complete: at the end of its last backward, or when the user says so.
 
-By hand, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the choice, the
-order in which things must be done, and the handle of a finalization that was not waited for. It leaves to the schedule
-which groups are reduced.
+By hand, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the choice and
+the order in which things must be done. It leaves to the schedule what is done.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from fullshard.group.gradients import Flight
-from fullshard.schedule.consistency import Consistency
-from fullshard.schedule.order import Order
 from fullshard.torch_private import in_backward
 
 
@@ -21,21 +17,18 @@ class Finalization:
 
     Args:
         name: of the tree's root, for errors.
-        flight: its reductions.
-        order: of its groups.
-        consistency: its comparisons.
+
+    Attributes:
+        by_hand: whether it is done by hand, as the user chose.
+        is_awaited: whether reductions that were finalized have yet to be waited for.
     """
 
-    def __init__(self, name: str, flight: Flight, order: Order, consistency: Consistency) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._flight = flight
-        self._order = order
-        self._consistency = consistency
-        #: Whether it is done by hand, as the user chose.
         self.by_hand = False
         self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
         self._forward: Callable[[], object] = lambda: None  # is there as long as a backward may follow
-        self._is_awaited = False
+        self.is_awaited = False
 
     @property
     def is_by_hand(self) -> bool:
@@ -65,7 +58,7 @@ class Finalization:
         Raises:
             RuntimeError: an earlier reduction was not waited for.
         """
-        if self._is_awaited:
+        if self.is_awaited:
             raise RuntimeError(
                 f"the gradient reduction of {self._name} must be waited on before the next forward: call "
                 f"wait() on the handle that finalize_backward(async_op=True) returned"
@@ -81,25 +74,17 @@ class Finalization:
         self._forward = lambda: None
 
     def end_step(self) -> None:
-        """Wait for every reduction."""
-        self._flight.keep_at_most(0)
-        self._order.forget()
         self._began_by_hand = None
-
-    def complete(self) -> None:
-        """End a step that was finalized by hand."""
-        self.end_step()
-        self._consistency.check()
 
     def reset(self) -> None:
         """Forget the step that an error cut short."""
-        self._began_by_hand, self._is_awaited, self._forward = None, False, lambda: None
+        self._began_by_hand, self.is_awaited, self._forward = None, False, lambda: None
 
     # -- by hand -----------------------------------------------------------------------------------------------------
 
     def check_by_hand(self, backward_runs: bool) -> None:
         """Raise RuntimeError if the step is not to be finalized by hand, or not yet."""
-        if self._is_awaited:
+        if self.is_awaited:
             raise RuntimeError("the gradient reduction that was started must be waited on before another is")
         if not self.is_by_hand:
             raise RuntimeError(
@@ -113,23 +98,3 @@ class Finalization:
                 f"finalize_backward was called between a forward of {self._name} and its backward: call it after "
                 f"the backward or, if there is to be none, let go of what the forward returned"
             )
-
-    def awaited(self) -> Callable[[], None]:
-        """A function that ends the step, once.
-
-        Raises:
-            RuntimeError: (from the function) ``reset_iter_state()`` was called meanwhile.
-        """
-        self._is_awaited = True
-        drops = self._flight.drops
-
-        def wait() -> None:
-            if not self._is_awaited or self._flight.drops != drops:
-                raise RuntimeError(
-                    "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
-                    "that shares its communication: the gradients of that step are lost"
-                )
-            self._is_awaited = False
-            self.complete()
-
-        return wait

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from fullshard.comm.transport import PassBarrier
+from fullshard.group.comm_context import Clock
 from fullshard.group.group import Group
-from fullshard.group.state import Clock
 
 Kind = Literal["forward", "backward"]
 
@@ -37,7 +37,7 @@ class Passes:
         self._groups = []
         for group in groups:
             if group.memory.shared is not None and not group.memory.is_apart:
-                group.memory.publish(whatever=kind == "forward")
+                group.publish(whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), group.memory.shared.memory.barrier)
                 self._groups.append(group)
         self._kind, self.steps = kind, self._clock.steps

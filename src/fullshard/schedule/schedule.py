@@ -17,13 +17,12 @@ import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.comm.staging import SHARED
-from fullshard.device import EventMark, Lanes, mark_now
+from fullshard.device import EventMark, mark_now
 from fullshard.group.agreement import agree_on_next
-from fullshard.group.gradients import Flight
+from fullshard.group.comm_context import Clock, CommContext
 from fullshard.group.group import Group
-from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
-from fullshard.group.state import Clock, State
+from fullshard.group.state import State
 from fullshard.schedule.checks import EmptiedBuffers, check_first_forward, check_process_groups, warn_of_emptied
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
@@ -83,9 +82,7 @@ class Schedule:
         self.root = root
         self.device = device
         self.units: list[Scheduled] = []
-        self.lanes = Lanes(device)
-        self.flight = Flight()
-        self.pools = Pools(device)
+        self.comm = CommContext(device)
         self.clock = Clock(begin_backward=self.begin_backward)
         self.passes = Passes(self.clock)
         self.order = Order()
@@ -93,7 +90,7 @@ class Schedule:
         self.observers: list[Observer] = []
         self.prefetch_limit = 1
         self.is_last_backward = True
-        self.finalization = Finalization(repr(root), self.flight, self.order, self.consistency)
+        self.finalization = Finalization(repr(root))
         self.after_optimizer: torch.Event | None = None
         self._forward_root: Scheduled | None = None
         self._process_groups: list[dist.ProcessGroup] = []
@@ -114,7 +111,7 @@ class Schedule:
             for group in unit.groups:
                 group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
                 group.clock = self.clock
-                group.join(self.lanes, self.flight, self.pools)
+                group.join(self.comm)
                 for param in group.params:
                     param.heed_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
@@ -135,12 +132,12 @@ class Schedule:
             options = group.options
             group.full.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
             if group.full.takes_turns:
-                pool = group.memory.parameter_pool
+                pool = group.parameter_pool
                 pool.ordinary = max(pool.ordinary, group.full.nbytes)
 
     def free_buffers(self) -> int:
         """Give what is kept for the next step back to the system, and what transports keep; returns the bytes."""
-        nbytes = self.pools.drop() + SHARED.drop()
+        nbytes = self.comm.pools.drop() + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.let_go()
         if self.device.type == "cpu":
@@ -275,12 +272,16 @@ class Schedule:
             unit.end_backward()
         self.consistency.start("backward", self.passes.steps)
         if self.is_last_backward and not self.finalization.is_by_hand:
-            self.finalization.end_step()
+            self._end_step()
         self.passes.end("backward")
         self.consistency.check()
 
-    def finalize(self) -> None:
+    def finalize(self) -> Callable[[], None]:
         """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
+
+        Returns:
+            a function that waits for the reductions, once. It raises RuntimeError if ``reset_iter_state()`` was called
+            meanwhile.
 
         Raises:
             RuntimeError: it is not to be done by hand, or not yet.
@@ -295,6 +296,26 @@ class Schedule:
                 self.reshard(group)
         self._in_backward = False
         self.consistency.start("backward", self.passes.steps)
+        reductions, drops = self.comm.reductions, self.comm.reductions.drops
+        self.finalization.is_awaited = True
+
+        def wait() -> None:
+            if not self.finalization.is_awaited or reductions.drops != drops:
+                raise RuntimeError(
+                    "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
+                    "that shares its communication: the gradients of that step are lost"
+                )
+            self.finalization.is_awaited = False
+            self._end_step()
+            self.consistency.check()
+
+        return wait
+
+    def _end_step(self) -> None:
+        """Wait for every reduction."""
+        self.comm.reductions.keep_at_most(0)
+        self.order.forget()
+        self.finalization.end_step()
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
@@ -306,7 +327,7 @@ class Schedule:
             transport.reset()
         for unit in self.units:
             unit.reset()
-        self.flight.drop()
+        self.comm.reductions.drop()
         self.order.forget()
         self.consistency.forget()
 

@@ -1,0 +1,144 @@
+"""What the parts of a group share: its parameters, how they are laid out, and what the user chose for it.
+
+The parts (memory, gradients, what the modules show, extensions) are given this and not the group, which is made of
+them. Owns the sections, the dtypes in which they are computed, and the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fullshard.buffer.plan import Plan, make_plan
+from fullshard.buffer.sections import Section
+from fullshard.buffer.slots import SlotPool
+from fullshard.comm.transport import Transport
+from fullshard.group.comm_context import Clock, CommContext
+from fullshard.group.mesh import DataMesh
+from fullshard.group.options import GroupOptions
+from fullshard.group.parameter import ShardedParameter
+from fullshard.group.state import LEGAL, State
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+
+
+class GroupContext:
+    """Parameters that are gathered in one call and reduced in one call, as each part of their group knows them.
+
+    Args:
+        params: the parameters, their values and their places.
+        modules: the modules that were sharded together.
+        data: the mesh over which they are sharded.
+        device: where they compute.
+        options: what the user chose.
+        transport: how their buffers move.
+        tag: tells its messages from those of other groups; the same on all ranks.
+
+    Attributes:
+        sections: the parameters by stored dtype, those aside that define how they are gathered.
+        compute_dtypes: in which each section is gathered.
+        is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
+        hidden: whether the modules show sharded parameters though the others are there.
+    """
+
+    sections: tuple[Section, ...]
+    compute_dtypes: list[torch.dtype]
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParameter],
+        modules: Sequence[nn.Module],
+        data: DataMesh,
+        device: torch.device,
+        options: GroupOptions,
+        transport: Transport,
+        tag: int,
+    ) -> None:
+        self.params = list(params)
+        self.modules = tuple(modules)
+        self.data = data
+        self.device = device
+        self.options = options
+        self.transport = transport
+        self.reduce_transport = transport
+        self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
+        self.name = ""
+        self.tag = tag
+        self.is_flat = False
+        self.state = State.SHARDED
+        self.is_unsharded = False
+        self.hidden = False
+        self.may_share = True
+        self.clock = Clock()
+        self.comm = CommContext(device)
+
+    def __repr__(self) -> str:
+        return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"
+
+    def to_state(self, state: State) -> None:
+        """Make a transition.
+
+        Raises:
+            RuntimeError: it is not legal.
+        """
+        if state not in LEGAL[self.state]:
+            raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+        self.is_unsharded = state is State.UNSHARDED
+
+    # -- layout ------------------------------------------------------------------------------------------------------
+
+    def lay_out(self) -> None:
+        """Cut the parameters into sections, each with a plan."""
+        self.is_flat = bool(self.params) and self.params[0].is_flat
+        sections: dict[object, list[int]] = {}
+        for index, param in enumerate(self.params):
+            if not param.extends:
+                sections.setdefault((param.section, param.overridden_dtype), []).append(index)
+        firsts = [self.params[members[0]] for members in sections.values()]
+        self.sections = tuple(
+            Section(first.dtype, tuple(members), self.plan(members, first.dtype))
+            for first, members in zip(firsts, sections.values(), strict=True)
+        )
+        for section in self.sections:
+            for position, index in enumerate(section.members):
+                self.params[index].fit(section.plan, position, self.data.shard_rank)
+        self.compute_dtypes = list(map(self.compute_dtype, firsts))
+
+    def plan(self, members: Sequence[int], dtype: torch.dtype) -> Plan:
+        """How parameters of one dtype lie."""
+        layout, alignment = self.params[members[0]].layout(dtype)
+        return make_plan([self.params[i].plan_shape for i in members], self.data.shard_size, layout, alignment)
+
+    def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
+        """The dtype in which a parameter is gathered. Integers and packed formats stay."""
+        wanted, dtype = self.policy_of(param).param_dtype, param.dtype
+        return wanted if wanted is not None and dtype.is_floating_point and dtype.itemsize > 1 else dtype
+
+    def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:
+        """The mixed precision of one parameter."""
+        policy, dtype = self.options.mp_policy, param.overridden_dtype
+        return policy if dtype is None else dataclasses.replace(policy, param_dtype=dtype)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters rest on the CPU."""
+        offload = self.options.offload
+        return isinstance(offload, CPUOffloadPolicy) and offload.parameters
+
+    @property
+    def parameter_pool(self) -> SlotPool:
+        return self.comm.pools.pool("parameters", self.transport.private)
+
+    @property
+    def gradient_pool(self) -> SlotPool:
+        return self.comm.pools.pool("gradients", self.reduce_transport)
+
+    @property
+    def staging_pool(self) -> SlotPool:
+        return self.comm.pools.pool("staging", self.transport.private)
