@@ -197,6 +197,17 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor | None], ...]:
+    """The hooks that users registered on a tensor: those of a parameter go with the one that takes its place."""
+    return tuple((tensor._backward_hooks or {}).values())
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Whether a buffer is in state dicts. Without it nobody is warned of buffers that ``to_empty()`` left undefined."""
+    return name not in module._non_persistent_buffers_set
+
+
 #: Sets these counters. Without it a saved tensor could be read while its memory holds something else. 0.7 µs for 8.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter

@@ -31,7 +31,7 @@ from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import Presentation, put
-from fullshard.torch_private import altered_spec
+from fullshard.torch_private import altered_spec, gradient_hooks
 
 FLAT_NAME = "_flat_param"
 
@@ -158,7 +158,7 @@ class Fragment(ShardedParameter):
         self.placed = True
         if self.home is not None:
             if whole:
-                self._gradient_hooks = tuple((before._backward_hooks or {}).values())
+                self._gradient_hooks = gradient_hooks(before)
                 self.stands_in = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
             return
         grad = before.grad

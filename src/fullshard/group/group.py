@@ -152,10 +152,10 @@ class Group(TrainedGroup):
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def _current(self) -> tuple[int, int]:
-        return self.clock.epoch, self._version
+        return self.clock.epoch, self._shard_version
 
     @property
-    def _version(self) -> int:
+    def _shard_version(self) -> int:
         return self.memory.version(self.presentation.sharded)
 
     def count_write(self) -> None:
@@ -166,7 +166,7 @@ class Group(TrainedGroup):
         """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
         shared = self.memory.shared
         if shared is not None and shared.must_publish:
-            shared.publish(self._version, whatever)
+            shared.publish(self._shard_version, whatever)
 
     def unshard(self) -> bool:
         """Start to gather, unless the values are there; returns whether communication was started."""
@@ -179,7 +179,7 @@ class Group(TrainedGroup):
         if self.memory.shared is not None:
             return self._unshard_shared(self.memory.shared)
         if self.state is State.UNSHARDED:
-            if self._gathered is None or self._gathered[1] == self._version:
+            if self._gathered is None or self._gathered[1] == self._shard_version:
                 if self.hidden:
                     self._show_unsharded()
                 return False
@@ -209,7 +209,7 @@ class Group(TrainedGroup):
             raise RuntimeError(self.memory.meta_message())
         if self.clock.reading:
             if self.is_unsharded and self._gathered is not None:
-                if self._gathered[1] == self._version:
+                if self._gathered[1] == self._shard_version:
                     if self._leaf_versions == tuple(map(version_of, self._guarded)):
                         full.be_shared()  # otherwise what was written shows until it is resharded
                     if self.hidden:

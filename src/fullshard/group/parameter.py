@@ -27,6 +27,7 @@ from fullshard.torch_private import (
     choose_grad_dtype,
     chosen_grad_dtype,
     concatenate_meshes,
+    gradient_hooks,
     local_of,
     make_dtensor,
     parts_of,
@@ -295,7 +296,7 @@ class ShardedParameter:
         choose_grad_dtype(self.sharded, self.grad_dtype)
         for hook in tuple((post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
-        self._gradient_hooks = tuple((before._backward_hooks or {}).values())
+        self._gradient_hooks = gradient_hooks(before)
 
     def place_extension(self, rank: int, offload: bool) -> None:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""

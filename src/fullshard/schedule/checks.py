@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from fullshard.group.agreement import agree_on_order
 from fullshard.group.group import Group
+from fullshard.torch_private import is_persistent, version_of
 
 
 class EmptiedBuffers:
@@ -24,7 +25,7 @@ class EmptiedBuffers:
             (inner, name, f"{path}.{name}" if path else name)
             for path, inner in module.named_modules()
             for name, buffer in inner._buffers.items()
-            if buffer is not None and buffer.is_meta and name in inner._non_persistent_buffers_set
+            if buffer is not None and buffer.is_meta and not is_persistent(inner, name)
         ]
 
     def names(self) -> list[str]:
@@ -32,7 +33,7 @@ class EmptiedBuffers:
         return [
             path
             for module, name, path in self._watched
-            if (buffer := module._buffers.get(name)) is not None and not buffer.is_meta and buffer._version == 0
+            if (buffer := module._buffers.get(name)) is not None and not buffer.is_meta and version_of(buffer) == 0
         ]
 
 
