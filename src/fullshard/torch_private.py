@@ -297,16 +297,10 @@ _reduce_options: dict[tuple[int, bool], tuple[Any, ReduceScatterOptions]] = {}
 _MOST_OPTIONS = 256
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs: not every backend moves and adds them as they are."""
-    return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
-
-
 def start_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``all_gather_single`` of plain tensors, outside of coalescing."""
-    output, source = _as_real(output), _as_real(source)
     work: dist.Work | None = _gather(group, output, source, _gather_options[async_op])
     if work is None or async_op:
         return work
@@ -318,7 +312,6 @@ def start_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
-    output, source = _as_real(output), _as_real(source)
     known = _reduce_options.get((id(op), async_op))
     if known is None:
         if len(_reduce_options) >= _MOST_OPTIONS:  # who divides by another number in every step

@@ -318,7 +318,7 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
         most = max(most, pool.slots_in_use)
 
     pair.sharded.add_observer(look)
-    pool = groups_of(pair.sharded)[0].memory.gradient_pool
+    pool = groups_of(pair.sharded)[0].gradient_pool
     pair.step()
     pair.step()
     assert most == count

@@ -151,8 +151,8 @@ def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> N
     model.reset_iter_state()
     for group in groups_of(model):
         assert group.state is State.SHARDED
-        assert group.memory.parameter_pool.slots_in_use == 0
-        assert group.memory.gradient_pool.slots_in_use == 0
+        assert group.parameter_pool.slots_in_use == 0
+        assert group.gradient_pool.slots_in_use == 0
 
 
 @ranks(2)

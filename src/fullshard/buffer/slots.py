@@ -136,6 +136,7 @@ class SlotBuffer:
         #: Whether it keeps the slot that it once took, and so its address, while it is not in use.
         self.keeps_memory = False
         self._slot: Slot | None = None
+        self._size = 0  # bytes at its address, its own or stale
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
         with torch.inference_mode(False):
@@ -180,23 +181,23 @@ class SlotBuffer:
             return self._slot.released
         slot = self._slot = self._pool.take(self, self.nbytes)
         self.in_use = True
-        holder, nbytes = slot.holder, self._storage.nbytes()
+        holder = slot.holder
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before its memory is the allocator's
             if holder is not None:
                 holder.lose()
             self._storage.resize_(slot.nbytes)
             slot.released = mark_now(self._pool.device)
-        elif holder is not None and self._stale is self._pool is holder._pool and nbytes == slot.nbytes:
+        elif holder is not None and self._stale is self._pool is holder._pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder._slot = None
         else:
             if holder is not None:
                 holder.lose()
-            if nbytes not in (0, slot.nbytes):  # an address in a slot of another size
+            if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
-        self._stale = self._pool
+        self._stale, self._size = self._pool, slot.nbytes
         slot.holder = self
         return slot.released
 
@@ -235,6 +236,7 @@ class SlotBuffer:
 
     def _empty(self) -> None:
         swap_memory(self._storage, torch.UntypedStorage(0, device=self._pool.device))
+        self._size = 0
 
     def poison(self) -> None:
         """Fill with NaN (as fp32 and most other formats read it), so that a read at the wrong time shows."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking
+from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking, as_real
 from fullshard.comm.routes import check_transfers, wait_for
 from fullshard.comm.scaling import Scaling, choose_scaling, divide_
 from fullshard.comm.staging import SHARED, Lease
@@ -67,7 +67,8 @@ class _GatherRoute(GatherPacking):
 
     def start(self) -> Pending:
         lease, gather = self.bind()
-        foreach_copy(*gather.before)
+        if gather.before[0]:
+            foreach_copy(*gather.before)
         work = self._collective(gather.output, gather.input, group=self._group, async_op=self.is_host)
         return _Gathering(work, gather, lease)
 
@@ -85,7 +86,8 @@ class _Gathering:
     def finish(self) -> None:
         if self._work is not None:
             wait_for(self._work, "an all-gather")
-        foreach_copy(*self._gather.after)
+        if self._gather.after[0]:
+            foreach_copy(*self._gather.after)
         if self._lease is not None:
             SHARED.give_back(self._lease)
 
@@ -104,10 +106,14 @@ class _ReduceRoute(ReducePacking):
         started = []
         for batch in batches:
             scaling = choose_scaling(batch.dtype, self.world_size, divisor, sum_only, self.backend)
-            foreach_copy(*batch.before)
+            if batch.before[0]:
+                foreach_copy(*batch.before)
             divide_(batch.input, scaling.before)
             output = shards[batch.members[0]] if batch.output is None else batch.output
-            work = self._collective(output, batch.input, op=scaling.op, group=self._group, async_op=self.is_host)
+            source = batch.input
+            if batch.dtype.is_complex:
+                output, source = as_real(output), as_real(source)
+            work = self._collective(output, source, op=scaling.op, group=self._group, async_op=self.is_host)
             started.append((work, batch, scaling))
         return _Reducing(shards, started, lease)
 

@@ -227,7 +227,7 @@ class GatherPacking(_Packing[Gather]):
                 else:
                     after[0].append(chunks.of_full(full))
                     after[1].append(_of_messages(lease, start + section, full.dtype, chunks))
-        return Gather(before, output, source, after)
+        return Gather(before, as_real(output), as_real(source), after)
 
     def _contiguous_shards(self) -> torch.Tensor | None:
         """The shards as one message, if they lie in memory as sections do in one."""
@@ -322,6 +322,11 @@ class ReducePacking(_Packing[list[Batch]]):
                     parts.append(lease.view(dtype, start + section, (self._plans[member].shard_numel,)))
             batches.append(Batch(dtype, layout.members, before, source, output, parts))
         return batches
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: not every backend moves and adds them as they are."""
+    return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
 
 
 def _is_rank_major(plan: Plan) -> bool:

@@ -33,6 +33,7 @@ class Lease:
 
     def __init__(self, memory: torch.Tensor, index: int = -1, place: object = None) -> None:
         self.storage = memory.untyped_storage()
+        self.nbytes = self.storage.nbytes()
         self.index = index
         self.place = place
         self.device = memory.device
@@ -78,9 +79,10 @@ class Staging:
             with torch.inference_mode(False):
                 lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, place)
             self._made += 1
-        if lease.storage.nbytes() < nbytes:
+        if lease.nbytes < nbytes:
             lease.storage.resize_(0)  # or what is in it would be copied
             lease.storage.resize_(nbytes)
+            lease.nbytes = nbytes
         return lease
 
     def give_back(self, lease: Lease) -> None:
@@ -89,7 +91,7 @@ class Staging:
     @property
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next exchange."""
-        return sum(lease.storage.nbytes() for free in self._free.values() for lease in free)
+        return sum(lease.nbytes for free in self._free.values() for lease in free)
 
     def drop(self) -> int:
         """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
@@ -97,6 +99,7 @@ class Staging:
         for free in self._free.values():
             for lease in free:
                 lease.storage.resize_(0)
+                lease.nbytes = 0
         return dropped
 
 

@@ -159,7 +159,15 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
-        self._take(index, grad)
+        waiting, views = self._waiting, self._views
+        is_first = not waiting or index in waiting
+        if is_first or index not in views or grad.dtype != views[index].dtype or param.unsharded_spec is not None:
+            self._take(index, grad)
+        else:  # nearly all: without the call
+            waiting[index] = grad
+            self._waiting_bytes += self._nbytes[index]
+            if self._waiting_bytes >= _MOST_WAITING:
+                self.settle()
 
     @torch.no_grad()
     def take_left(self) -> None:
@@ -299,7 +307,7 @@ class Gradients:
     # -- reduction ---------------------------------------------------------------------------------------------------
 
     def reduce(self) -> frozenset[int]:
-        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the flight was waited for.
+        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the reductions were waited for.
 
         Returns:
             which of the group's parameters take part.

@@ -152,7 +152,7 @@ class Group(TrainedGroup):
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def _current(self) -> tuple[int, int]:
-        return self.clock.epoch, self._shard_version
+        return self.clock.epoch, self.memory.version(self.presentation.sharded)
 
     @property
     def _shard_version(self) -> int:

@@ -95,6 +95,7 @@ class Schedule:
         self._forward_root: Scheduled | None = None
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
+        self._is_profiled = False
         self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self._in_backward = False
         self.backwards = 0
@@ -176,6 +177,7 @@ class Schedule:
                 each.emptied.clear()
             warn_of_emptied(emptied)
         self._forward_root = unit
+        self._is_profiled = profiler_listens()
         self._step += 1
         self.clock.epoch += 1
         if self.after_optimizer is not None:
@@ -250,6 +252,7 @@ class Schedule:
         if not self._in_backward:
             self.consistency.check()
             self._in_backward = True
+            self._is_profiled = profiler_listens()
             self.backwards += 1
             self.finalization.begin_backward()
             self.passes.begin("backward", self.groups())
@@ -349,7 +352,7 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
-        started = self._in_range("all_gather", group, group.unshard)
+        started = self._in_range("all_gather", group, group.unshard) if self._is_profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
         if self.observers and before is not group.state:
@@ -378,15 +381,14 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
-            reduced = self._in_range("post_backward_reduce", group, group.gradients.reduce)
+            reduce = group.gradients.reduce
+            reduced = self._in_range("post_backward_reduce", group, reduce) if self._is_profiled else reduce()
             self.consistency.calls.append((group, reduced))
             if self.observers:
                 self.tell("reduce", group)
 
     def _in_range(self, action: str, group: Group, do: Callable[[], T]) -> T:
-        """``do()``, while a profiler listens in a range with the label that traces of torch's own FSDP have."""
-        if not profiler_listens():
-            return do()
+        """``do()`` in a range with the label that traces of torch's own FSDP have."""
         with torch.profiler.record_function(f"FSDP::{action} ({group.name})"):
             return do()
 

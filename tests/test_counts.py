@@ -1,0 +1,54 @@
+"""What a step costs, in counts that repeat: none may grow. Who makes one smaller, writes the smaller one here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.host import measure_host
+from benchmarks.models import Work
+from benchmarks.traffic import Traffic
+
+import fullshard
+from tests.harness import World, ranks
+
+SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
+#: Lines of the library.
+LINES = 14_020
+#: Calls of Python and C functions for a group in a step, by the number of its parameters.
+CALLS = {4: 330, 8: 338, 32: 386}
+#: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent.
+COPIED = {"host": 1.015, "p2p": 2.00, "collective": 4.00}
+SENT = {"host": 0.00, "p2p": 1.50, "collective": 1.50}
+WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
+
+
+def test_the_library_does_not_grow() -> None:
+    assert sum(len(file.read_text().splitlines()) for file in SOURCE.rglob("*.py")) <= LINES
+
+
+def test_a_group_takes_no_more_calls_in_a_step() -> None:
+    found = measure_host(2, list(CALLS), groups=24, rounds=1)["counts"]
+    calls = {count: round(each["fullshard"]["calls"]) for count, each in found.items()}
+    assert all(calls[count] <= most for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", COPIED)
+def test_a_step_moves_no_more_bytes(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = WORK.build()
+    fullshard.fully_shard_blocks(model)
+    for step in range(3):
+        model.zero_grad()
+        with Traffic(dist.get_world_size()) as traffic:
+            model(WORK.batch(world.rank, step)).sum().backward()
+    copied, sent = traffic.copied / WORK.model_bytes, traffic.asked / WORK.model_bytes
+    assert not traffic.unknown
+    print(copied, sent)
+    assert copied <= COPIED[transport] + 0.005, f"{copied:.3f} times the parameters are copied"
+    assert sent <= SENT[transport] + 0.005, f"{sent:.3f} times the parameters are sent"
+    assert torch.isfinite(next(model.parameters()).to_local()).all()  # type: ignore[union-attr]
