@@ -7,7 +7,6 @@ copies that a gather needs where the shard has another dtype or lies on another 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ from fullshard.torch_private import PlainAttributes, foreach_copy, version_of
 if TYPE_CHECKING:
     from fullshard.group.group import Group
 
-_all: weakref.WeakSet[Pools] = weakref.WeakSet()
-
 
 class Pools:
     """The pools of one tree of modules.
@@ -38,7 +35,6 @@ class Pools:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools: dict[tuple[str, int], SlotPool] = {}
-        _all.add(self)
 
     def pool(self, kind: str, transport: Transport) -> SlotPool:
         """The pool of buffers of a kind that ``transport`` moves."""
@@ -53,11 +49,6 @@ class Pools:
 
     def __iter__(self) -> Iterator[SlotPool]:
         return iter(self._pools.values())
-
-
-def all_pools() -> list[SlotPool]:
-    """The pools of every tree in this process."""
-    return [pool for pools in _all for pool in pools]
 
 
 class Memory:
@@ -193,11 +184,6 @@ class Memory:
         with torch.no_grad():
             foreach_copy(self.staged_views, self.views)
         return staging
-
-    def copy_whole(self, full_views: tuple[torch.Tensor, ...]) -> None:
-        """Where every rank keeps everything: from the shard to the full buffer."""
-        with torch.no_grad():
-            foreach_copy(full_views, self.views)
 
     def meta_message(self) -> str:
         names = [param.name for param in self._group.params if param.held.is_meta]
