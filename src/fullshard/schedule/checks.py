@@ -47,8 +47,6 @@ def check_first_forward(schedule: Schedule, unit: Unit) -> None:
         ValueError: the ranks sharded their modules in different orders.
     """
     _check_buffers(unit.modules)
-    if not any(group.summoned for group in schedule.groups()):
-        _warn_of_strangers(schedule, unit.modules)
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
     for group in sorted(schedule.groups(), key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:
@@ -93,7 +91,10 @@ def _check_buffers(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _warn_of_strangers(schedule: Schedule, modules: Sequence[nn.Module]) -> None:
+def warn_of_strangers(schedule: Schedule, modules: Sequence[nn.Module]) -> None:
+    """Warn of trainable parameters that no group has, once the groups have taken in what replaced theirs."""
+    if any(group.summoned for group in schedule.groups()):
+        return
     known = {id(tensor) for group in schedule.groups() for p in group.params for tensor in (p.sharded, p.unsharded)}
     known |= {param for unit in schedule.units for param in unit.ignored}
     strangers = [

@@ -24,7 +24,7 @@ from fullshard.group.group import Group
 from fullshard.group.memory import Pools
 from fullshard.group.parameter import plain_name
 from fullshard.group.state import Clock, State
-from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied
+from fullshard.schedule.checks import check_first_forward, check_process_groups, warn_of_emptied, warn_of_strangers
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.observer import Action, Event, Observer
@@ -138,7 +138,8 @@ class Schedule:
         self.finalization.begin_forward()
         self.consistency.check()
         check_process_groups(self._process_groups)
-        if not self._checked:
+        is_first = not self._checked
+        if is_first:
             check_first_forward(self, unit)
             self._checked = True
         if any(unit.emptied for unit in self.units):
@@ -157,6 +158,8 @@ class Schedule:
             if group.left_by_forward or group.is_flat:
                 self.reshard(group)
             group.check_in()
+        if is_first:
+            warn_of_strangers(self, unit.modules)
         for group in self.groups():
             if group.memory.is_apart:
                 group.meet()
