@@ -6,6 +6,7 @@ merely odd does not disturb the next step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ import fullshard
 from fullshard.group.group import RELEASED
 from tests.harness import World, ranks
 from tests.harness.models import seeded
+from tests.harness.wrapper import wrap
 from tests.test_bad_input import mlp, refused
 from tests.test_bad_input_in_use import BATCH, sharded_mlp
 
@@ -176,6 +178,16 @@ def test_a_trainable_parameter_that_was_added_after_sharding(world: World) -> No
     model.blocks[1].extra = nn.Parameter(torch.ones(5))
     model.blocks[1].register_forward_hook(lambda module, args, output: output * module.extra)
     with pytest.warns(UserWarning, match=r"'blocks\.1\.extra'"):
+        model(BATCH)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["composable", "flat", "original"])
+def test_parameters_that_were_loaded_in_the_place_of_others_were_not_added(world: World, kind: str) -> None:
+    model = sharded_mlp() if kind == "composable" else wrap(fullshard, mlp(), original=kind == "original")
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         model(BATCH)
 
 

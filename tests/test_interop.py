@@ -10,6 +10,7 @@ import importlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -562,3 +563,34 @@ def test_what_is_sharded_is_not_replicated(world: World, library: str, name: str
     model = LIBRARIES[library].fully_shard(seeded(MLP), mesh=world.mesh())
     with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
         replicate(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
+@pytest.mark.parametrize(
+    ("library", "kind"), [(each, kind) for each in LIBRARIES for kind in ("composable", "original")]
+)
+def test_replicas_inside_of_what_is_sharded(world: World, library: str, kind: str, name: str) -> None:
+    """What is replicated is not sharded too: training is that of the model."""
+    replicate: Any = importlib.import_module(f"torch.distributed._composable.{name}").replicate
+    mesh, fsdp = world.mesh(), LIBRARIES[library]
+    model, reference = seeded(MLP), seeded(MLP)
+    replicate(model.blocks[1], **({} if name == "replicate" else {"mesh": mesh}))
+    theirs = [type(param) for param in model.blocks[1].parameters()]
+    if kind == "composable":
+        fsdp.fully_shard(model, mesh=mesh)
+    else:
+        model = fsdp.FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    assert [type(param) for param in model.blocks[1].parameters()] == theirs
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, reference)]
+    for step in range(3):
+        losses = [reference(*FLOATS(10 * step + rank)).square().mean() for rank in range(world.size)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = model(*FLOATS(10 * step + world.rank)).square().mean()
+        assert_same(loss, losses[world.rank], f"step {step}")
+        (sum(losses) / world.size).backward()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

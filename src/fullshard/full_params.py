@@ -70,7 +70,8 @@ def summon_full_params(
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
                 whole = _whole(group, offload_to_cpu, with_grads)
-                shown = not rank0_only or is_first(group)
+                mesh = group.data.mesh  # which ranks hold the group, those that shard it last
+                shown = not rank0_only or mesh.get_local_rank(mesh.ndim - 1) == 0
                 summoned.append(FullGroup(group, whole if shown else {}))
         yield
         for full in summoned:
@@ -192,12 +193,6 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
     return shown
 
 
-def is_first(group: Group) -> bool:
-    """Whether this is the first of the ranks that have a group together."""
-    ranks = group.data.shard_group or group.data.replicate_group
-    return ranks is None or ranks.rank() == 0
-
-
 def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
     """Beside tensor parallel, where all that a group has is a part, as the DTensor that the parameter was."""
     return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
@@ -211,9 +206,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:
     """A subclass that gathers in a form of its own is summoned as its plain values."""
     group, dim = param.data.shard_group, param.dim or 0
-    local = param.local if part is None else part
-    plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=local.device)
-    plain.narrow(dim, 0, local.shape[dim]).copy_(local)
+    plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=param.local.device)
+    if part is not None:
+        plain.narrow(dim, 0, part.shape[dim]).copy_(part)
     if group is None:
         return plain
     parts = [torch.empty_like(plain) for _ in range(group.size())]

@@ -39,6 +39,7 @@ from fullshard.policies import (
 )
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import replicated
 from fullshard.wrap import repeated_blocks, targets
 
 M = TypeVar("M", bound=nn.Module)
@@ -116,9 +117,10 @@ def fully_shard(
         "ignored_params": ignored_params,
         "dp_mesh_dims": dims,
     }
+    theirs = replicated(modules)
     if auto_wrap_policy is not None:
         for root in modules:
-            for inner, overrides in targets(root, auto_wrap_policy, set()).items():
+            for inner, overrides in targets(root, auto_wrap_policy, theirs).items():
                 if inner is not root and unit_of(inner) is None:
                     fully_shard(inner, **{**options, **overrides})
     auto_reshard = reshard_after_forward is None
@@ -129,7 +131,8 @@ def fully_shard(
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    params = free_parameters(modules, set(ignored))
+    ignored = {*ignored, *(param for inner in theirs for param in inner.parameters())}
+    params = free_parameters(modules, ignored)
     _check_parameters(params, data, device)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
@@ -206,8 +209,9 @@ def refuse_torchs(module: nn.Module) -> None:
     Raises:
         ValueError: naming the first.
     """
+    theirs = replicated([module])
     for name, inner in module.named_modules():
-        for cls in type(inner).__mro__:
+        for cls in type(inner).__mro__ if inner is module or inner not in theirs else ():
             known = cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
             if known and cls.__module__.startswith("torch.distributed."):
                 which = f"'{name}' of this {type(module).__name__}" if name else f"this {type(module).__name__}"

@@ -43,15 +43,9 @@ class _Both(type):
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
             ours = FullyShardedDataParallel.fsdp_modules(model)
-            if ours and name.startswith("optim_state_dict") and ours[0].sharding_strategy not in HYBRID:
-                kwargs.setdefault("group", ours[0].process_group)  # which torch itself gives from 2.13 on
             return getattr(FullyShardedDataParallel if ours else cls.theirs, name)(*args, **kwargs)
 
         return method
-
-
-def _both_wrappers(theirs: Any) -> _Both:
-    return _Both("FullyShardedDataParallel", (), {"theirs": theirs})
 
 
 class _FullyShard:
@@ -122,7 +116,7 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate": {"_get_registry": _both_registries},
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": _both_registries},
     "torch.distributed.checkpoint.state_dict": {
-        "FSDP": _both_wrappers,
+        "FSDP": lambda theirs: _Both("FullyShardedDataParallel", (), {"theirs": theirs}),
         "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
         "_get_fqns": _both_names_of,
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),

@@ -167,16 +167,12 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. Without, they add up unsharded, in ``reduce_dtype``."""
-        _expect_bool("set_requires_gradient_sync", requires_gradient_sync)
-        for group in _groups(self, recurse):
-            group.options.reduce_gradients = requires_gradient_sync
-            group.options.all_reduce_gradients = requires_gradient_sync
+        for option in ("reduce_gradients", "all_reduce_gradients"):
+            _set(_groups(self, recurse), option, requires_gradient_sync, "set_requires_gradient_sync")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). Without, they add up sharded, in ``reduce_dtype``."""
-        _expect_bool("set_requires_all_reduce", requires_all_reduce)
-        for group in _groups(self, recurse):
-            group.options.all_reduce_gradients = requires_all_reduce
+        _set(_groups(self, recurse), "all_reduce_gradients", requires_all_reduce, "set_requires_all_reduce")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
@@ -194,15 +190,11 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce with plain sums only and scale apart, as zero-copy collectives need."""
-        _expect_bool("set_force_sum_reduction_for_comms", enable)
-        for group in _unit(self).groups:
-            group.options.sum_only = enable
+        _set(_unit(self).groups, "sum_only", enable, "set_force_sum_reduction_for_comms")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient take part with zeros: needed if ranks use different parameters."""
-        _expect_bool("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for group in _groups(self, recurse):
-            group.options.reduce_unused = reduce_scatter_unused_params
+        _set(_groups(self, recurse), "reduce_unused", reduce_scatter_unused_params, "set_reduce_scatter_unused_params")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory."""
@@ -242,9 +234,7 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. Without, the next forward of an accumulation gathers nothing."""
-        _expect_bool("set_reshard_after_backward", reshard_after_backward)
-        for group in _groups(self, recurse):
-            group.options.reshard_after_backward = reshard_after_backward
+        _set(_groups(self, recurse), "reshard_after_backward", reshard_after_backward, "set_reshard_after_backward")
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
@@ -261,9 +251,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module; an embedding's does not."""
-        _expect_bool("set_unshard_in_backward", unshard_in_backward)
-        for group in _unit(self).groups:
-            group.options.unshard_in_backward = unshard_in_backward
+        _set(_unit(self).groups, "unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules while this one runs its forward, in this order, in place of what the order suggests."""
@@ -290,17 +278,11 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather with ``comm``, which allocates the buffers too; with several groups, each of them."""
-        _expect_comm("set_custom_all_gather", comm)
-        for group in _unit(self).groups:
-            group.use_transport(gather=CollectiveTransport(all_gather=comm))
-            group.has_custom_communication = True
+        _use_custom(self, "set_custom_all_gather", comm, gather=CollectiveTransport(all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce with ``comm``, which allocates the buffers too; with several groups, each of them."""
-        _expect_comm("set_custom_reduce_scatter", comm)
-        for group in _unit(self).groups:
-            group.use_transport(reduce=CollectiveTransport(reduce_scatter=comm))
-            group.has_custom_communication = True
+        _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Let the process group allocate what collectives read and write, for zero-copy transfers, if it can.
@@ -441,15 +423,24 @@ def _expect_bool(method: str, value: object) -> None:
         raise TypeError(f"{method} expects True or False, got {value!r}")
 
 
+def _set(groups: Iterable[Group], option: str, value: object, method: str) -> None:
+    _expect_bool(method, value)
+    for group in groups:
+        setattr(group.options, option, value)
+
+
 def _expect_root(unit: Unit, method: str) -> None:
     assert unit.schedule is not None
     if unit.schedule.root is not unit:
         raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
 
 
-def _expect_comm(method: str, comm: object) -> None:
+def _use_custom(module: Any, method: str, comm: object, **transport: CollectiveTransport) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{method} expects an object that can be called and that has allocate(), got {comm!r}")
+    for group in _unit(module).groups:
+        group.use_transport(**transport)
+        group.has_custom_communication = True
 
 
 def _unit(module: Any) -> Unit:

@@ -7,6 +7,7 @@ feature, here, and the callers ask for the feature and not for a version.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
@@ -223,6 +224,14 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage that reads the same memory and does not own it."""
     construct: Any = torch._C._construct_storage_from_data_pointer
     return construct(storage.data_ptr(), storage.device, storage.nbytes())
+
+
+def replicated(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
+    """Those that torch's composable ``replicate`` has, in which sharding leaves everything alone. Imports nothing."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    inside = (inner for module in modules for inner in module.modules())
+    roots = [each for each in inside if contract is not None and "replicate" in (contract._get_registry(each) or ())]
+    return {inner for root in roots for inner in root.modules()}
 
 
 #: Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace.

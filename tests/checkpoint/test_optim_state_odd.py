@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _NamedOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -271,6 +272,32 @@ def test_hybrid_sharding(world: World, use_orig_params: bool, kind: str) -> None
             assert average.placements == (Replicate(), Shard(0))
             assert average.device_mesh.mesh.tolist() == mesh.mesh.tolist()
         torch.testing.assert_close(whole(average), expected.state[param]["exp_avg"], rtol=1e-4, atol=1e-7)
+    assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
+
+
+@ranks(3)
+@both_ways
+@pytest.mark.parametrize("rank0_only", [True, False])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2,)])
+def test_a_model_of_only_some_ranks(
+    world: World, use_orig_params: bool, rank0_only: bool, shape: tuple[int, ...]
+) -> None:
+    """Nobody has to say which: the others do not take part."""
+    if world.rank == 0:
+        return
+    ranks_of_model = torch.tensor([1, 2]).view(shape)
+    mesh = DeviceMesh("cpu", ranks_of_model, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    strategy = "HYBRID_SHARD" if len(shape) == 2 else "FULL_SHARD"
+    model = wrapped(strategy=strategy, device_mesh=mesh, use_orig_params=use_orig_params)
+    plain = seeded(MLP)
+    optimizer, expected = optimizer_of(model, "Adam"), optimizer_of(plain, "Adam")
+    train(model, optimizer, range(2))
+    train(plain, expected, range(2))
+    choose(OURS, model, "FULL", rank0_only=rank0_only)
+    saved = to_dict(model, optimizer)
+    assert bool(saved) is (world.rank == 1 or not rank0_only)
+    for name, param in plain.named_parameters() if saved else ():
+        assert_same(saved["state"][name]["exp_avg"], expected.state[param]["exp_avg"])
     assert_same(to_load(model, optimizer, saved), optimizer.state_dict())
 
 

@@ -267,6 +267,19 @@ def test_summoned_parameters_of_a_subclass_are_its_plain_values(world: World) ->
     assert whole(model[2].weight).shape == (5, 8)
 
 
+@ranks(2)
+def test_summoned_gradients_of_a_subclass_are_zeros_where_a_rank_has_none(world: World) -> None:
+    model = build(Bf16Gathered)
+    fullshard.fully_shard(model)
+    model(inputs(0)).sum().backward()
+    expected = whole(model[0].weight.grad)
+    rows = expected.chunk(2)
+    if world.rank == 1:
+        model[0].weight.grad = None
+    with fullshard.summon_full_params(model, writeback=False, with_grads=True):
+        assert_close(model[0].weight.grad, torch.cat([rows[0], torch.zeros_like(rows[1])]), "gradient")
+
+
 # -- what was gathered stays where it lay ------------------------------------------------------------------------------
 
 EVERYWHERE = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])

@@ -7,7 +7,7 @@ goes first: an action that unsharded training refuses makes the program invalid,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 import fullshard
 from tests.fuzz import sharding
 from tests.fuzz.layout import local, shown_parameters
 from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
-from tests.fuzz.steps import PATTERNS, Call
+from tests.fuzz.steps import PATTERNS, Batch, Call, objective
 from tests.harness.faults import Fault
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Train(Action):
     `sync` says when gradients are communicated over `micro` micro-batches: `each`, only the `last`, the last while
     parameters stay whole before it (`kept`), or the last over replicas alone (`all-reduce`). `between` happens between
     forward and backward, `edit` to gradients before the step. Without `step` gradients stay for the next action.
+    `autocast` is around each forward, and casts to bfloat16.
     """
 
     pattern: str = "one"
@@ -57,6 +59,7 @@ class Train(Action):
     clip: float = 0.0
     step: bool = True
     zero: str = "none"
+    autocast: bool = False
 
     def apply(self, run: Run) -> None:
         pattern = PATTERNS[self.pattern]
@@ -66,7 +69,7 @@ class Train(Action):
             run.reference.refresh()
             expected: list[Tensor] = []
             for rank, worker in enumerate(run.reference.copies):
-                call = Call(worker)
+                call = Call(worker, autocast=self.autocast)
                 batches = [pair[rank] for pair in pairs]
                 with run.as_reference():
                     seen = pattern(call, batches, partial(self._interlude, run, call, batches[1]))
@@ -75,9 +78,11 @@ class Train(Action):
             if self.sync != "each" and micro == self.micro - 1 and not has_any:
                 raise EndOfProgram  # no backward is there to bring home what waits
             with self._accumulating(run, micro == self.micro - 1):
-                call, batches = Call(run.model), [pair[run.world.rank] for pair in pairs]
+                call, batches = Call(run.model, autocast=self.autocast), [pair[run.world.rank] for pair in pairs]
                 found = pattern(call, batches, partial(self._interlude, run, call, batches[1]))
             run.compare("loss", found, expected)
+            if run.finalizes_by_hand and (handle := run.model.finalize_backward(async_op=micro % 2 == 1)):
+                handle.wait()
         run.compare_gradients()
         if self.edit:
             self._edit(run)
@@ -189,7 +194,7 @@ class Write(Action):
                 value = parts[name]
                 assert value is not None
                 self._write(parameter, value.nan_to_num(0))  # NaN is padding
-            if self.how == "foreach":
+            if self.how == "foreach" and shown:
                 torch._foreach_mul_([local(p) for p in shown.values()], 0.9)
                 torch._foreach_add_([local(p) for p in shown.values()], 0.01)
 
@@ -327,10 +332,8 @@ class Unshard(Action):
 
     def apply(self, run: Run) -> None:
         chosen = run.sharded_modules()[: self.modules]
-        handles = [module.unshard(async_op=self.asynchronous) for module in chosen]
-        for handle in handles:
-            if handle is not None:
-                handle.wait()
+        for handle in filter(None, [module.unshard(async_op=self.asynchronous) for module in chosen]):
+            handle.wait()
         expected = dict(run.reference.parameters())
         if not run.program.sharding.param_dtype:
             for name, parameter in shown_parameters(run.model).items():
@@ -341,9 +344,8 @@ class Unshard(Action):
                 for parameter in run.model.parameters():
                     if not isinstance(parameter, DTensor) and parameter.is_floating_point():
                         parameter.mul_(3.0)
-        if self.reshard or self.write:
-            for module in chosen:
-                module.reshard()
+        for module in run.sharded_modules() if self.write else chosen if self.reshard else ():
+            module.reshard()
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,7 @@ class Copy(Action):
     def apply(self, run: Run) -> None:
         run.settle()
         original = run.model
-        before = [local(parameter).clone() for parameter in original.parameters()]
+        before = {name: parameter.detach().clone() for name, parameter in run.reference.master.named_parameters()}
         state = copy.deepcopy(run.optimizer.state_dict())
         run.model = copy.deepcopy(original)
         run.new_optimizers(run.optimizer_kind, keep=True)
@@ -401,7 +403,69 @@ class Copy(Action):
         run.model.zero_grad()
         run.compare_parameters()
         Train().apply(run)
-        run.compare("original", [local(parameter) for parameter in original.parameters()], before)
+        shown = shown_parameters(original)
+        run.compare_parts("original", shown, {name: local(parameter) for name, parameter in shown.items()}, before)
+
+
+@dataclass(frozen=True)
+class Average(Action):
+    """A deep copy follows the parameters over some steps as their moving average, and is evaluated."""
+
+    steps: int = 2
+
+    def apply(self, run: Run) -> None:
+        run.settle()
+        average, worker = copy.deepcopy(run.model), copy.deepcopy(run.reference.mine)
+        whole = {
+            name: parameter.clone() for name, parameter in run.reference.parameters().items() if parameter is not None
+        }
+        for _ in range(self.steps):
+            Train().apply(run)
+            run.settle()
+            self._follow(whole.values(), run.reference.master)
+            self._follow(average.parameters(), run.model)
+        (batches,) = run.next_batches(1)
+        for own, value in zip(worker.parameters(), whole.values(), strict=True):
+            own.data.copy_(value)
+        with torch.no_grad():
+            with run.as_reference():
+                expected = Call(worker.eval())(batches[run.world.rank])
+            run.compare("output of the average", Call(average.eval())(batches[run.world.rank]), expected)
+
+    @torch.no_grad()
+    def _follow(self, values: Iterable[Tensor], model: nn.Module) -> None:
+        for value, parameter in zip(values, model.parameters(), strict=True):
+            if value.is_floating_point():
+                value.mul_(0.5).add_(parameter, alpha=0.5)
+
+
+@dataclass(frozen=True)
+class Functional(Action):
+    """A forward and a backward with whole values that stand in for parameters, for all or for some of them."""
+
+    some: bool = False
+
+    def apply(self, run: Run) -> None:
+        run.settle()
+        (batches,) = run.next_batches(1)
+        run.reference.refresh()
+        expected: list[Tensor] = []
+        for rank, worker in enumerate(run.reference.copies):
+            with run.as_reference():
+                outputs = self._call(run, worker, batches[rank])
+            expected = outputs if rank == run.world.rank else expected
+        run.compare("functional call", self._call(run, run.model, batches[run.world.rank]), expected)
+
+    def _call(self, run: Run, model: Any, batch: Batch) -> list[Tensor]:
+        values = {
+            name: (parameter.detach() * 0.9 if parameter.is_floating_point() else parameter.detach().clone())
+            for name, parameter in run.reference.mine.named_parameters()
+            if not self.some or run.is_chosen(name)
+        }
+        trained = [value.requires_grad_() for value in values.values() if value.is_floating_point()]
+        loss = objective(Call(partial(functional_call, model, values))(batch))
+        grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained and loss.requires_grad else ()
+        return [loss, *grads]
 
 
 @dataclass(frozen=True)
@@ -451,6 +515,6 @@ ACTIONS = {
     kind.__name__: kind
     for kind in (
         Train, Evaluate, Write, Summon, Freeze, LearningRate, SwapOptimizer, Raise, Unshard, FreeBuffers, Set, Touch,
-        Copy, Rewind, Resume,
+        Copy, Average, Functional, Rewind, Resume,
     )
 }  # fmt: skip

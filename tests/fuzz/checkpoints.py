@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-import fullshard
 from fullshard import FullyShardedDataParallel, StateDictType
 
 COMPOSABLE = ("plain", "dcp", "dcp full")
@@ -50,7 +48,6 @@ def save(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> Any:
             if kind == "local":
                 return state, _cloned(optimizer.state_dict())
             return state, _cloned(FullyShardedDataParallel.optim_state_dict(model, optimizer))
-    _find_wrapper(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
     return _cloned(get_state_dict(model, optimizer, options=options))
 
@@ -79,17 +76,9 @@ def load(
                 found = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, optimizer_state)
                 optimizer.load_state_dict(found)
     elif kind == "dcp full":
-        _find_wrapper(model)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, model_state, options=options)
         set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     else:
-        _find_wrapper(model)
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return optimizer
-
-
-def _find_wrapper(model: Any) -> None:
-    """Let torch's functions find our wrapper."""
-    if isinstance(model, fullshard.FullyShardedDataParallel):
-        importlib.import_module("fullshard.interop")

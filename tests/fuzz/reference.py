@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.layout import Layout
 from tests.fuzz.models import Plain
-from tests.fuzz.sharding import Sharding, dtype_of
+from tests.fuzz.sharding import Sharding, dtype_of, own_dtype_of_scalars
 
 
 class Reference:
@@ -52,7 +52,8 @@ class Reference:
         dtype = dtype_of(self.sharding.param_dtype)
         if dtype is not None:
             for parameter in model.parameters():
-                if parameter.is_floating_point():
+                keeps = self.sharding.override and own_dtype_of_scalars(parameter)
+                if parameter.is_floating_point() and not keeps:
                     parameter.data = parameter.data.to(dtype)
         paths = [path for group in self.sharding.groups for path in group.paths]
         if dtype is not None:

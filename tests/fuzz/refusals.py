@@ -26,7 +26,13 @@ def _hands_on_plain_objects(program: Program) -> bool:
     return any(layer.pack == "plain" for layer in all_layers(program.model.layers))
 
 
+def _broadcasts_no_state(program: Program) -> bool:
+    """`set_optimizer_state_dict` looks for a tensor in the optimizer's state, in plain models too; SGD has none."""
+    return program.optimizer == "sgd" and any(getattr(action, "kind", "") == "dcp full" for action in program.actions)
+
+
 REFUSALS = (
+    Refusal("optimizer without state", "Expected device to be set", _broadcasts_no_state),
     Refusal("plain object", "ran through without having begun", _hands_on_plain_objects),
     Refusal("plain object", "out of bounds for storage of size 0", _hands_on_plain_objects),
     Refusal("plain object", "A different number of tensors was saved", _hands_on_plain_objects),

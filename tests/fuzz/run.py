@@ -73,6 +73,7 @@ class Run:
         for name, value in program.sharding.settings:
             if name == "set_gradient_divide_factor":
                 self.reference.divisor = value
+        self.finalizes_by_hand = ("set_manual_backward_finalization", True) in program.sharding.settings
         self._sharded: dict[str, Any] = {}
         self.model: Any = shard(build(program.model), program.sharding, world.size)
         self.is_unsettled = False  # whether a wrapper may show whole parameters: no backward has ended the last step
@@ -232,26 +233,27 @@ class Run:
 
     def compare_parameters(self) -> None:
         shown = self.shown()
-        self._compare_parts(
+        self.compare_parts(
             "parameter", shown, {name: local(p) for name, p in shown.items()}, self.reference.parameters()
         )
 
     def compare_gradients(self) -> None:
         shown = self.shown()
         found = {name: None if p.grad is None or not p.requires_grad else local(p.grad) for name, p in shown.items()}
-        self._compare_parts("gradient", shown, found, self.reference.gradients())
+        self.compare_parts("gradient", shown, found, self.reference.gradients())
 
     def compare_buffers(self) -> None:
         found = {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
         self.compare_named("buffer", found, dict(self.reference.mine.named_buffers()))
 
-    def _compare_parts(
+    def compare_parts(
         self,
         what: str,
         shown: Mapping[str, Tensor],
         found: Mapping[str, Tensor | None],
         whole: Mapping[str, Tensor | None],
     ) -> None:
+        """Note parameters, or what belongs to them, of which this rank holds something else than its part."""
         if not self.program.sharding.wraps and list(shown) != list(whole):
             self.note(f"{what}s are {list(shown)} instead of {list(whole)}")
             return
@@ -275,7 +277,8 @@ class Run:
         if (here.shape, here.dtype) != (there.shape, there.dtype):
             self.note(f"{what}: {here.dtype} of {list(here.shape)} instead of {there.dtype} of {list(there.shape)}")
         elif there.numel():
-            difference, largest = (here.double() - there.double()).abs().max(), there.double().abs().max()
+            wide = torch.complex128 if there.is_complex() else torch.float64
+            difference, largest = (here.to(wide) - there.to(wide)).abs().max(), there.to(wide).abs().max()
             if not (error := (difference / largest.clamp(min=_SMALLEST)).item()) <= self.program.tolerance:
                 self.note(f"{what}: off by {error:.2e} of its largest entry")
 

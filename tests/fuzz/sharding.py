@@ -32,6 +32,7 @@ class Sharding:
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
     the dim along which parameters are cut. `settings` are setters with their arguments, called on every sharded module.
+    With `override` scalars are computed with in their own dtype.
     """
 
     api: str
@@ -43,6 +44,7 @@ class Sharding:
     reduce_dtype: str = ""
     output_dtype: str = ""
     cast_inputs: bool = True
+    override: bool = False
     offload: bool = False
     original: bool = True
     strategy: str = "FULL_SHARD"
@@ -119,6 +121,7 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
             dtype_of(sharding.reduce_dtype),
             dtype_of(sharding.output_dtype),
             sharding.cast_inputs,
+            param_dtype_override_fn=own_dtype_of_scalars if sharding.override else None,
         ),
         "shard_placement_fn": None
         if sharding.cut == "first"
@@ -137,6 +140,11 @@ def _fully_shard(model: Any, sharding: Sharding, size: int) -> Any:
         which = modules[0] if len(modules) == 1 else modules
         fullshard.fully_shard(which, reshard_after_forward=group.reshard, **options)
     return model
+
+
+def own_dtype_of_scalars(parameter: nn.Parameter) -> torch.dtype | None:
+    """Which dtype a parameter has in a computation, if not that of all others."""
+    return parameter.dtype if parameter.ndim == 0 else None
 
 
 def _placement(parameter: nn.Parameter, cut: str) -> Shard | None:
@@ -178,7 +186,7 @@ def _wrap(model: nn.Module, sharding: Sharding, size: int) -> Any:
 def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
     """Call setters: those of the tree on the root, and all others on every sharded module."""
     for name, value in settings:
-        if name in ("set_prefetch_limit", "set_is_last_backward"):
+        if name in ("set_prefetch_limit", "set_is_last_backward", "set_manual_backward_finalization"):
             getattr(model, name)(value)
             continue
         if name in ("forward_prefetch", "backward_prefetch"):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.fuzz.models import LENGTH, NO_FAULT, VOCABULARY, Control, ModelSpec, unpack
+from tests.fuzz.layers import VOCABULARY
+from tests.fuzz.models import LENGTH, NO_FAULT, Control, ModelSpec, unpack
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ def make_batch(spec: ModelSpec, dtype: torch.dtype, number: int, rank: int) -> B
 class Call:
     """A model to be called with a batch, always with the random numbers of that batch."""
 
-    def __init__(self, model: Any, control: Control = NO_FAULT) -> None:
-        self.model, self.control = model, control
+    def __init__(self, model: Any, control: Control = NO_FAULT, autocast: bool = False) -> None:
+        self.model, self.control, self.autocast = model, control, autocast
 
     def __call__(self, batch: Batch, x: Tensor | None = None) -> list[Tensor]:
         torch.manual_seed(batch.seed)
-        return unpack(self.model(batch.x if x is None else x, batch.tokens, batch.bits, self.control))
+        inputs = batch.x if x is None else x, batch.tokens, batch.bits, self.control
+        with torch.autocast("cpu", torch.bfloat16, self.autocast):
+            return unpack(self.model(inputs) if isinstance(self.model, partial) else self.model(*inputs))
 
 
 def objective(outputs: Sequence[Tensor]) -> Tensor:
@@ -128,9 +132,9 @@ def crossed(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[
 def chained(call: Call, batches: Sequence[Batch], interlude: Interlude) -> list[Tensor]:
     """The output of one forward is the input of the next."""
     outputs = call(batches[0])
-    x = torch.tanh(outputs[-1].mean(-1, keepdim=True).to(batches[0].x.dtype)) if outputs[-1].ndim == 3 else None
-    x = batches[0].x + (outputs[-1].to(batches[0].x.dtype).unsqueeze(-1) if x is None else x)
-    loss = objective(call(batches[0], x))
+    last = outputs[-1].to(batches[0].x.dtype)
+    more = torch.tanh(last.mean(-1, keepdim=True)) if last.ndim == 3 else last.unsqueeze(-1)
+    loss = objective(call(batches[0], batches[0].x + more))
     seen = interlude()
     descend(loss)
     return [loss, *seen]

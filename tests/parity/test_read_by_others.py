@@ -145,3 +145,26 @@ def test_projections_of_attention_in_low_precision(world: World) -> None:
 
     build = lambda: seeded(lambda: Blocks(Attends))  # noqa: E731
     compare(world, training(shard, build=build, batch=random_batch(4, WIDTH), precision=precision), with_torch=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_reading_a_flat_parameter_of_another_unit_is_refused_by_name(world: World, strategy: str) -> None:
+    model: Any = Blocks(Reads)
+    for block in model.blocks:
+        block.read = wrap(fullshard, block.read, strategy=strategy, original=False)
+    model = wrap(fullshard, model, strategy=strategy, original=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 'blocks\.0\.read\.weight'.*\(linear\)"):
+            model(torch.ones(2, WIDTH))
+    read = model.blocks[0].read.module
+    x = torch.ones(3, dtype=torch.float64)
+    assert x.to(read.weight.dtype).dtype is x.type_as(read.weight).dtype is x.to(read.weight).dtype is torch.float32
+    assert read.weight.shape == torch.empty_like(read.weight).shape == read.weight.new_zeros(WIDTH, WIDTH).shape
+    assert "nan" in repr(read.weight)
+    for use in (torch.sum, torch.clone, lambda weight: torch.cat([x, weight]), lambda weight: weight.to(x)):
+        with pytest.raises(RuntimeError, match=r"read\.weight"):
+            use(read.weight)
+    other = model.blocks[1].read
+    with fullshard.summon_full_params(other):
+        assert other.module.weight.isfinite().all()

@@ -6,7 +6,6 @@ Owns the pools from which passing buffers come, and the bound on reductions. Sev
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ import torch
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.device import PASSED, Lanes, Mark
-
-_all: weakref.WeakSet[Pools] = weakref.WeakSet()
 
 
 @dataclass
@@ -71,7 +68,6 @@ class Pools:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools: dict[tuple[str, int], SlotPool] = {}
-        _all.add(self)
 
     def pool(self, kind: str, transport: Transport) -> SlotPool:
         """The pool of buffers of a kind that ``transport`` moves."""
@@ -86,11 +82,6 @@ class Pools:
 
     def __iter__(self) -> Iterator[SlotPool]:
         return iter(self._pools.values())
-
-
-def all_pools() -> list[SlotPool]:
-    """The pools of every tree in this process."""
-    return [pool for pools in _all for pool in pools]
 
 
 class CommContext:

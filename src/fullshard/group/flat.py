@@ -31,7 +31,8 @@ from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import Presentation, put
-from fullshard.torch_private import altered_spec, gradient_hooks
+from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks
+from fullshard.tree import tensors
 
 FLAT_NAME = "_flat_param"
 
@@ -79,6 +80,31 @@ class FlatParameter(nn.Parameter, metaclass=_IsFlat):
         param: Any = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
         param._is_flat_param = True
         return param
+
+
+class Hidden(torch.Tensor):
+    """What stands for a part of a flat parameter between uses: it has a shape and a dtype, and refuses to be read."""
+
+    param: ShardedParameter
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, is_like = func.__name__, not isinstance(args[0], Hidden) and func.__name__ in ("to", "type_as")
+        if is_like or name in _WITHOUT_VALUES or name.startswith("new_") or name.endswith("_like"):
+            with PlainAttributes():
+                return func(*args, **(kwargs or {}))
+        hidden = next(each for each in tensors((args, kwargs)) if isinstance(each, Hidden))
+        raise RuntimeError(
+            f"the values of parameter '{hidden.param.name}' are there only while the wrapped module that has it runs, "
+            f"and something else reads them ({name}): let that module compute with them, wrap it together with the one "
+            f"that reads them, or read them inside summon_full_params"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Hidden:
+        return self
+
+
+_WITHOUT_VALUES = ("__get__", "__len__", "__repr__", "data_ptr", "dim", "is_floating_point", "numel", "size", "stride")
 
 
 class Fragment(ShardedParameter):
@@ -159,7 +185,9 @@ class Fragment(ShardedParameter):
         if self.home is not None:
             if whole:
                 self._gradient_hooks = gradient_hooks(before)
-                self.stands_in = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
+                nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
+                self.stands_in = nothing.as_subclass(Hidden)
+                self.stands_in.param = self
             return
         grad = before.grad
         if grad is not None and whole:
@@ -223,11 +251,6 @@ class Fragment(ShardedParameter):
         if self.home is not None:
             twin.home = copy.deepcopy(self.home, memo)
         return twin
-
-    def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
-        if self.stands_in is not None:
-            memo[id(self.stands_in)] = self.stands_in
-        return super().copy_values(memo)
 
 
 #: Takes the gradient of a parameter, by its index, that autograd is about to add to what is there already.

@@ -233,7 +233,9 @@ class Group(TrainedGroup):
         if self._resting is not None:
             pending = self._resting.gather()
         elif self.data.shard_group is None:
-            self.memory.copy_whole(self._full_views)
+            with torch.no_grad():
+                for full, shard in zip(self._full_views, self.memory.views, strict=True):
+                    full.copy_(shard, non_blocking=True)
             pending = Done()
         else:
             if self.memory.needs_staging:

@@ -137,11 +137,6 @@ class Memory:
             foreach_copy(self.staged_views, self.views)
         return staging
 
-    def copy_whole(self, full_views: tuple[torch.Tensor, ...]) -> None:
-        """Where every rank keeps everything: from the shard to the full buffer."""
-        with torch.no_grad():
-            foreach_copy(full_views, self.views)
-
     def meta_message(self) -> str:
         names = [param.name for param in self._group.params if param.held.is_meta]
         return (

@@ -6,6 +6,7 @@ to the parameters what a DTensor on such a mesh looks like.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -131,6 +132,17 @@ def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
             f"the mesh {mesh} has no process group for its dim {dim}: it was destroyed (destroy_process_group), or the "
             f"mesh was made without any. Make the mesh anew, for example with init_device_mesh, and shard over that one"
         ) from error
+
+
+def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    """A process group of these ranks, made once; ``None`` if they are all. Each of them must call it."""
+    members = tuple(sorted(set(ranks)))
+    return None if len(members) == dist.get_world_size() else _made_group(members, dist.group.WORLD)
+
+
+@lru_cache(maxsize=64)
+def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def smaller_mesh(data: DataMesh, size: int) -> DataMesh:

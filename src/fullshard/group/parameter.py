@@ -70,7 +70,7 @@ class ShardedParameter:
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
-        stands_in: of a flat parameter's part what is shown between uses: NaN, right of shape, one element of memory.
+        stands_in: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
     """
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
@@ -100,7 +100,7 @@ class ShardedParameter:
         self.placed = False
         self.unsharded: nn.Parameter | None = None
         self.unsharded_local: torch.Tensor | None = None
-        self.stands_in: torch.Tensor | None = None
+        self.stands_in: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
     #: Whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it.

@@ -37,15 +37,12 @@ class EmptiedBuffers:
         ]
 
 
-def check_first_forward(
-    modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int], device: torch.device
-) -> None:
+def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group], device: torch.device) -> None:
     """Raise or warn of what is wrong with a tree before its first forward.
 
     Args:
         modules: that run it.
         groups: of the whole tree.
-        ignored: ids of parameters that the user keeps out of all groups.
         device: where ranks compare.
 
     Raises:
@@ -53,8 +50,6 @@ def check_first_forward(
         ValueError: the ranks sharded their modules in different orders.
     """
     _check_buffers(modules)
-    if not any(group.summoned for group in groups):
-        _warn_of_strangers(modules, groups, ignored)
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
     for group in sorted(groups, key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:
@@ -97,7 +92,10 @@ def _check_buffers(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def _warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int]) -> None:
+def warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int]) -> None:
+    """Warn of trainable parameters that no group has, once the groups have taken in what replaced theirs."""
+    if any(group.summoned for group in groups):
+        return
     known = ignored | {id(tensor) for group in groups for p in group.params for tensor in (p.sharded, p.unsharded)}
     strangers = [
         name

@@ -23,7 +23,13 @@ from fullshard.group.comm_context import Clock, CommContext
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.group.state import State
-from fullshard.schedule.checks import EmptiedBuffers, check_first_forward, check_process_groups, warn_of_emptied
+from fullshard.schedule.checks import (
+    EmptiedBuffers,
+    check_first_forward,
+    check_process_groups,
+    warn_of_emptied,
+    warn_of_strangers,
+)
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.observer import Action, Event, Observer
@@ -168,9 +174,9 @@ class Schedule:
         self.finalization.begin_forward()
         self.consistency.check()
         check_process_groups(self._process_groups)
-        if not self._checked:
-            ignored = {param for each in self.units for param in each.ignored}
-            check_first_forward(unit.modules, self.groups(), ignored, self.device)
+        is_first = not self._checked
+        if is_first:
+            check_first_forward(unit.modules, self.groups(), self.device)
             self._checked = True
         if emptied := [buffers for each in self.units for buffers in each.emptied]:
             for each in self.units:
@@ -191,6 +197,9 @@ class Schedule:
             if group.left_by_forward or group.is_flat:
                 self.reshard(group)
             group.check_in()
+        if is_first:
+            ignored = {param for each in self.units for param in each.ignored}
+            warn_of_strangers(unit.modules, self.groups(), ignored)
         for group in self.groups():
             if group.memory.is_apart:
                 group.meet()

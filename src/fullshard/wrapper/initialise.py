@@ -22,7 +22,7 @@ from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.registry import owner_of
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import after_accumulation, plain_parts
+from fullshard.torch_private import after_accumulation, plain_parts, replicated
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
@@ -59,6 +59,7 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested
     for root in roots:
         if unit_of(root) is not None:
             raise ValueError(f"{name} has a {type(root).__name__} that is sharded already: it cannot be ignored")
+    roots += replicated([module])
     modules = {inner for root in roots for inner in root.modules() if unit_of(inner) is None}
     if module in modules:
         warnings.warn(

@@ -48,7 +48,7 @@ class OptimStateMethods:
 
         Args:
             optim_state_dict: in place of ``optim.state_dict()``.
-            group: the ranks of the model; all by default.
+            group: the ranks of the model, as by default.
         """
         settings = settings_of(model)
         state_dict = optim.state_dict() if optim_state_dict is None else optim_state_dict
@@ -72,7 +72,7 @@ class OptimStateMethods:
             optim_state_dict: with ``rank0_only`` what the first rank has; others may give ``None``.
             is_named_optimizer: whether ``optim`` names parameters itself, and needs a state of each.
             load_directly: whether to load it too.
-            group: the ranks of the model; all by default. With ``rank0_only`` its first rank sends what it was given.
+            group: the ranks of the model, as by default. With ``rank0_only`` its first rank sends what it was given.
         """
         params, named = _params(model, optim, is_named_optimizer), optim if is_named_optimizer else None
         result = local_state(model, params, optim_state_dict or {}, _rank0_only(model), group, named)

@@ -28,6 +28,7 @@ from fullshard.comm.objects import broadcast_object, gather_objects
 from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
+from fullshard.group.mesh import group_of
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
@@ -81,6 +82,13 @@ def _checked_in(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
     return shown_parameters(model)
 
 
+def _ranks_of(shown: Mapping[nn.Parameter, list[Place]]) -> dist.ProcessGroup | None:
+    """The ranks of a model, each of which must call it; ``None`` for all that there are."""
+    params = [place.param for inside in shown.values() for place in inside if place.param is not None]
+    meshes = {param.spec.mesh for param in params}
+    return group_of(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()) if meshes else None
+
+
 def _is_flat(model: nn.Module) -> bool:
     """Whether its wrappers show flat parameters."""
     kinds = {module._use_orig_params for module in model.modules() if isinstance(unit_of(module), WrappedUnit)}
@@ -126,6 +134,7 @@ def whole_state(
         rank0_only: ranks but the first get an empty dict.
     """
     shown, states = _checked_in(model), state_dict["state"]
+    process_group = process_group or _ranks_of(shown)
     saves = not rank0_only or dist.get_rank(process_group) == 0
     inside = {key: shown[param] for key, param in params.items() if param in shown}
     expect(inside, params, "the model has no such parameter of the optimizer's")
@@ -266,6 +275,7 @@ def local_state(
     shown = _checked_in(model)
     groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
     device = groups[0].device if groups else torch.device("cpu")
+    process_group = process_group or (_ranks_of(shown) if rank0_only else None)
     state_dict = _from_first_rank(state_dict, process_group) if rank0_only else state_dict
 
     def receive(value: Any) -> Any:
