@@ -263,6 +263,17 @@ def test_state_dicts_are_loaded(world: World, kind: str, options: StateDictOptio
 
 @ranks(2)
 @EACH_WRAPPED
+def test_a_parameter_with_two_names_comes_from_the_first_rank(world: World, kind: str) -> None:
+    trained, other = (Trained(kind, tied_transformer, seed, 2, batch=token_batch(2, 4)) for seed in (0, 1))
+    state = trained.state(FULL)
+    if world.rank > 0:
+        state = {"model": {}, "optimizer": {}}
+    other.load(state, FROM_FIRST)
+    assert_same(other.state(FULL), trained.state(FULL))
+
+
+@ranks(2)
+@EACH_WRAPPED
 @pytest.mark.parametrize("options", [FULL, None], ids=["full", "sharded"])
 def test_flattened_optimizer_state_is_loaded(world: World, kind: str, options: StateDictOptions | None) -> None:
     trained, other = Trained(kind, steps=2), Trained(kind, seed=1)

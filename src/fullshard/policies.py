@@ -77,7 +77,7 @@ class MixedPrecisionPolicy:
                 f"param_dtype_override_fn must return None, param_dtype ({self.param_dtype}) or the own dtype of a "
                 f"parameter, and for '{name}', of {param.dtype}, it returned {describe(said)}"
             )
-        return param.dtype
+        return param.dtype if param.is_floating_point() else None
 
 
 @dataclass(frozen=True)

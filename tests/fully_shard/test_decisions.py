@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,7 +16,18 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import fullshard
-from tests.fully_shard.cases import BOTH, Library, Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
+from tests.fully_shard.cases import (
+    BOTH,
+    Library,
+    Recorder,
+    Twins,
+    are_sharded,
+    assert_close,
+    environment,
+    inputs,
+    shard_mlp,
+    twins,
+)
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Branches, Transformer, seeded
@@ -86,6 +98,32 @@ def test_gradients_of_functional_call_with_full_tensors(world: World) -> None:
     functional_call(reference, expected, (inputs(),)).sum().backward()
     for name, value in found.items():
         assert_close(value.grad, expected[name].grad, f"gradient {name}")
+
+
+class TwoReads(nn.Module):
+    """A recurrent layer, which keeps a list of its weights, that is used twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x)[0])[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_functional_call_of_a_module_that_keeps_a_list_of_its_weights(world: World, transport: str) -> None:
+    model, reference = seeded(TwoReads), seeded(TwoReads)
+    values = {name: 2 * parameter.detach() for name, parameter in reference.named_parameters()}
+    given = torch.randn(2, 3, 6)
+    with environment(FULLSHARD_TRANSPORT=transport):
+        fullshard.fully_shard(model.layer, reshard_after_forward=True)
+        fullshard.fully_shard(model)
+        for _ in range(2):
+            found, expected = (functional_call(each, values, (given,)) for each in (model, reference))
+            assert_close(found, expected, "output of the call")
+            assert_close(model(given), reference(given), "output")
 
 
 @ranks(2)
@@ -220,6 +258,30 @@ def test_load_state_dict_by_assignment(world: World, after_a_step: bool) -> None
     again = Twins(world, pair.sharded, pair.whole)
     for _ in range(2):
         again.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_what_was_loaded_by_assignment_is_frozen(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        pair = twins(world)
+        pair.step()
+        values = {name: value.clone() for name, value in pair.sharded.state_dict().items()}
+        pair.sharded.load_state_dict(values, assign=True)
+        for model in (pair.sharded, pair.whole):
+            model.blocks[1].requires_grad_(False)
+        again = Twins(world, pair.sharded, pair.whole)
+        for _ in range(2):
+            again.step()
+
+
+@ranks(2)
+def test_complex_parameters_that_are_to_keep_their_own_dtype(world: World) -> None:
+    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: parameter.dtype)
+    model = nn.Linear(4, 4, dtype=torch.complex64)
+    given, expected = torch.randn(2, 4, dtype=torch.complex64), copy.deepcopy(model)
+    fullshard.fully_shard(model, mp_policy=policy)
+    assert_close(model(given), expected(given), "output")
 
 
 class Tied(nn.Module):

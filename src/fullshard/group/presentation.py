@@ -43,9 +43,16 @@ class Presentation:
         self.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
-        self._apart = [(i, param, module, path) for i, param in enumerate(params) for module, path in param.kept_apart]
+        self._apart = [
+            (i, param, module, path)
+            for i, param in enumerate(params)
+            for module, path in param.kept_apart
+            if not any((id(module), at.name) in self._stand_ins for at in param.locations)
+        ]
         #: Which of the parameters require gradients, as far as it was looked at.
         self.trainable = tuple(map(_requires_grad, self.sharded))
+        if not self._group.is_unsharded:
+            self._train_leaves()
         free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
         self._sharded = updates([(module, name, param.sharded) for _, param, module, name in free])
         self._unsharded = updates([(module, name, param.unsharded) for _, param, module, name in free])
@@ -96,10 +103,14 @@ class Presentation:
             self.trainable = tuple(map(_requires_grad, self.sharded))
         if self._group.is_unsharded and not self._group.hidden:
             return not self._stand_ins and stand(self._unsharded)
-        if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
-            for sharded, leaf in zip(self.sharded, self.unsharded, strict=True):
-                leaf.requires_grad_(sharded.requires_grad)
+        self._train_leaves()
         return not self._stand_ins and stand(self._sharded) and self._keeps_place()
+
+    def _train_leaves(self) -> None:
+        """Let those unsharded parameters require gradients whose sharded ones do."""
+        if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
+            for trained, leaf in zip(self.trainable, self.unsharded, strict=True):
+                leaf.requires_grad_(trained)
 
     def _keeps_place(self) -> bool:
         """Whether the parameters still hold their places in the shard."""

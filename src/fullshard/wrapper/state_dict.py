@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.full_params import FullGroup, gather, local_tensor
-from fullshard.group.flat import FLAT_NAME, flat_name
+from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.group import Group
 from fullshard.group.memory import give_own_storage
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
@@ -225,6 +225,9 @@ class Loading:
             plain = _keys(group, paths, inner)
             for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
                 values[key] = self._whole(group, plain[key], values[key])
+            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
+                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
+                values.update((key, given[plain[key]]) for key in plain.keys() - values.keys() if plain[key] in given)
             summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
             if not summoned:
                 group.check_in()
