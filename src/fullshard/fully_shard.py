@@ -27,6 +27,7 @@ from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.presentation import kept_apart
 from fullshard.group.registry import owner_of, refuse_gradients, register
 from fullshard.module import sharded_class
+from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import (
     DataParallelMeshDims,
     InvalidShardPlacement,
@@ -96,7 +97,7 @@ def fully_shard(
 
     Raises:
         ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
-            differ between ranks.
+            differ between ranks, or lie in the memory of others.
         AssertionError: a module to which ``fully_shard`` was applied before.
         TypeError: an argument of a wrong type.
     """
@@ -134,9 +135,10 @@ def fully_shard(
     ignored = {*ignored, *(param for inner in theirs for param in inner.parameters())}
     params = free_parameters(modules, ignored)
     _check_parameters(params, data, device)
+    extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
-    unit.ignored = {id(param) for param in ignored}
+    unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
         add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
     borrow(unit)

@@ -98,6 +98,8 @@ class Unit:
         self.needed: list[Group] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
+        #: Where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`.
+        self.extents: list[Any] = []
         self.emptied: list[EmptiedBuffers] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
@@ -377,7 +379,7 @@ class Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
-        twin.schedule, twin.needed, twin.emptied = None, [], []
+        twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
         twin._to_run, twin._use, twin._holds = set(), Use(), False
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))

@@ -25,6 +25,7 @@ from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
+from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.schedule import Schedule
@@ -154,6 +155,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         found = free_parameters((module,), kept)
         buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
         buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
+        extents = refuse_overlaps((module,), found)
         move_to_device(found, modules, device)
         initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
         if sync_module_states:
@@ -161,7 +163,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
-        unit.ignored = {id(param) for param in kept}
+        unit.ignored, unit.extents = {id(param) for param in kept}, extents
         unit.prefetches_backward = _PREFETCH[self.backward_prefetch]
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
         if found:

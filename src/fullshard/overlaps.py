@@ -1,0 +1,87 @@
+"""Tensors that lie in one memory without being one: sharding would part them, since it moves parameters away.
+
+Owns the look for them when a module is sharded. That ``Parameter(other.data)`` is no tie, and a buffer of
+``param.data`` no view, would show in no error later, only in other weights than those of unsharded training.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.nn.parameter import is_lazy
+
+from fullshard.group.parameter import plain_name
+from fullshard.group.registry import owner_of
+from fullshard.schedule.unit import unit_of
+from fullshard.torch_private import plain_parts
+
+
+class Span(NamedTuple):
+    """The bytes in which a parameter or buffer of a module lies, or lay before it was sharded."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    #: If the storage is gone, equal to that of no later one at its address.
+    storage: weakref.ref[torch.UntypedStorage]
+    module: nn.Module
+    name: str
+    is_trained: bool
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether both have a byte, where ``other`` begins before this one stops."""
+        taken = torch.zeros(max(self.stop, other.stop) - self.start, dtype=torch.bool, device="cpu")
+        taken.as_strided(self.shape, self.strides, 0).fill_(True)
+        return bool(taken.as_strided(other.shape, other.strides, other.start - self.start).any())
+
+
+def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Span]:
+    """Returns where ``params``, which are about to be sharded, lie.
+
+    Raises:
+        ValueError: in ``modules`` a trained parameter and another tensor, sharded already or not, lie in one memory.
+    """
+    names = {module: name for root in modules for name, module in root.named_modules()}
+    units = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit is not None]
+    places = {
+        id(tensor): (tensor, module, name)
+        for module in names
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and not is_lazy(tensor) and owner_of(tensor) is None
+    }
+    found = {key: list(_extents(*place)) for key, place in places.items()}
+    lie: dict[weakref.ref[torch.UntypedStorage], list[Span]] = {}
+    for extents in (*found.values(), *(unit.extents for unit in units)):
+        for extent in extents:
+            lie.setdefault(extent.storage, []).append(extent)
+    for extents in lie.values():
+        extents.sort(key=lambda extent: extent.start)
+        for index, one in enumerate(extents):
+            for other in extents[index + 1 :]:
+                if other.start >= one.stop:
+                    break
+                if (one.is_trained or other.is_trained) and one.overlaps(other):
+                    where, too = (
+                        plain_name(f"{names.get(at.module, '')}.{at.name}".lstrip(".")) for at in (one, other)
+                    )
+                    raise ValueError(
+                        f"'{where}' and '{too}' are two tensors in one memory, which sharding would part: to tie them, "
+                        f"let both modules have the same Parameter object; otherwise clone() one of them before"
+                    )
+    return [extent for key, (tensor, _, _) in places.items() if tensor in params for extent in found[key]]
+
+
+def _extents(tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[Span]:
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    for part in plain_parts(tensor.detach()):
+        if part.layout is torch.strided and not part.is_meta and part.numel():
+            size, start = part.itemsize, int(part.storage_offset()) * part.itemsize
+            strides = (*[stride * size for stride in part.stride()], 1)
+            shape = (*[count if stride else 1 for count, stride in zip(part.shape, part.stride(), strict=True)], size)
+            stop = start + sum([(count - 1) * stride for count, stride in zip(shape, strides, strict=True)]) + 1
+            yield Span(start, stop, shape, strides, weakref.ref(part.untyped_storage()), module, name, is_trained)
