@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.group.presentation import show, updates
+from fullshard.group.module_parameters import show, updates
 from fullshard.torch_private import (
     apply_function,
     foreach_copy,

@@ -100,12 +100,12 @@ class FullGroup:
         #: With flat parameters of which each rank has all, writes stay anyway, as users of torch's wrapper expect.
         self.is_all_there_is = group.is_flat and group.data.shard_group is None
         group.summoned = self
-        group.presentation.show_full(self._full)
+        group.module_params.show_full(self._full)
 
     def shown(self) -> Mapping[int, nn.Parameter]:
         """What is shown now, by index: users may have replaced what was."""
         for index in self._full:
-            if isinstance(now := self._group.presentation.shown_full(index), nn.Parameter):
+            if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
                 self._full[index] = now
         return self._full
 
@@ -113,7 +113,7 @@ class FullGroup:
     def write_back(self) -> None:
         rank = self._group.data.shard_rank
         for index in self._full:
-            param, full = self._group.params[index], self._group.presentation.shown_full(index)
+            param, full = self._group.params[index], self._group.module_params.shown_full(index)
             if full is None:
                 continue
             param.held.copy_(param.chunk_of(local_tensor(full), rank))
@@ -126,9 +126,9 @@ class FullGroup:
             return
         self._group.summoned = self._outer
         if self._full and self._outer is not None:
-            self._group.presentation.show_full(self._outer._full)
+            self._group.module_params.show_full(self._outer._full)
         elif self._full:
-            self._group.presentation.show_sharded()
+            self._group.module_params.show_sharded()
         self._full.clear()
 
 

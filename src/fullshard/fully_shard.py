@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.select import select_transport
 from fullshard.device import compute_device, move_to_device
-from fullshard.group.agreement import agree
 from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
+from fullshard.group.module_parameters import kept_apart
 from fullshard.group.offload import prepare_offload
 from fullshard.group.options import GroupOptions
+from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.presentation import kept_apart
-from fullshard.group.registry import owner_of, refuse_gradients, register
+from fullshard.group.verify import verify_parameters
 from fullshard.module import sharded_class
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import (
@@ -158,7 +158,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     for param in params:
         param.overridden_dtype = policy.overridden_dtype(param.sharded, param.name)
     options.mp_policy = replace(policy, param_dtype_override_fn=None)
-    tag = agree(params, data, unit.device, options.mp_policy)
+    tag = verify_parameters(params, data, unit.device, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
     prepare_offload(options.offload, process_group, unit.device)

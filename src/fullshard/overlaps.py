@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
+from fullshard.group.owners import owner_of
 from fullshard.group.parameter import plain_name
-from fullshard.group.registry import owner_of
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import plain_parts
 

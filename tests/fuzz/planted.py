@@ -15,7 +15,7 @@ from fullshard.comm.transport import Reduction
 from fullshard.device import Done
 from fullshard.group import gradients as gradients_module
 from fullshard.group import group as group_module
-from fullshard.group.gradients import Gradients, _Reducing
+from fullshard.group.gradients import Gradients, _PendingReduction
 from fullshard.group.group import Group
 from fullshard.group.memory import Memory
 from fullshard.schedule.unit import Unit
@@ -59,7 +59,7 @@ def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients are not summed over replicas."""
-    patch.setattr(_Reducing, "start_all_reduce", lambda self: Done())
+    patch.setattr(_PendingReduction, "start_all_reduce", lambda self: Done())
 
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:

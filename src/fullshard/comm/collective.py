@@ -50,16 +50,16 @@ class CollectiveTransport(MovesPrivately):
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        route = _GatherRoute(transfers, process_group, self._all_gather) if transfers else None
+        route = _AllGatherRoute(transfers, process_group, self._all_gather) if transfers else None
         return Nowhere() if route is None or route.is_empty else route
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
         check_transfers(transfers, process_group.size(), one_dtype=False)
-        return _ReduceRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
+        return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
 
 
-class _GatherRoute(GatherPacking):
+class _AllGatherRoute(GatherPacking):
     def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
         super().__init__(transfers, process_group.rank(), comm)
         self._group = process_group
@@ -70,10 +70,10 @@ class _GatherRoute(GatherPacking):
         if gather.before[0]:
             foreach_copy(*gather.before)
         work = self._collective(gather.output, gather.input, group=self._group, async_op=self.is_host)
-        return _Gathering(work, gather, lease)
+        return _PendingAllGather(work, gather, lease)
 
 
-class _Gathering:
+class _PendingAllGather:
     """An all-gather on its way."""
 
     __slots__ = ("_gather", "_lease", "_work")
@@ -92,7 +92,7 @@ class _Gathering:
             SHARED.give_back(self._lease)
 
 
-class _ReduceRoute(ReducePacking):
+class _ReduceScatterRoute(ReducePacking):
     def __init__(
         self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: ReduceScatter | None
     ) -> None:
@@ -115,10 +115,10 @@ class _ReduceRoute(ReducePacking):
                 output, source = as_real(output), as_real(source)
             work = self._collective(output, source, op=scaling.op, group=self._group, async_op=self.is_host)
             started.append((work, batch, scaling))
-        return _Reducing(shards, started, lease)
+        return _PendingReduceScatter(shards, started, lease)
 
 
-class _Reducing:
+class _PendingReduceScatter:
     """Reduce-scatters on their way, one for each dtype."""
 
     __slots__ = ("_lease", "_shards", "_started")

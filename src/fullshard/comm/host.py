@@ -62,11 +62,11 @@ class HostTransport:
         count = _ENTRY * _AHEAD
         self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
         self._number = 0
-        self._under_way: deque[_Reading] = deque()
+        self._under_way: deque[_PendingHostReduction] = deque()
         self._slots = _Slots(self._ready, self._done, self._dropped)
         self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
         self._purged = [0] * size
-        self._routes: weakref.WeakSet[_Route] = weakref.WeakSet()
+        self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @staticmethod
@@ -138,7 +138,7 @@ class HostTransport:
             return self.private.reduce_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
-        route = _Route(self, transfers, tag, self._scratch)
+        route = _HostReduceRoute(self, transfers, tag, self._scratch)
         self._routes.add(route)
         return route
 
@@ -147,7 +147,9 @@ class HostTransport:
         places = {full.untyped_storage().data_ptr() for full in fulls}
         return self._slots.addresses.get(places.pop()) if len(places) == 1 else None
 
-    def start(self, route: _Route, slot: Address, shards: Sequence[torch.Tensor], divisor: float) -> _Reading:
+    def start(
+        self, route: _HostReduceRoute, slot: Address, shards: Sequence[torch.Tensor], divisor: float
+    ) -> _PendingHostReduction:
         """Tell the other ranks that the values of a route are ready."""
         self._slots.close_files()
         self._number += 1
@@ -158,7 +160,7 @@ class HostTransport:
         for offset, value in enumerate((route.tag, route.subject, *slot), 1):
             self._entries[local_ranks.rank][at + offset] = value
         self._ready.set(number)
-        reading = _Reading(self, route, number, shards, divisor)
+        reading = _PendingHostReduction(self, route, number, shards, divisor)
         self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
         self._under_way.append(reading)
         return reading
@@ -181,7 +183,7 @@ class HostTransport:
         while self._under_way and self._under_way[0].number <= number:
             self._read(self._under_way.popleft())
 
-    def _read(self, reading: _Reading) -> None:
+    def _read(self, reading: _PendingHostReduction) -> None:
         number = reading.number
         self.local_ranks.wait(self._ready, number, f"a reduction (tag {reading.route.tag})")
         for rank in range(self.local_ranks.size):
@@ -195,7 +197,7 @@ class HostTransport:
         reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
         self._done.set(number)
 
-    def _slot_of(self, rank: int, reading: _Reading) -> tuple[int, int]:
+    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> tuple[int, int]:
         """Where ``rank`` has what is to be added up: the key of an opened segment."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
@@ -256,11 +258,16 @@ class _Slots:
             self._files.popleft()
 
 
-class _Reading(StillRead):
+class _PendingHostReduction(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
     def __init__(
-        self, transport: HostTransport, route: _Route, number: int, shards: Sequence[torch.Tensor], divisor: float
+        self,
+        transport: HostTransport,
+        route: _HostReduceRoute,
+        number: int,
+        shards: Sequence[torch.Tensor],
+        divisor: float,
     ) -> None:
         self._transport = transport
         self.route = route
@@ -281,7 +288,7 @@ class _Reading(StillRead):
         self._transport.wait_until_read(self.number)
 
 
-class _Route:
+class _HostReduceRoute:
     """What this rank adds up of some buffers."""
 
     def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:

@@ -74,7 +74,7 @@ class PointToPointTransport(MovesPrivately):
         if self._native is not None and _is_small(transfers, process_group):
             return self._native.gather_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        return _GatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageGatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`; ``Reduction.sum_only`` is always so.
@@ -86,7 +86,7 @@ class PointToPointTransport(MovesPrivately):
             return self._native.reduce_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
-        return _ReduceRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageReduceRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
 
 def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -> bool:
@@ -170,7 +170,7 @@ class _Exchange:
         works.clear()
 
 
-class _Route:
+class _MessageRoute:
     """How some sections travel, as ``plan_rounds`` lays them out."""
 
     def __init__(
@@ -249,7 +249,7 @@ class _Route:
         return messages
 
 
-class _GatherRoute(_Route):
+class _MessageGatherRoute(_MessageRoute):
     """How this rank's shards get to all ranks, and theirs to this one."""
 
     def __init__(
@@ -295,7 +295,7 @@ class _GatherRoute(_Route):
         return bound
 
 
-class _ReduceRoute(_Route):
+class _MessageReduceRoute(_MessageRoute):
     """How this rank's values get to the ranks that own them, and theirs to this one."""
 
     def __init__(

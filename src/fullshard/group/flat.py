@@ -29,8 +29,8 @@ from fullshard.buffer.plan import LayoutName, Plan
 from fullshard.buffer.sections import Section
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
+from fullshard.group.module_parameters import ModuleParameters, put
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.presentation import Presentation, put
 from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks
 from fullshard.tree import tensors
 
@@ -257,7 +257,7 @@ class Fragment(ShardedParameter):
 Receive = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
-class FlatPresentation(Presentation):
+class FlatModuleParameters(ModuleParameters):
     """Shows the flat parameters of a group, or its fragments.
 
     Args:
@@ -298,14 +298,18 @@ class FlatPresentation(Presentation):
             self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
         self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
 
-    def homes(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    def gradient_views(
+        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
+    ) -> Iterable[tuple[int, torch.Tensor]]:
         if self._flats:
             return [(indices[0], shard)]
-        return [(index, part) for index, part in super().homes(indices, plan, shard) if part.numel()]
+        return [(index, part) for index, part in super().gradient_views(indices, plan, shard) if part.numel()]
 
-    def take_gradients(self, homes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def accumulate_gradients(
+        self, grads: Iterable[tuple[int, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         params: Any = self._group.params
-        return [(grad, local) for i, local in homes if (grad := params[i].take_gradient(local)) is not None]
+        return [(grad, local) for i, local in grads if (grad := params[i].take_gradient(local)) is not None]
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():

@@ -27,8 +27,8 @@ from fullshard.device import CPU, Done, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.group.presentation import Presentation
 from fullshard.torch_private import after_accumulation, foreach_add, foreach_copy, run_after_accumulation, version_of
 
 _MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
@@ -46,7 +46,7 @@ class _Part:
     chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
 
 
-class _Choice:
+class _ReductionPlan:
     """The parameters that take part in a reduction, by section, and how their gradients travel.
 
     Args:
@@ -72,7 +72,7 @@ class _Choice:
 class TrainedGroup(GroupContext):
     """A group as its gradients know it."""
 
-    presentation: Presentation
+    module_params: ModuleParameters
     gradients: Gradients
 
 
@@ -91,7 +91,7 @@ class Gradients:
         self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # what no gradient fills and travels nevertheless
-        self._choices: dict[tuple[frozenset[int], bool], _Choice] = {}
+        self._choices: dict[tuple[frozenset[int], bool], _ReductionPlan] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
         self._collects = False
         self._waiting: dict[int, torch.Tensor] = {}
@@ -263,7 +263,7 @@ class Gradients:
     def _begin(self) -> None:
         """Get a buffer, once few enough reductions are under way."""
         group = self._group
-        trainable = group.presentation.trainable
+        trainable = group.module_params.trainable
         if trainable != self._trainable:
             self._lay_out(trainable)
         assert self._buffer is not None
@@ -342,11 +342,11 @@ class Gradients:
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
         assert self._buffer is not None
-        reducing = _Reducing(group, self._partial, choice, self._buffer)
+        reducing = _PendingReduction(group, self._partial, choice, self._buffer)
         group.comm.reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))
         return wanted
 
-    def _choose(self, wanted: frozenset[int], is_final: bool) -> _Choice:
+    def _choose(self, wanted: frozenset[int], is_final: bool) -> _ReductionPlan:
         """What takes part if these parameters do; as a rule the same in every step."""
         group, parts = self._group, list[_Part]()
         for at, section in enumerate(self._sections):
@@ -356,12 +356,12 @@ class Gradients:
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
-            homes = [(i, part) for i, part in group.presentation.homes(members, plan, shard) if i in wanted]
-            chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in homes)
+            grads = [(i, part) for i, part in group.module_params.gradient_views(members, plan, shard) if i in wanted]
+            chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in grads)
             home_dtype = self._home_dtype(at)
             dtype = home_dtype if is_final else self._dtypes[at]
-            parts.append(_Part(tuple(i for i, _ in homes), plan, at, dtype, home_dtype, chunks))
-        choice = _Choice(parts, [self._sections_full[part.section] for part in parts], is_final)
+            parts.append(_Part(tuple(i for i, _ in grads), plan, at, dtype, home_dtype, chunks))
+        choice = _ReductionPlan(parts, [self._sections_full[part.section] for part in parts], is_final)
         self._choices[wanted, is_final] = choice
         return choice
 
@@ -384,11 +384,11 @@ class Gradients:
             self._buffer.give_back(mark_now(self._group.device))
 
 
-class _Reducing:
+class _PendingReduction:
     """One reduction on its way; ``partial`` has what was summed before over some of the ranks only."""
 
     def __init__(
-        self, group: TrainedGroup, partial: dict[int, torch.Tensor], choice: _Choice, buffer: SlotBuffer
+        self, group: TrainedGroup, partial: dict[int, torch.Tensor], choice: _ReductionPlan, buffer: SlotBuffer
     ) -> None:
         self._group = group
         self._partial = partial
@@ -426,7 +426,7 @@ class _Reducing:
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._choice.is_final:
-            self.come_home()
+            self.accumulate()
             return
         if group.data.replicate_group is not None:
             partial = self._partial
@@ -436,7 +436,7 @@ class _Reducing:
             if not group.options.all_reduce_gradients:
                 partial.update(self._locals())
                 return
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self.come_home)
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self.accumulate)
         if group.comm.lanes.all_reduce.is_host:
             mark.wait()
         else:
@@ -469,18 +469,18 @@ class _Reducing:
             for index, (size, stride, start) in zip(part.indices, part.chunks, strict=True)
         ]
 
-    def come_home(self) -> None:
+    def accumulate(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
         group = self._group
         if group.offloads or not self._choice.is_final:
             where = CPU if group.offloads else group.device
             moved = zip(self._outputs, self._choice.parts, strict=True)
             self._outputs = [output.to(where, part.home_dtype) for output, part in moved]
-        homes = self._locals()
-        more = group.presentation.take_gradients(homes)
+        grads = self._locals()
+        more = group.module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
-        if after_accumulation(group.presentation.sharded):
+        if after_accumulation(group.module_params.sharded):
             with torch.no_grad():
-                for index, _ in homes:
+                for index, _ in grads:
                     run_after_accumulation(group.params[index].sharded)

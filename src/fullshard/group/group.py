@@ -24,14 +24,14 @@ from fullshard.comm.transport import GatherRoute, Transfer, Transport
 from fullshard.device import PASSED, Done, Mark, Pending, mark_now
 from fullshard.group.comm_context import CommContext
 from fullshard.group.extension import ExtensionGather
-from fullshard.group.flat import FlatPresentation
+from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.gradients import Gradients, TrainedGroup
 from fullshard.group.memory import Memory
 from fullshard.group.mesh import DataMesh
+from fullshard.group.module_parameters import ModuleParameters
+from fullshard.group.owners import register, register_sharded
 from fullshard.group.parameter import Location, ShardedParameter, whole_views
-from fullshard.group.presentation import Presentation
-from fullshard.group.registry import register, register_sharded
-from fullshard.group.resting import Resting
+from fullshard.group.post_forward import PostForwardShard
 from fullshard.group.sharing import SharedChunks
 from fullshard.group.state import State
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
@@ -77,7 +77,7 @@ class Group(TrainedGroup):
         self._released: tuple[int, ...] = ()
         self._route: GatherRoute | None = None
         self._staging: SlotBuffer | None = None
-        self._resting: Resting | None = None
+        self._post_forward: PostForwardShard | None = None
         self._extensions = ExtensionGather(self) if any(param.extends for param in self.params) else None
         self.gradients = Gradients(self)
         for param in self.params:
@@ -85,10 +85,10 @@ class Group(TrainedGroup):
         self.memory.take_in()
         if self.is_flat:
             receive = partial(Gradients.receive_outside, weakref.ref(self))
-            self.presentation = FlatPresentation(self, self.memory.shards, receive)
+            self.module_params = FlatModuleParameters(self, self.memory.shards, receive)
         else:
-            self.presentation = Presentation(self)
-        self.presentation.show_sharded()
+            self.module_params = ModuleParameters(self)
+        self.module_params.show_sharded()
         register_sharded(self)
 
     @torch.inference_mode(False)
@@ -107,14 +107,14 @@ class Group(TrainedGroup):
         if self.memory.shared is None and self.is_unsharded:
             # Older writes are no reason to gather, or ranks would differ that wrote and did not.
             self._leaf_versions = tuple(map(version_of, self._guarded))
-        if self.summoned is None and not self.presentation.check_in():
+        if self.summoned is None and not self.module_params.check_in():
             self.take_in()
 
     def take_in(self) -> None:
         """Make the parameters that the modules now hold the group's own."""
-        if self.state is State.RESTING:
+        if self.state is State.SHARDED_POST_FORWARD:
             self.reshard()
-        if self.presentation.take_in():
+        if self.module_params.take_in():
             if any(self._needs_other_memory(param) for param in self.params):
                 self.reshard()
                 for param in self.params:
@@ -123,11 +123,11 @@ class Group(TrainedGroup):
             else:
                 self.memory.take_in()
                 register_sharded(self)
-        self.presentation.prepare()
+        self.module_params.prepare()
         if self.is_unsharded and not self.hidden:
-            self.presentation.show_unsharded()
+            self.module_params.show_unsharded()
         else:
-            self.presentation.show_sharded()
+            self.module_params.show_sharded()
 
     def meet(self) -> None:
         """Map the memory that the ranks of a host share; use private memory if there is not enough."""
@@ -152,11 +152,11 @@ class Group(TrainedGroup):
     # -- transitions -------------------------------------------------------------------------------------------------
 
     def _current(self) -> tuple[int, int]:
-        return self.clock.epoch, self.memory.version(self.presentation.sharded)
+        return self.clock.epoch, self.memory.version(self.module_params.sharded)
 
     @property
     def _shard_version(self) -> int:
-        return self.memory.version(self.presentation.sharded)
+        return self.memory.version(self.module_params.sharded)
 
     def count_write(self) -> None:
         """Somebody wrote to the sharded parameters, perhaps without a trace."""
@@ -195,7 +195,7 @@ class Group(TrainedGroup):
         if not self._full_views:
             self._view_full()
         self._gathered = self._current()
-        filled = self._resting.filled if self._resting is not None else PASSED
+        filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._end_gather if self.memory.needs_staging else None
         self._gather = self.comm.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
         self.to_state(State.GATHERING)
@@ -230,8 +230,8 @@ class Group(TrainedGroup):
         return True
 
     def _start_gather(self) -> Pending:
-        if self._resting is not None:
-            pending = self._resting.gather()
+        if self._post_forward is not None:
+            pending = self._post_forward.gather()
         elif self.data.shard_group is None:
             with torch.no_grad():
                 for full, shard in zip(self._full_views, self.memory.views, strict=True):
@@ -264,7 +264,7 @@ class Group(TrainedGroup):
         assert self._gather is not None
         self._gather.wait()
         self._gather = None
-        self._resting = None  # not before: until here the gather reads it
+        self._post_forward = None  # not before: until here the gather reads it
         self._arrive()
 
     def _arrive(self) -> None:
@@ -279,11 +279,11 @@ class Group(TrainedGroup):
 
     def _show_unsharded(self) -> None:
         self.hidden = False
-        self.presentation.show_unsharded()
+        self.module_params.show_unsharded()
 
     def hide(self) -> None:
         """Show the sharded parameters and keep the others, until they are needed."""
-        self.presentation.show_sharded()
+        self.module_params.show_sharded()
         self.hidden = True
 
     @torch.inference_mode(False)
@@ -303,7 +303,7 @@ class Group(TrainedGroup):
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
         register(self, leaves)
-        self.presentation.prepare()
+        self.module_params.prepare()
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
@@ -311,10 +311,10 @@ class Group(TrainedGroup):
             return
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        self.presentation.show_sharded()
+        self.module_params.show_sharded()
         self.hidden = False
         self._leave(State.SHARDED)
-        self._resting = None
+        self._post_forward = None
 
     def _leave(self, state: State) -> None:
         if self.is_unsharded:
@@ -351,15 +351,15 @@ class Group(TrainedGroup):
         """What the user chose to happen to the parameters between forward and backward."""
         if self.state is not State.UNSHARDED:
             return
-        if self.options.resting is not None and self._extensions is None:
-            self._rest(self.options.resting)
+        if self.options.post_forward_mesh is not None and self._extensions is None:
+            self._rest(self.options.post_forward_mesh)
         elif self.options.reshard_after_forward:
             self.reshard()
 
     def _rest(self, mesh: DataMesh) -> None:
-        self.presentation.show_sharded()
-        self._resting = Resting(self, mesh, self._full_views)
-        self._leave(State.RESTING)
+        self.module_params.show_sharded()
+        self._post_forward = PostForwardShard(self, mesh, self._full_views)
+        self._leave(State.SHARDED_POST_FORWARD)
         self._gathered = None
 
     # -- what may change between steps -------------------------------------------------------------------------------
@@ -375,8 +375,8 @@ class Group(TrainedGroup):
         else:
             param.locations.append(Location(module, where))
         self.reshard()
-        self.presentation.prepare()
-        self.presentation.show_sharded()
+        self.module_params.prepare()
+        self.module_params.show_sharded()
 
     def rebuild(self) -> None:
         """Use other memory from now on: how or in which dtype parameters are gathered has changed."""

@@ -55,7 +55,7 @@ class Memory:
         group = self._group
         if not (group.params and group.may_share) or group.transport.private is group.transport:
             return False
-        if group.data.shard_group is None or group.options.resting is not None:
+        if group.data.shard_group is None or group.options.post_forward_mesh is not None:
             return False
         return not any(param.extends for param in group.params)
 

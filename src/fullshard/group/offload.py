@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.comm.backend import backend_name
-from fullshard.group.registry import Owner, owner_of
+from fullshard.group.owners import Owner, owner_of
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
 from fullshard.torch_private import local_of, set_local
 

@@ -18,7 +18,7 @@ class GroupOptions:
     mp_policy: MixedPrecisionPolicy
     offload: OffloadPolicy
     reshard_after_forward: bool = True
-    resting: DataMesh | None = None
+    post_forward_mesh: DataMesh | None = None
     reshard_after_backward: bool = True
     keep_unsharded_storage: bool = False
     reduce_gradients: bool = True

@@ -3,7 +3,7 @@
 ::
 
     SHARDED ──unshard──▶ GATHERING ──wait──▶ UNSHARDED ──reshard──▶ SHARDED
-                             ▲                    └────rest────▶ RESTING (sharded over a smaller mesh)
+                             ▲                    └────rest────▶ SHARDED_POST_FORWARD (sharded over a smaller mesh)
                              └──────────unshard────────────────────┘
 """
 
@@ -18,7 +18,7 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
-    RESTING = auto()
+    SHARDED_POST_FORWARD = auto()
 
     __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
 
@@ -26,6 +26,6 @@ class State(Enum):
 LEGAL = {
     State.SHARDED: {State.GATHERING, State.UNSHARDED},
     State.GATHERING: {State.UNSHARDED},
-    State.UNSHARDED: {State.SHARDED, State.RESTING},
-    State.RESTING: {State.GATHERING, State.SHARDED},
+    State.UNSHARDED: {State.SHARDED, State.SHARDED_POST_FORWARD},
+    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
 }

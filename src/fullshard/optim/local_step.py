@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.group.registry import before_each_step, owner_of
+from fullshard.group.owners import before_each_step, owner_of
 from fullshard.policies import CPUOffloadPolicy
 from fullshard.torch_private import (
     STEP_HOOKS,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.group.agreement import agree_on_order
 from fullshard.group.group import Group
+from fullshard.group.verify import verify_order
 from fullshard.torch_private import is_persistent, version_of
 
 
@@ -56,7 +56,7 @@ def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group], d
             names = ", ".join(f"'{param.name}'" for param in group.params)
             by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
     for process_group, described in by_process_group.items():
-        agree_on_order(described, process_group, device)
+        verify_order(described, process_group, device)
 
 
 def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:

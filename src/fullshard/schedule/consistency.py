@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.routes import wait_for
-from fullshard.group.agreement import first_difference
 from fullshard.group.group import Group
+from fullshard.group.verify import first_difference
 from fullshard.torch_private import all_gather_single
 
 Kind = Literal["forward", "backward"]

@@ -18,11 +18,11 @@ import torch.nn as nn
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, mark_now
-from fullshard.group.agreement import agree_on_next
 from fullshard.group.comm_context import Clock, CommContext
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.group.state import State
+from fullshard.group.verify import verify_next
 from fullshard.schedule.checks import (
     EmptiedBuffers,
     check_first_forward,
@@ -360,7 +360,7 @@ class Schedule:
         if before is State.GATHERING:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
-            agree_on_next(group.name, group.tag, group.data.shard_group, self.device)
+            verify_next(group.name, group.tag, group.data.shard_group, self.device)
         started = self._in_range("all_gather", group, group.unshard) if self._is_profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
@@ -373,7 +373,9 @@ class Schedule:
             if most == 0:
                 return
             most -= 1
-            if group.memory.shared is None and (group.state is State.SHARDED or group.state is State.RESTING):
+            if group.memory.shared is None and (
+                group.state is State.SHARDED or group.state is State.SHARDED_POST_FORWARD
+            ):
                 self.gather(group)
 
     def reshard(self, group: Group) -> None:
@@ -386,7 +388,7 @@ class Schedule:
         before = group.state
         group.reshard_after_forward()
         if self.observers and group.state is not before:
-            self.tell("rest" if group.state is State.RESTING else "reshard", group)
+            self.tell("rest" if group.state is State.SHARDED_POST_FORWARD else "reshard", group)
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:

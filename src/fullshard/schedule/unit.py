@@ -409,7 +409,7 @@ class Unit:
             self.chose_to_keep = True
             for group in self.groups:
                 group.options.reshard_after_forward = False
-                group.options.resting = None
+                group.options.post_forward_mesh = None
         schedule.finalization.by_hand = self.finalizes_by_hand
         schedule.take_over(units, module)
         return schedule

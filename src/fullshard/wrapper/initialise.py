@@ -20,7 +20,7 @@ from fullshard.device import compute_device as current_device
 from fullshard.device import default_device_type
 from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
-from fullshard.group.registry import owner_of
+from fullshard.group.owners import owner_of
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import after_accumulation, plain_parts, replicated
 

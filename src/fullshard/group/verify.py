@@ -23,7 +23,7 @@ from fullshard.torch_private import all_gather_single
 _next_tag = 0
 
 
-def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device, policy: object) -> int:
+def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device, policy: object) -> int:
     """Compare the parameters with those of the other ranks; every rank of the mesh must call it.
 
     Returns:
@@ -49,7 +49,7 @@ def agree(params: Sequence[ShardedParameter], data: DataMesh, device: torch.devi
     return tag
 
 
-def agree_on_order(groups: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
+def verify_order(groups: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Compare the groups of a tree, in order, with those of the other ranks, all of which must call it.
 
     Raises:
@@ -59,7 +59,7 @@ def agree_on_order(groups: Sequence[str], process_group: dist.ProcessGroup, devi
         _compare(list(groups), 0, process_group, device, "did not shard their modules in the same order")
 
 
-def agree_on_next(name: str, tag: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
+def verify_next(name: str, tag: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Compare the group that this rank gathers next with what the other ranks gather; all of them must call it.
 
     Raises:

@@ -15,12 +15,12 @@ from fullshard.comm.transport import Transfer
 from fullshard.device import Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
+from fullshard.group.module_parameters import show, updates
 from fullshard.group.parameter import ShardedParameter, chunk_views
-from fullshard.group.presentation import show, updates
 from fullshard.torch_private import make_dtensor, sharding_spec
 
 
-class Resting:
+class PostForwardShard:
     """The gathered values of ``group``, of which each rank of a smaller mesh keeps a part."""
 
     @torch.inference_mode(False)

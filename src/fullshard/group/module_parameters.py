@@ -25,7 +25,7 @@ _requires_grad = attrgetter("requires_grad")
 Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
-class Presentation:
+class ModuleParameters:
     """Where the parameters of a group stand, and what stands there."""
 
     def __init__(self, group: GroupContext) -> None:
@@ -33,7 +33,9 @@ class Presentation:
         self._stand_ins: set[tuple[int, str]] = set()
         self.prepare()
 
-    def homes(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[tuple[int, torch.Tensor]]:
+    def gradient_views(
+        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
+    ) -> Iterable[tuple[int, torch.Tensor]]:
         """Which parts of a reduced ``shard`` come home to which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
@@ -62,10 +64,12 @@ class Presentation:
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
-    def take_gradients(self, homes: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def accumulate_gradients(
+        self, grads: Iterable[tuple[int, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Reduced parts have come home; returns those to be added to gradients that are there, each after such one."""
         params, more = self._group.params, []
-        for index, local in homes:
+        for index, local in grads:
             param = params[index]
             if param.sharded.grad is None:
                 param.sharded.grad = make_dtensor(
