@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train test test-torch lint types docs-test fuzz bench clean
+.PHONY: help train test test-all test-torch lint types docs-test fuzz bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -39,14 +39,17 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node=$$ranks examples/train.py --model $(MODEL) --api $(API) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-test: lint types ## lint, check types, run every test
+test: lint types ## lint, check types, run the quick lane of the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+test-all: lint types ## the same with every test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)
 
 test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), in an environment of its own
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
 	$(MAKE) $(OTHER)/.installed-torch-$(TORCH) VENV=$(OTHER)
 	$(MAKE) $(OTHER)/.installed-test VENV=$(OTHER)
-	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest --all $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	$(BIN)/ruff check .

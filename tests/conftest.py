@@ -42,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
 
-    Leave to the long lane what runs torch's own library alone: it proves the tests, and nothing of ours.
+    Leave to the long lane what is slow, and what runs torch's own library alone: it proves the tests, and not ours.
     """
     files = {item.path: number for number, item in reversed(list(enumerate(items)))}
     items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
     if not config.getoption("--all"):
-        of_torch = [item for item in items if isinstance(item, pytest.Function) and _runs_torch(item)]
-        config.hook.pytest_deselected(items=of_torch)
-        left_out = set(map(id, of_torch))
+        longer = [item for item in items if item.get_closest_marker("slow") or _runs_torch(item)]
+        config.hook.pytest_deselected(items=longer)
+        left_out = set(map(id, longer))
         items[:] = [item for item in items if id(item) not in left_out]
 
 
@@ -59,7 +59,7 @@ def _ranks_of(item: pytest.Item) -> int:
     return world[0] if isinstance(world, tuple) else 0
 
 
-def _runs_torch(item: pytest.Function) -> bool:
+def _runs_torch(item: pytest.Item) -> bool:
     return hasattr(item, "callspec") and "torch" in [v for v in item.callspec.params.values() if isinstance(v, str)]
 
 
@@ -94,7 +94,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if named:
         worlds = [world for world in worlds if world != (1, "host")]
     if not everywhere:
-        worlds = [world for world in worlds if world[0] in (2, 3)] or worlds
+        sizes = (2, 3) if metafunc.module.__name__.startswith(("tests.parity.", "tests.comm.")) else (2,)
+        worlds = [world for world in worlds if world[0] in sizes] or worlds[:1]
     ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
     metafunc.parametrize("world", worlds, ids=ids)
 

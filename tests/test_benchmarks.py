@@ -28,6 +28,8 @@ SHARDED = {"fullshard", "torch FSDP2", "torch FSDP1"}
 MODEST = Work("modest", blocks=3, width=512, sequence=4, vocabulary=64)
 SOCKETS = Contender("fullshard, p2p", "fullshard", "p2p", forced=True)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, Any]:

@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.slow
 
 
 def train(checkpoints: Path, steps: int, *flags: str) -> str:

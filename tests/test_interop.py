@@ -170,6 +170,7 @@ def run_alone(code: str) -> str:
     return ended.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
@@ -190,6 +191,7 @@ def test_nothing_of_torchs_sharding_is_imported_when_nobody_did() -> None:
         assert run_alone(code.format(package)) == "[]"
 
 
+@pytest.mark.slow
 def test_it_takes_effect_in_stages_of_pipelines_whenever_they_are_imported() -> None:
     code = """
 {}
@@ -200,6 +202,7 @@ print(fullshard.FSDPModule in stage.FSDPModule, fullshard.FSDPModule in schedule
         assert run_alone(code.format(imports)) == "True True"
 
 
+@pytest.mark.slow
 def test_a_module_that_is_loaded_anew_is_served_again() -> None:
     code = """
 import fullshard, importlib

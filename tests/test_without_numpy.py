@@ -42,6 +42,8 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("program", [*readme_blocks(), OBJECTS], ids=["readme", "objects"])
 def test_a_program_runs_where_numpy_cannot_be_imported(tmp_path: Path, program: str) -> None:

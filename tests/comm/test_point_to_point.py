@@ -188,6 +188,7 @@ def lose_the_last_rank(world: World) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named(rank_pool: RankPool) -> None:
     outcomes = rank_pool.run(lose_the_last_rank, 2, timeout=30)
     assert [outcome.kind for outcome in outcomes] == ["returned", "died"], outcomes

@@ -156,7 +156,7 @@ def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
         for _ in range(3 if how == "prefetch" else 1):
             model(batch()).sum().backward()
     left: list[Any] = [weakref.ref(group) for group in groups_of(model)]
-    left += [weakref.ref(pool) for group in groups_of(model) for pool in (group.pools, *group.pools)]
+    left += [weakref.ref(pool) for group in groups_of(model) for pool in (group.comm.pools, *group.comm.pools)]
     left += [weakref.ref(parameter) for parameter in model.parameters()]
     left += [weakref.ref(module) for module in model.modules()]
     left += [

@@ -334,6 +334,7 @@ def frozen_unused_and_rebuilt(world: World) -> Iterator[Any]:
     yield from values(model)
 
 
+@pytest.mark.slow
 @ranks(2, 3)
 @pytest.mark.parametrize("name", STORIES)
 def test_shared_memory_and_messages_tell_the_same(world: World, name: str) -> None:
@@ -498,7 +499,7 @@ def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> 
 
 
 @SHARED_GRADIENTS
-@ranks(2, transport="host")
+@ranks(2, transport="host", fresh=True)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:
     model = large()

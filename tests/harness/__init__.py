@@ -17,8 +17,9 @@ process group (gloo) has exactly `W` ranks, so that for the code under test the 
         assert total[0] == world.size * (world.size - 1) // 2
 
 There are two lanes. `make test` runs the quick one, which leaves out what proves the tests rather than the library, or
-proves it once more: torch's own library in the same cases; worlds of 1 and 4 ranks where 2 or 3 do; and in
-tests/parity all transports but the first (tests/comm compares their bytes). `make test-all` runs everything. A test
+proves it once more: torch's own library in the same cases; worlds of other sizes than 2 (in tests/parity and tests/comm
+2 and 3) where a test has that one; in tests/parity all transports but the first (tests/comm compares their bytes); and
+tests with the mark `slow`. `make test-all` runs everything. A test
 with the mark `@everywhere` has all its worlds and transports in both lanes.
 
 What a test may count on, and what it may not:

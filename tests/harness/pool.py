@@ -77,7 +77,8 @@ class RankPool:
             if all(outcome.kind == "returned" for outcome in outcomes):
                 self._send(size, "destroy the group")
                 ends = self._collect(size, timeout)
-                if not fresh and all(end.kind == "returned" and end.value for end in ends):
+                counts = {end.value if end.kind == "returned" else None for end in ends}
+                if not fresh and None not in counts and len(counts) == 1:
                     self._group = (size, timeout)
                 outcomes = [
                     outcome if end.kind == "returned" else end for outcome, end in zip(outcomes, ends, strict=True)

@@ -187,15 +187,21 @@ def _attempt(rank: int, action: Callable[[], Any]) -> Outcome:
         return Outcome(rank, "raised", summary=summary, report=report)
 
 
-def _clean_up() -> bool:
-    """Undo what a function did; returns whether its default process group, if it is the only one, may serve again."""
+def _clean_up() -> int | None:
+    """Undo what a function did.
+
+    Returns how many collectives its process group has seen, if it is the only one: it may serve again where all ranks
+    have seen as many. (After an error some may have gone further than others.)
+    """
     torch.set_default_dtype(torch.float32)
-    serves_again = dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) == 1
-    if not serves_again:
+    count = None
+    if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) == 1:
+        count = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+    else:
         _end_groups()
     gc.collect()
     gc.freeze()  # what was imported on the way is not walked again either
-    return serves_again
+    return count
 
 
 def _end_groups() -> None:

@@ -83,7 +83,7 @@ def test_nothing_is_compared_unless_asked_for(world: World, api: str) -> None:
         raise AssertionError("a gather was compared")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "agree_on_next", compares)
+        patch.setattr(schedule, "verify_next", compares)
         sharded(api)(torch.ones(2, 4)).sum().backward()
         with debugging(), pytest.raises(AssertionError, match="was compared"):
             sharded(api)(torch.ones(2, 4))

@@ -10,7 +10,7 @@ may keep them, or views of them, in the parameter that it makes, and has nothing
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ class _Extended:
 
     # -- communication -----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, inputs: Sequence[torch.Tensor]) -> None:
         """Start to gather what the subclass sends."""
-        inputs, over, size = self._inputs(), self._group.data.shard_group, self._group.data.shard_size
+        over, size = self._group.data.shard_group, self._group.data.shard_size
         wanted = [((size * source.shape[0], *source.shape[1:]), source.dtype) for source in inputs]
         if wanted != [(tuple(output.shape), output.dtype) for output in self._outputs]:
             device = self._group.device
@@ -78,7 +78,7 @@ class _Extended:
                 target.copy_(whole.view(target.shape))
         self._work.clear()
 
-    def _inputs(self) -> list[torch.Tensor]:
+    def inputs(self) -> list[torch.Tensor]:
         """What the subclass sends. Rows of which this rank has fewer than others are followed by zeros."""
         group, param = self._group, self._param
         local = local_of(param.sharded)  # type: ignore[arg-type]
@@ -141,11 +141,13 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def start(self, other: Pending) -> Pending:
-        """Gather them after ``other``."""
-        for each in self._extended:
-            each.start()
-        return _All((other, *self._extended))
+    def start(self, start_others: Callable[[], Pending]) -> Pending:
+        """Gather them after others. Users' code comes first: what raises there leaves no communication under way."""
+        inputs = [each.inputs() for each in self._extended]
+        others = start_others()
+        for each, sent in zip(self._extended, inputs, strict=True):
+            each.start(sent)
+        return _All((others, *self._extended))
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -197,7 +197,8 @@ class Group(TrainedGroup):
         self._gathered = self._current()
         filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._end_gather if self.memory.needs_staging else None
-        self._gather = self.comm.lanes.gather.run(self._start_gather, then, (ready, filled, self.clock.written))
+        start = self._start_plain if self._extensions is None else partial(self._extensions.start, self._start_plain)
+        self._gather = self.comm.lanes.gather.run(start, then, (ready, filled, self.clock.written))
         self.to_state(State.GATHERING)
         return True
 
@@ -229,21 +230,18 @@ class Group(TrainedGroup):
         self.to_state(State.GATHERING)
         return True
 
-    def _start_gather(self) -> Pending:
+    def _start_plain(self) -> Pending:
+        """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
-            pending = self._post_forward.gather()
-        elif self.data.shard_group is None:
+            return self._post_forward.gather()
+        if self.data.shard_group is None:
             with torch.no_grad():
                 for full, shard in zip(self._full_views, self.memory.views, strict=True):
                     full.copy_(shard, non_blocking=True)
-            pending = Done()
-        else:
-            if self.memory.needs_staging:
-                self._staging = self.memory.stage(self._staging)
-            pending = (self._route or self._make_route(self.data.shard_group)).start()
-        if self._extensions is not None:
-            pending = self._extensions.start(pending)
-        return pending
+            return Done()
+        if self.memory.needs_staging:
+            self._staging = self.memory.stage(self._staging)
+        return (self._route or self._make_route(self.data.shard_group)).start()
 
     def _make_route(self, shard_group: dist.ProcessGroup) -> GatherRoute:
         """What an all-gather reads and writes; where dtype or device differ, it reads the shard's copy in staging."""
