@@ -120,7 +120,7 @@ def _machine(results: Results, steps: Results) -> Iterator[str]:
         "- `torch FSDP2`, `torch FSDP1`, `DDP`: `fully_shard`, `FullyShardedDataParallel` and "
         "`DistributedDataParallel` of torch, used as their documentation says"
     )
-    yield "- `no communication`: each process trains by itself; what nobody beats who computes as much\n"
+    yield "- `no communication`: each process trains by itself; no contender with the same work can be faster\n"
     yield (
         "P: bytes of all parameters. U: bytes of one group (a block of the model). W: ranks. n: parameters in a group. "
         "Numbers in parentheses are quartiles: half of the rounds lie between them.\n"
@@ -248,8 +248,8 @@ def _host(found: Any) -> Iterator[str]:
     counts = list(found[0]["counts"])
     transport = found[0]["counts"][counts[0]]["fullshard"]["transport"]
     yield (
-        "One process that believes to be a rank of W, whose collectives do nothing: what is left is what the library "
-        "does to organize a step. Microseconds of CPU for each group in a forward and a backward (quartiles), less "
+        "One process that believes to be a rank of W, and whose collectives do nothing: only the library's own work to "
+        "organize a step is left. Microseconds of CPU for each group in a forward and a backward (quartiles), less "
         f"those of modules that are not sharded. `fullshard` uses {_called(transport)}: the others need real ranks. "
         "`torch's calls alone` (`benchmarks/least.py`) gathers, reduces, shows and hides as a library of DTensors "
         "must, with nothing around it.\n"
