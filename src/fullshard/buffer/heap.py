@@ -3,8 +3,8 @@
 Autograd allocates every gradient, and frees it as soon as it was taken; reduced gradients live from backward to
 ``zero_grad()``. glibc returns large pieces to the system at once, and the top of its heap beyond a threshold, and the
 system clears each page again when it is touched in the next step: a fifth of the processor time of a step that moves
-much. Owns the two thresholds, for as long as there are trees of modules that want them otherwise. Both are documented
-settings of ``mallopt(3)``.
+much. Owns the two thresholds while there are trees of modules that need other ones. Both are documented settings of
+``mallopt(3)``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 _LARGEST_PIECE = 32 * 2**20
 KEPT_BY_ITSELF = 2 * _LARGEST_PIECE
 _LARGEST_INT = 2**31 - 1
-#: With any of these the user has decided.
+#: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
-#: What it was told to keep, in bytes; 0 while nobody asks for it.
+#: The bytes that the heap was told to keep; 0 while no tree asks for it.
 kept = 0
 _asked: dict[int, int] = {}
 _is_over = False
@@ -46,7 +46,7 @@ def _forget(owner: int) -> None:
     global _is_over
     _asked.pop(owner, None)
     _settle()
-    if not _asked:  # what goes with the last tree is freed after this, as a rule when cycles are collected
+    if not _asked:  # the memory of the last tree is freed after this, as a rule when cycles are collected
         _is_over = True
         if _after_collection not in gc.callbacks:
             gc.callbacks.append(_after_collection)

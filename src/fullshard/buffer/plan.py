@@ -35,7 +35,7 @@ LayoutName = Literal["even", "flat"]
 
 #: Elements to which each parameter in a full buffer is aligned by default: 16 bytes of the smallest dtype, 64 of fp32.
 ALIGNMENT = 16
-#: The same of chunks in a shard, where more would be multiplied by the ranks: what vector units take in one go.
+#: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
 
 
@@ -46,8 +46,7 @@ class ParamShape:
     Args:
         name: how errors call it.
         shape: its full shape; ``()`` for a scalar.
-        dim: the dim along which *even* cuts it. ``None`` keeps the whole parameter on every rank, which is what
-            becomes of a scalar.
+        dim: the dim along which *even* cuts it. ``None`` keeps the whole parameter on every rank, as for a scalar.
     """
 
     name: str
@@ -149,7 +148,7 @@ class Plan:
         return self.layout == "even" and param.dim is None
 
     def extents(self, rank: int) -> tuple[Extent, ...]:
-        """What ``rank`` owns of the full buffer, in the order of its shard; nothing is said of padding."""
+        """The extents of the full buffer that ``rank`` owns, in the order of its shard, without padding."""
         return _extents(self, rank)
 
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:

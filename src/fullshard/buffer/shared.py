@@ -1,12 +1,12 @@
 """A full buffer in memory that the ranks of a host share.
 
-It is always there and holds what the ranks have as their shards, so that nothing has to be gathered. This rank reads it
-through a mapping of its own in which writes are not shared: what is written to unsharded parameters concerns nobody
-else, and is thrown away when they are resharded.
+It is always there and consists of the shards of all ranks, so nothing has to be gathered. This rank reads it through a
+mapping of its own, whose writes are not shared: no other rank sees a write to an unsharded parameter, and a reshard
+throws it away.
 
-Between the passes in which all ranks may read, it changes under the eyes of whoever looks. So parameters that are
-looked at by hand lie in a copy, :meth:`SharedBuffer.be_private`: every page is written to as it is, and so this rank's
-own. The values stay at their address.
+Between passes other ranks write to the buffer. So parameters that are unsharded by hand lie in a copy
+(:meth:`SharedBuffer.be_private`): this rank writes each page as it is, which makes the page its own. The values stay at
+their address.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fullshard.buffer.slots import SlotPool
 from fullshard.device import PASSED, Mark
 from fullshard.torch_private import storage_id
 
-#: Uses of a buffer between two looks at its pages though none was written in a use: a leaf that was kept may be written
-#: outside of any.
+#: After so many uses the pages are looked at even if no use had a page fault: a leaf that somebody kept may be written
+#: outside of any use.
 _USES = 64
 
 
 class SharedBuffer:
-    """What a :class:`~fullshard.buffer.slots.SlotBuffer` is to groups whose ranks have memory of their own.
+    """A full buffer that ranks share; it has the methods of a :class:`~fullshard.buffer.slots.SlotBuffer`.
 
     Args:
         view: memory that all ranks map, as this one reads it.
@@ -36,7 +36,7 @@ class SharedBuffer:
 
     takes_turns = False
     keeps_values = False
-    _faults_seen = 0  # by any buffer, the last time that one was given back
+    _faults_seen = 0  # in all of this process, when a buffer was last given back
 
     def __init__(self, view: Segment, start: int, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -50,7 +50,7 @@ class SharedBuffer:
 
     @property
     def storage_id(self) -> int:
-        """Which storage every view of the buffer has."""
+        """Identifies the storage that all views of the buffer have."""
         return storage_id(self.memory)
 
     def take(self) -> Mark:
@@ -61,9 +61,9 @@ class SharedBuffer:
         return PASSED
 
     def give_back(self, released: Mark) -> None:
-        """Nobody uses it any longer: what was written through ``.data`` is thrown away.
+        """End its use: writes through ``.data`` are thrown away.
 
-        That leaves no version, but pages, and each such page is a fault. As a rule a use has none.
+        Such a write leaves no version, but a page of this rank's own, and so a page fault. As a rule a use has none.
         """
         self.in_use = False
         self._tell_children()
@@ -96,14 +96,14 @@ class SharedBuffer:
             self._tell_children()
 
     def _tell_children(self) -> None:
-        """Processes that are forked see what is looked at now; a private copy they see in any case."""
+        """Let forked processes see what the views show now; they see a private copy in any case."""
         self._view.pages.own = self._everything if self.in_use and not self._is_private else ()
 
     def move(self, pool: SlotPool) -> None:
-        """Nothing: it takes no slots."""
+        """Does nothing: it takes no slots."""
 
     def keep_memory(self, keep: bool) -> None:
-        """Nothing: it has memory of its own, at one address."""
+        """Does nothing: it has memory of its own, at one address."""
 
     def poison(self) -> None:
-        """Nothing: others read it."""
+        """Does nothing: others read it."""

@@ -3,7 +3,7 @@
 A :class:`Segment` has no name in the file system: its owner makes it (``memfd``, with its space reserved, so that no
 limit of ``/dev/shm`` holds for it and no later access fails) and others open it through the owner's ``/proc``. The
 system takes it back when the last process that maps it ends, however that ends. :class:`Counters` are one number for
-each process, which only that process writes. What is in a segment, and who may read it when, is up to others.
+each process, which only that process writes. Others decide what is in a segment, and who may read it when.
 
 It is mapped without the ``mmap`` objects of Python, each of which keeps a file open (before 3.13 always): a model of
 hundreds of groups would have more open files than many systems allow.
@@ -121,7 +121,7 @@ class Pages:
             copy.unmap()
 
     def keep(self) -> None:
-        """Copy what a child that is forked now is to see. Children that are forked one after the other share a copy."""
+        """Copy the parts that a forked child must see. Children that are forked one after the other share a copy."""
         if not self.own:
             return
         if self._copy is not None and not any(
@@ -136,14 +136,14 @@ class Pages:
         _copied.add(self)
 
     def part(self) -> None:
-        """In a forked child: be memory of this process alone. Where no copy could be made a read ends the child."""
+        """Become memory of this process alone, in a forked child. If no copy could be made, a read ends the child."""
         if self.is_shared or self.own:
             other = self._copy or Pages(-1, self.nbytes, _OF_PROCESS, 0 if self.own else _ACCESS)
             other.move_to(self)
             self._copy, self.is_shared = None, False
 
 
-#: By where they begin, those that tensors may lie in; and those of which there is a copy for children.
+#: The mappings that tensors may lie in, by where they begin; and those of which there is a copy for children.
 _mapped: dict[int, Pages] = {}
 _copied: set[Pages] = set()
 
@@ -220,8 +220,8 @@ class Segment:
     def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:
         """The memory that a process made.
 
-        With ``MAP_PRIVATE`` it is read as others write it and never written: who writes to it gets copies of those
-        pages. :meth:`was_written` tells of such pages, :meth:`discard_writes` lets go of them.
+        With ``MAP_PRIVATE`` this process reads what others write, and its own writes go to copies of the pages.
+        :meth:`was_written` tells of such pages, :meth:`discard_writes` lets go of them.
         """
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -232,7 +232,7 @@ class Segment:
             os.close(fd)
 
     def become(self, other: Segment) -> None:
-        """Have the memory of ``other``, in which no tensor may lie; what is this process's own is moved there before.
+        """Take the memory of ``other``, in which no tensor may lie; this process's own parts are copied there before.
 
         Tensors stay where they are.
         """
@@ -284,7 +284,7 @@ class Counters:
         return _LINE * size
 
     def set(self, value: int) -> None:
-        """Say that this process has come to ``value``: what it wrote before is seen by whoever reads the number."""
+        """Say that this process has come to ``value``. A process that reads the number sees what was written before."""
         self.value = self._numbers[self._mine] = value
 
     def reached(self, value: int) -> bool:
@@ -295,7 +295,7 @@ class Counters:
         return self._numbers[rank * _LINE // 8]
 
     def note(self, value: int) -> None:
-        """Say something else to whoever reads the next number that is set."""
+        """Give another number to the processes that read the next number that is set."""
         self._numbers[self._mine + 1] = value
 
     def noted(self, rank: int) -> int:

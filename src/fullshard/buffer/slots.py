@@ -12,9 +12,9 @@ storage and giving it back moves it out, so that what autograd saved is right ag
     block 2       (the address of a slot it had, and no memory of its own)
 
 Nothing is allocated, freed or faulted in once every slot exists. A buffer that was given back keeps its slot, and its
-values, until somebody else needs it: taking it again then costs nothing. One that keeps its memory shares with nobody,
-and its values stay at one address, as graphs of a device need it. Where storages cannot exchange their memory
-(torch before 2.12), a slot is only a size: who takes it lets go of the memory of its last holder and allocates anew.
+values, until somebody else needs it: taking it again then costs nothing. A buffer that keeps its memory shares it with
+no other, and its values stay at one address, as graphs of a device need. Where storages cannot exchange their memory
+(torch before 2.12), a slot is only a size: its taker frees the memory of its last holder and allocates anew.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class SlotBuffer:
         with torch.inference_mode(False):
             self._own = torch.empty(0, dtype=torch.uint8, device=pool.device)
         self._storage = self._own.untyped_storage()
-        #: Which storage every view of the buffer has.
+        #: Identifies the storage that all views of the buffer have.
         self.storage_id = storage_id(self._own)
         self._memory: torch.Tensor | None = None
         pool.buffers.add(self)
@@ -168,7 +168,7 @@ class SlotBuffer:
                 self._pool.offer(self._slot, to_others=not keep)
 
     def take(self) -> Mark:
-        """Get memory; whoever writes to it first waits for the mark that is returned.
+        """Get memory. The caller waits for the returned mark before it writes to it.
 
         Raises:
             RuntimeError: the buffer is in use.
@@ -202,7 +202,7 @@ class SlotBuffer:
         return slot.released
 
     def give_back(self, released: Mark) -> None:
-        """Others may have the memory once ``released`` has passed. Nothing happens if it is not in use."""
+        """Let others have the memory once ``released`` has passed. Does nothing if it is not in use."""
         if not self.in_use:
             return
         self.in_use = False
@@ -210,7 +210,7 @@ class SlotBuffer:
         self._pool.give_back(self._slot, released)
 
     def lose(self) -> None:
-        """Part with the slot for somebody else's use. A stale read finds the old address, or torch refuses it."""
+        """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
         slot, self._slot = self._slot, None
         if slot is None:
             return
