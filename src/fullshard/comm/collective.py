@@ -1,8 +1,8 @@
 """The native collectives, on any backend and device: the reference for all transports.
 
-Owns the way between buffers and what a collective wants, which is one tensor with the ranks' parts end to end. The
-*flat* layout has it already, and one transfer moves without a copy. Everything else is staged, so that one gather
-serves sections of several dtypes as bytes (a reduction: one for each dtype)::
+Owns the copies between buffers and the one tensor that a collective wants, with the ranks' parts end to end. The *flat*
+layout has it already, and one transfer moves without a copy. Everything else is staged, so that one gather serves
+sections of several dtypes as bytes (a reduction: one for each dtype)::
 
     shard of rank r    a_r | b_r                            two sections, the message of rank r
     staging            a_0 b_0 | a_1 b_1 | a_2 b_2          rank-major
@@ -147,7 +147,7 @@ class _PendingReduceScatter:
 
 
 def _move(part: torch.Tensor, shard: torch.Tensor, divisor: float) -> None:
-    """Divide in the dtype that has more bits."""
+    """Copy a part to its shard, and divide it in the dtype that has more bits."""
     if part.itemsize < shard.itemsize:
         shard.copy_(part)
         divide_(shard, divisor)

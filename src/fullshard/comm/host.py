@@ -8,7 +8,7 @@ need; a :class:`~fullshard.comm.local_ranks.HostPassBarrier` keeps the order of 
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
     rank 1    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
 
-Where values must move all the same, to places that are not shared, they do as messages.
+Values that must go to memory that is not shared travel as messages.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class HostTransport:
         return self.private.gather_route(transfers, process_group, tag)
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """See :class:`~fullshard.comm.transport.Transport`; shared are full buffers in one piece of memory that
-        :meth:`allocate` made. Others travel as messages.
+        """See :class:`~fullshard.comm.transport.Transport`; full buffers are shared if they lie in one piece of memory
+        that :meth:`allocate` made. Others travel as messages.
 
         Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
 
@@ -198,7 +198,7 @@ class HostTransport:
         self._done.set(number)
 
     def _slot_of(self, rank: int, reading: _PendingHostReduction) -> tuple[int, int]:
-        """Where ``rank`` has what is to be added up: the key of an opened segment."""
+        """Where ``rank`` has the values to be added up: the key of an opened segment."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
         route = reading.route
@@ -220,7 +220,7 @@ class HostTransport:
         return key
 
     def _forget_slots_of(self, rank: int) -> None:
-        """A rank gave slots back to the system: let go of them here too."""
+        """Let go of slots that a rank gave back to the system."""
         for key in [key for key in self._opened if key[0] == rank]:
             del self._opened[key]
         for route in self._routes:
@@ -239,7 +239,7 @@ class _Slots:
     def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
         self._ready, self._done, self._dropped = ready, done, dropped
         self.addresses: dict[int, Address] = {}  # by where they begin in memory
-        #: Of slots that are gone, which a slow rank has yet to look for.
+        #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
 
     def add(self, segment: Segment, start: int) -> None:
@@ -253,7 +253,7 @@ class _Slots:
         self.close_files()
 
     def close_files(self) -> None:
-        """Let go of the files of slots from which all ranks have read what they will."""
+        """Close the files of slots that all ranks have read for the last time."""
         while self._files and self._done.reached(self._files[0][0]):
             self._files.popleft()
 
@@ -289,7 +289,7 @@ class _PendingHostReduction(StillRead):
 
 
 class _HostReduceRoute:
-    """What this rank adds up of some buffers."""
+    """The parts of some buffers that this rank adds up."""
 
     def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:
         self._transport = transport

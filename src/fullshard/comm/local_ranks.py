@@ -1,7 +1,7 @@
 """The ranks of a process group that share a host: whether they do, memory that all of them map, and waiting.
 
 Owns the first meeting of the ranks, the making of shared segments, waits that are bounded and notice a rank that has
-ended, and the barrier between passes. What is shared is up to others.
+ended, and the barrier between passes. Others decide what is shared.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LocalRanks:
         return True
 
     def _from_all(self, *values: int) -> list[list[int]]:
-        """What each rank says, in the order of ranks."""
+        """The numbers that all ranks give, in the order of ranks."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         every = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
         all_gather_single(every, mine, group=self._process_group())
@@ -108,7 +108,7 @@ class LocalRanks:
         """Return when all the others have come to ``value``.
 
         Args:
-            doing: what waits, for errors.
+            doing: what this rank does, for errors.
 
         Raises:
             RuntimeError: a rank has ended before, or the timeout of the process group has passed.
@@ -210,7 +210,7 @@ class HostPassBarrier:
 
 
 def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
-    """The ranks of ``process_group``, if all of them share a host; otherwise why they do not count as local_ranks.
+    """The ranks of ``process_group``, if all of them share a host; otherwise the reason why they do not.
 
     Every rank must call it.
     """
@@ -232,7 +232,7 @@ def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
 
 
 def _host() -> str:
-    """The same for all processes that can name each other: of one boot, in one space of process numbers."""
+    """Identifies the host: equal for processes of one boot, in one space of process numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:

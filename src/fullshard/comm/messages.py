@@ -14,7 +14,7 @@ packed     small: all in one message, through       small or strided: all in one
            staging on both sides                    both sides
 =========  =======================================  ============================================================
 
-What needs staging travels in rounds of bounded size.
+Pieces that need staging travel in rounds of bounded size.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Piece(Extent):
         return replace(self, rows=count), self._from(count * self.stride, count * self.length, rows=self.rows - count)
 
     def _from(self, full: int, shard: int, **shape: int) -> Piece:
-        """What begins so many elements further on in the full buffer and in the shard."""
+        """The extent that begins so many elements further on in the full buffer and in the shard."""
         return replace(self, full_start=self.full_start + full, shard_start=self.shard_start + shard, **shape)
 
     def single_rows(self) -> Iterator[Piece]:
@@ -82,9 +82,9 @@ class Round:
 def gather_rounds(
     plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
 ) -> tuple[Round, ...]:
-    """How what ``owner`` has of the sections gets to any other rank.
+    """The rounds in which the parts of ``owner`` get to any other rank.
 
-    From ``large`` bytes a piece gets a message of its own; ``capacity`` are those of staging for a round.
+    A piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes.
     """
     straight: list[Piece] = []
     whole: list[Piece] = []
@@ -106,7 +106,7 @@ def gather_rounds(
 def reduce_rounds(
     plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int
 ) -> tuple[Round, ...]:
-    """How what ``owner`` reduces gets there from any other rank; arguments as for :func:`gather_rounds`."""
+    """The rounds in which ``owner`` gets its parts from any other rank; arguments as for :func:`gather_rounds`."""
     whole: list[Piece] = []
     packed: list[Piece] = []
     for piece in _pieces(plans, itemsizes, owner, large, with_kept_whole=True):

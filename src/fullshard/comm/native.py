@@ -59,7 +59,7 @@ class _ProcessGroupMemory:
         return allocator(size, dtype, device)
 
     def make_known(self, *tensors: torch.Tensor) -> None:
-        """Nothing: the process group knows what it allocated."""
+        """Does nothing: the process group knows what it allocated."""
 
 
 class _SymmetricMemory(_ProcessGroupMemory):

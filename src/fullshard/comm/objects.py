@@ -1,4 +1,4 @@
-"""Objects of Python that the ranks of a process group tell one another.
+"""Objects of Python that the ranks of a process group send to one another.
 
 torch has calls for it too, but they need numpy, on which this library does not depend.
 """
@@ -17,7 +17,7 @@ from fullshard.torch_private import all_gather_single
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
-    """What each rank says, in the order of ranks; every rank must call it.
+    """The objects of all ranks, in the order of ranks; every rank must call it.
 
     Args:
         mine: an object that can be pickled.
@@ -35,7 +35,7 @@ def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[A
 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None) -> Any:
-    """What the first rank says; every rank must call it, and the others' ``value`` does not count."""
+    """The object of the first rank; every rank must call it, and the others' ``value`` does not count."""
     data = _encoded(value if dist.get_rank(process_group) == 0 else None, process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
     dist.broadcast(length, group=process_group, group_src=0)

@@ -2,7 +2,7 @@
 
 Owns the layout of a message, which is the sections of a shard end to end, and the copies between the messages of all
 ranks and the full buffers. They are strided copies, at most two for each parameter: ``torch.chunk`` gives some ranks
-chunks of equal size, at most one rank a smaller one and the rest none. What runs when is left to the transport.
+chunks of equal size, at most one rank a smaller one and the rest none. The transport decides what runs when.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Memory = tuple[Lease, int]
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank contributes or receives.
+    """The message that one rank contributes or receives.
 
     Args:
         starts: where each section begins, in bytes.
@@ -144,7 +144,7 @@ class Gather:
 
 
 class _Packing(Generic[Bound]):
-    """What the collectives of some transfers work on.
+    """The tensors on which the collectives of some transfers work.
 
     Args:
         transfers: checked ones.
@@ -158,7 +158,7 @@ class _Packing(Generic[Bound]):
         self._bound: dict[int, Bound] = {}
         self.device = transfers[0].full.device
         self.is_host = self.device.type == "cpu"
-        #: Memory that is needed besides: bytes and dtype of each piece.
+        #: The staging that is needed: bytes and dtype of each piece.
         self.sizes: list[tuple[int, torch.dtype]] = []
 
     def bind(self) -> tuple[Lease | None, Bound]:

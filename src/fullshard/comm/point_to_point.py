@@ -231,7 +231,7 @@ class _MessageRoute:
         return _view(lease, self._dtypes[piece.section], start + piece.offset, piece.shape)
 
     def _receive(self, bound: _BoundRound, arriving: Round, peer: int, lease: Lease | None, start: int) -> None:
-        """Let what needs staging come there from ``start`` on."""
+        """Receive the pieces that need staging there, from ``start`` on."""
         bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
         if arriving.packed:
             bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
@@ -239,7 +239,7 @@ class _MessageRoute:
     def _messages(
         self, bound: _BoundRound, leaving: Round, where: _Where, lease: Lease | None, start: int
     ) -> list[list[torch.Tensor]]:
-        """What is sent of a round whose pieces lie ``where`` it says; those that are packed go there at ``start``."""
+        """The messages of a round. ``where`` finds its pieces; packed ones are copied to staging, from ``start`` on."""
         messages = [[where(piece)] for piece in (*leaving.straight, *leaving.whole)]
         if leaving.packed:
             messages.append([_bytes(lease, start, leaving.packed_bytes)])

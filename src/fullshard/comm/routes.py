@@ -1,7 +1,7 @@
-"""What the routes of all transports have in common.
+"""The common parts of the routes of all transports.
 
-Owns the check of what a caller hands over, which is made once for each route and not at every start, and the tensors
-that stand for the caller's. How values travel is up to each transport.
+Owns the check of the caller's tensors, which is made once for each route and not at every start, and the aliases of
+these tensors. How values travel is up to each transport.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait_for(work: dist.Work, what: str) -> None:
-    """Wait for a collective. Where another rank was lost backends say so, and not where to look."""
+    """Wait for a collective. If another rank was lost, backends say so, but not where to look."""
     try:
         work.wait()
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """How a sum over ranks becomes a mean: what is divided before it travels, by the backend, and after.
 
-Owns the choice among the three, :func:`choose_scaling`, and the division itself; who reduces and where the values lie
-is the transports' business.
+Owns the choice among the three, :func:`choose_scaling`, and the division itself; transports decide who reduces and
+where the values lie.
 """
 
 from __future__ import annotations

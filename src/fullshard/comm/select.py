@@ -1,6 +1,6 @@
 """Which transport moves a group's buffers: chosen from facts, unless the user says otherwise.
 
-Owns the choice and the instances, which groups share so that what transports keep exists once. ``FULLSHARD_TRANSPORT``
+Owns the choice and the instances. Groups share them, so that their staging exists once. ``FULLSHARD_TRANSPORT``
 overrides the choice with the name of a transport.
 """
 

@@ -1,8 +1,8 @@
 """Memory for bytes on their way: kept, grown when a larger exchange comes, and used again.
 
-A :class:`Staging` owns a few buffers, as many as exchanges are under way at once. Memory that is freed and taken
-again at each exchange would be faulted in again by the kernel, at nine times the cost of copying it, so buffers stay
-until :meth:`Staging.drop`; what is written to them and when is up to the transports.
+A :class:`Staging` owns a few buffers, as many as exchanges are under way at once. Memory that is freed and taken again
+at each exchange would be faulted in again by the kernel, at nine times the cost of copying it, so buffers stay until
+:meth:`Staging.drop`; transports decide what is written to them and when.
 """
 
 from __future__ import annotations
@@ -103,5 +103,5 @@ class Staging:
         return dropped
 
 
-#: The buffers of this process, which all transports share. Whoever wants the memory back calls ``SHARED.drop()``.
+#: The buffers of this process, which all transports share. ``SHARED.drop()`` gives their memory back.
 SHARED = Staging()

@@ -1,7 +1,6 @@
-"""Sums of what the ranks have, block by block, in a precision that does not depend on who comes first.
+"""Sums of the values of all ranks, block by block, in a precision that does not depend on which rank is first.
 
-Low precision is added in fp32, in the order of ranks. Owns the arithmetic; how the terms came to be readable here is
-the transports' business.
+Low precision is added in fp32, in the order of ranks. Owns the arithmetic; transports bring the terms here.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
 
 
 def check_summable(transfers: Sequence[Transfer]) -> None:
-    """Refuse what cannot be added up.
+    """Refuse dtypes that cannot be added up.
 
     Raises:
         TypeError: names the dtype.

@@ -20,7 +20,7 @@ from fullshard.device import Done, Pending
 
 
 class MovesPrivately:
-    """What is the same for every transport whose ranks have memory of their own."""
+    """The methods that are the same for every transport whose ranks have memory of their own."""
 
     gradient_buffers = 1
 
@@ -56,7 +56,7 @@ class Transfer(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """What becomes of the ranks' values: their sum divided by ``divisor``.
+    """How the ranks' values are combined: their sum divided by ``divisor``.
 
     Args:
         divisor: usually the number of ranks that hold different data.
@@ -87,13 +87,13 @@ class Nowhere:
 
 
 class StillRead:
-    """Communication (:class:`Pending`) after whose end other ranks still read what this one handed over."""
+    """Communication (:class:`Pending`) whose buffers other ranks still read after its end."""
 
     def finish(self) -> None:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Return when they have: the buffers that were handed over may be written again. Called after ``finish``."""
+        """Return when no rank reads them any more: they may be written again. Called after ``finish``."""
         raise NotImplementedError
 
 
@@ -135,7 +135,7 @@ class SharedMemory:
 
     Args:
         segment: holds it.
-        view: the same, mapped to be read: who writes to it gets copies of those pages.
+        view: the same, mapped to be read: a write goes to a copy of its page.
         start: where in the segment it begins, in bytes.
         barrier: when it may be read and written.
     """
@@ -170,7 +170,7 @@ class Transport(Protocol):
 
     @property
     def private(self) -> Transport:
-        """What moves buffers that lie in memory of this rank alone; itself, unless ranks share memory."""
+        """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
         ...
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -213,8 +213,8 @@ class Transport(Protocol):
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """Partial to sharded: to write the reduced extents of this rank to a shard, overwriting it.
 
-        ``full`` has the dtype that travels and may be overwritten. Of each ``shard`` the dtype counts, into which the
-        result is cast; every start brings shards of its own. Their padding is left undefined. ``tag`` is a small
+        ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
+        which the result is cast; every start brings its own shards. Their padding is left undefined. ``tag`` is a small
         non-negative integer that is unique to the group and the kind of exchange, so that messages of different groups
         are never taken for one another.
 
