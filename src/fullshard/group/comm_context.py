@@ -1,4 +1,4 @@
-"""What the groups of a tree of modules share: lanes, memory, the reductions under way, and the count of passes.
+"""The context that the groups of a tree share: lanes, memory, the reductions under way, and the count of passes.
 
 Owns the pools from which passing buffers come, and the bound on reductions. Several trees may share a
 :class:`CommContext` (``share_comm_ctx``); each has a :class:`Clock` of its own.
@@ -20,7 +20,7 @@ from fullshard.device import PASSED, Lanes, Mark
 
 @dataclass
 class Clock:
-    """What a tree of modules agrees on: values gathered in an earlier epoch may have been written since."""
+    """The clock of a tree of modules: values gathered in an earlier epoch may have been written since."""
 
     epoch: int = 0
     #: Is called when a backward reaches any of its groups.
@@ -38,7 +38,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque()
-        self.drops = 0  # how often what was under way was lost
+        self.drops = 0  # how often reductions that were under way were lost
 
     def add(self, mark: Mark) -> None:
         self._marks.append(mark)
@@ -85,7 +85,7 @@ class Pools:
 
 
 class CommContext:
-    """What groups that communicate in turn share."""
+    """The context that groups share which communicate in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What the parts of a group share: its parameters, how they are laid out, and what the user chose for it.
+"""The context that the parts of a group share: its parameters, their layout, and the options that a user chose.
 
 The parts (memory, gradients, what the modules show, extensions) are given this and not the group, which is made of
 them. Owns the sections, the dtypes in which they are computed, and the state.
@@ -38,10 +38,10 @@ class GroupContext:
         tag: tells its messages from those of other groups; the same on all ranks.
 
     Attributes:
-        sections: the parameters by stored dtype, those aside that define how they are gathered.
+        sections: the parameters by stored dtype, without those that define how they are gathered.
         compute_dtypes: in which each section is gathered.
         is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
-        hidden: whether the modules show sharded parameters though the others are there.
+        hidden: whether the modules show sharded parameters though the unsharded ones are there.
     """
 
     sections: tuple[Section, ...]

@@ -1,9 +1,9 @@
 """Parameters that travel in a form of their own: tensor subclasses with ``fsdp_pre_all_gather``.
 
 Such a parameter (fp8 or int8 weights, for example) says which tensors to gather and makes the unsharded parameter of
-what was gathered. Owns their gather beside the group's ordinary one; their gradients travel like all others.
+the gathered ones. Owns their gather beside the group's ordinary one; their gradients travel like all others.
 
-What is gathered lies in the same tensors every time, and their memory is there while the group is unsharded: a subclass
+Gathered values lie in the same tensors every time, and their memory is there while the group is unsharded: a subclass
 may keep them, or views of them, in the parameter that it makes, and has nothing to copy when they are gathered again.
 """
 
@@ -79,7 +79,7 @@ class _Extended:
         self._work.clear()
 
     def inputs(self) -> list[torch.Tensor]:
-        """What the subclass sends. Rows of which this rank has fewer than others are followed by zeros."""
+        """The tensors that the subclass sends, padded with zeros if this rank has fewer rows than others."""
         group, param = self._group, self._param
         local = local_of(param.sharded)  # type: ignore[arg-type]
         if group.offloads:

@@ -38,7 +38,7 @@ FLAT_NAME = "_flat_param"
 
 
 def flat_name(number: int) -> str:
-    """Under which name the flat parameter of a group's section stands."""
+    """The name of the flat parameter of a group's section."""
     return f"{FLAT_NAME}_{number}" if number else FLAT_NAME
 
 
@@ -66,9 +66,9 @@ class _IsFlat(type(nn.Parameter)):  # type: ignore[misc]
 class FlatParameter(nn.Parameter, metaclass=_IsFlat):
     """This rank's shard of several parameters that were laid end to end: 1-D, padded at the end to one size for all.
 
-    What is constructed is an ``nn.Parameter`` that ``isinstance`` knows. Sharding fills in ``_fqns``, ``_shapes`` and
-    ``_numels`` of the parameters, ``_num_params``, the sizes ``_unpadded_unsharded_size``, ``_padded_unsharded_size``
-    and ``_sharded_size``, and ``shard_metadata``, a :class:`ShardMetadata`.
+    The constructor makes an ``nn.Parameter``, which ``isinstance`` knows as this class. Sharding fills in ``_fqns``,
+    ``_shapes`` and ``_numels`` of the parameters, ``_num_params``, the sizes ``_unpadded_unsharded_size``,
+    ``_padded_unsharded_size`` and ``_sharded_size``, and ``shard_metadata``, a :class:`ShardMetadata`.
     """
 
     _fqns: tuple[str, ...]
@@ -136,7 +136,7 @@ class Fragment(ShardedParameter):
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def heed_grad_dtype(self) -> None:
-        """Nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
+        """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
     def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
         return "flat", self._alignment
@@ -206,9 +206,9 @@ class Fragment(ShardedParameter):
         return grad if grad is None or self.home is None else self._part(grad)
 
     def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """Make a reduced part the gradient; if there is one already, return that one, to be added to.
+        """Let a reduced part be the gradient. If there is a gradient already, return it: the caller adds to it.
 
-        The first parameter of a flat parameter takes the part of all of it.
+        For a flat parameter, its first parameter takes the reduced part of the whole flat parameter.
         """
         sharded = self.sharded
         if sharded.grad is None and local.dtype == sharded.dtype:
@@ -225,7 +225,7 @@ class Fragment(ShardedParameter):
         return self._attributes
 
     def watch(self, receive: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Let ``receive`` have the gradients that autograd would add to that of the fragment."""
+        """Call ``receive`` with each gradient that autograd is about to add to that of the fragment."""
         if self._watched is not self.sharded:
             self._watched, trainable = self.sharded, self.sharded.requires_grad
             self.sharded.requires_grad_(True)  # of a frozen parameter too: the hook is kept when it is thawed
@@ -233,14 +233,14 @@ class Fragment(ShardedParameter):
             self.sharded.requires_grad_(trainable)
 
     def show_waiting(self) -> torch.Tensor | None:
-        """Let users see that a gradient waits to be reduced, and clear it; what they see is what is there already."""
+        """Show that a gradient waits, so that users can clear it: show the gradient that is there, or zeros."""
         if self.sharded.grad is None and self.sharded.requires_grad:
             self._blank = self.sharded.grad = torch.zeros_like(self.sharded)
         return self.sharded.grad
 
     def hide_waiting(self) -> None:
-        """Nothing is to be seen any more: what comes home is the first gradient, in its own dtype, unless users wrote
-        one; and a rank that holds nothing of the parameter has none."""
+        """Take the zeros away that showed a waiting gradient, unless users wrote to them. The reduced gradient then
+        brings its own dtype. A rank that holds nothing of the parameter keeps no gradient."""
         grad, self._blank = self._blank, None
         if self.sharded.numel() == 0 or (grad is not None and self.sharded.grad is grad and not grad.any()):
             self.sharded.grad = None
@@ -376,7 +376,7 @@ class FlatModuleParameters(ModuleParameters):
 
 
 def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan, rank: int) -> None:
-    """Write on a flat parameter what lies in it."""
+    """Set the attributes of a flat parameter that say which parameters lie in it."""
     runs = [plan.fragment(position, rank) for position in range(len(params))]
     here = [(param, start, stop) for param, (start, stop) in zip(params, runs, strict=True) if start < stop]
     flat.__dict__.update(

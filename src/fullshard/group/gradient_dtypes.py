@@ -1,8 +1,8 @@
-"""In which dtypes the gradients of a group arrive, travel and come home.
+"""The dtypes in which the gradients of a group arrive, travel and become ``param.grad``.
 
 Owns the rules, which follow the installed torch: what ``reduce_dtype`` says; else what was assigned to ``grad_dtype``
-of a parameter; else its own dtype (from torch 2.15 on), or that in which it is computed. All that travel together have
-the dtype that holds each of them.
+of a parameter; else its own dtype (from torch 2.15 on), or that in which it is computed. Gradients that travel together
+have a dtype that can hold each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from fullshard.group.context import GroupContext
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
 
-#: The dtypes in which gradients come home and travel, and the indices of their parameters.
+#: The dtypes of ``param.grad`` and of what travels, and the indices of their parameters.
 Members = tuple[tuple[torch.dtype, torch.dtype], list[int]]
 
 
@@ -26,7 +26,7 @@ class GradientDtypes:
         self._found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
 
     def _said(self, index: int) -> torch.dtype | None:
-        """In which dtype a gradient would travel if it were alone, or ``None`` if in that which it has."""
+        """The dtype in which a gradient would travel if it were alone; ``None`` for the dtype that it has."""
         group, param = self._group, self._group.params[index]
         wanted = group.options.mp_policy.reduce_dtype
         if wanted is not None and not param.dtype.is_complex:
@@ -36,14 +36,14 @@ class GradientDtypes:
         return param.dtype if GRADIENTS_KEEP_DTYPE and not group.is_flat else group.compute_dtype(param)
 
     def alone(self, index: int) -> torch.dtype:
-        """In which dtype a gradient would travel if it were alone."""
+        """The dtype in which a gradient would travel if it were alone."""
         group = self._group
         return self._said(index) or self._found.setdefault(index, group.compute_dtype(group.params[index]))
 
     def together(self, indices: Iterable[int]) -> list[Members]:
         """The parameters by the dtypes of their gradients."""
         params, alone = self._group.params, {index: self.alone(index) for index in indices}
-        travels: dict[bool, torch.dtype] = {}  # apart: a complex dtype would hold what is real
+        travels: dict[bool, torch.dtype] = {}  # apart, or real gradients would travel in a complex dtype
         for dtype in alone.values():
             travels[dtype.is_complex] = torch.promote_types(travels.get(dtype.is_complex, dtype), dtype)
         members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
@@ -54,7 +54,7 @@ class GradientDtypes:
         return list(members.items())
 
     def tell(self, index: int, leaf: torch.Tensor) -> None:
-        """Tell autograd which gradients a leaf takes."""
+        """Tell autograd the dtype of the gradients that a leaf takes."""
         param, said = self._group.params[index], self._said(index)
         if self._group.is_flat or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
             return
@@ -71,10 +71,10 @@ class GradientDtypes:
         return True
 
     def refuse_unknown(self) -> None:
-        """Where gradients are missing on some ranks, all must know in which dtype they travel.
+        """Raise if ranks on which gradients are missing could not know in which dtype these travel.
 
         Raises:
-            ValueError: naming the parameters of which they do not.
+            ValueError: naming the parameters.
         """
         if self._found:
             names = sorted(self._group.params[index].name for index in self._found)

@@ -1,10 +1,10 @@
-"""How the gradients of a group come home.
+"""How the gradients of a group are taken, reduced and handed to the sharded parameters.
 
-Owns the buffer into which each gradient is taken as autograd has it, the reduction of what arrived, and the
+Owns the buffer into which each gradient is copied when autograd has it, the reduction of those that arrived, and the
 hand-over of the reduced chunks to the sharded parameters. It leaves to the schedule when a group's backward has ended.
 
-A gradient exists once: in the buffer, in the dtype in which it will travel, for which small ones wait for one another.
-Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
+A gradient exists once: in the buffer, in the dtype in which it will travel. Small ones wait for one another before they
+are copied. Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Part:
     plan: Plan
     section: int
     dtype: torch.dtype  # in which the reduced values are written
-    home_dtype: torch.dtype  # of the gradient that comes home
+    home_dtype: torch.dtype  # of ``param.grad``
     chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
 
 
@@ -90,7 +90,7 @@ class Gradients:
         self._nbytes: dict[int, int] = {}  # of each of these
         self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
-        self._gaps: list[torch.Tensor] = []  # what no gradient fills and travels nevertheless
+        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         self._choices: dict[tuple[frozenset[int], bool], _ReductionPlan] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
         self._collects = False
@@ -106,7 +106,7 @@ class Gradients:
             self._buffer.move(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
-        """Reductions go another way from now on."""
+        """Forget the routes: reductions take others from now on."""
         self._choices = {}
 
     # -- arrival -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Gradients:
 
     @property
     def has_any(self) -> bool:
-        """Whether there are gradients that have not come home, waiting or kept."""
+        """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
         return bool(self._arrived or self._waiting or self._partial)
 
     @staticmethod
@@ -171,7 +171,7 @@ class Gradients:
 
     @torch.no_grad()
     def take_left(self) -> None:
-        """Take gradients that somebody left on the leaves, as a stage of a pipeline that computes them by hand."""
+        """Take gradients that were left on the leaves, as a pipeline stage does that computes them by hand."""
         for index, param in enumerate(self._group.params):
             leaf = param.unsharded
             if leaf is not None and leaf.grad is not None:
@@ -229,7 +229,7 @@ class Gradients:
         return torch.zeros_like(grad)
 
     def settle(self) -> None:
-        """Take what waits into the buffer; in one call, for small gradients cost more by their number than by size."""
+        """Copy waiting gradients into the buffer, in one call: small ones cost more by their number than by size."""
         if not self._waiting:
             return
         if torch.is_grad_enabled():  # the backward is to be differentiated
@@ -244,8 +244,8 @@ class Gradients:
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
-        """A backward has ended without reduction. Flat parameters show that gradients wait, so that users can clear
-        them, as by ``zero_grad()``; nobody has all of them to show."""
+        """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear them, as
+        by ``zero_grad()``; no rank could show all of them."""
         self.settle()
         for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
             if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
@@ -286,7 +286,7 @@ class Gradients:
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
-        """A section for each dtype in which gradients come home. All travel in the dtype that holds each of them."""
+        """Make a section for each dtype of ``param.grad``. All travel in a dtype that can hold each of them."""
         group = self._group
         self._trainable = trainable
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
@@ -347,7 +347,7 @@ class Gradients:
         return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> _ReductionPlan:
-        """What takes part if these parameters do; as a rule the same in every step."""
+        """The plan of a reduction of these parameters; as a rule the same in every step."""
         group, parts = self._group, list[_Part]()
         for at, section in enumerate(self._sections):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
@@ -366,7 +366,7 @@ class Gradients:
         return choice
 
     def _home_dtype(self, at: int) -> torch.dtype:
-        """In which dtype the gradients of a section come home: that of the section, unless lower ones are kept."""
+        """The dtype of ``param.grad`` in a section: that of the section, unless a lower one is kept."""
         group, section = self._group, self._sections[at]
         if not group.options.keep_computed_dtype:
             return section.dtype
@@ -385,7 +385,7 @@ class Gradients:
 
 
 class _PendingReduction:
-    """One reduction on its way; ``partial`` has what was summed before over some of the ranks only."""
+    """One reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
 
     def __init__(
         self, group: TrainedGroup, partial: dict[int, torch.Tensor], choice: _ReductionPlan, buffer: SlotBuffer

@@ -1,8 +1,8 @@
 """A group: the parameters that travel together, and the states they go through.
 
-Owns the buffers of its parameters (shard, full, gradients), what the modules show in each state, and the transitions
-of :mod:`fullshard.group.state`. It leaves to the schedule when each happens and what is gathered next, and to its
-:class:`Gradients` how gradients come home.
+Owns the buffers of its parameters (shard, full, gradients), what the modules show in each state, and the transitions of
+:mod:`fullshard.group.state`. It leaves to the schedule when each happens and what is gathered next, and to its
+:class:`Gradients` how gradients are reduced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fullshard.group.state import State
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 
 _TAGS_APART = 1 << 16
-#: The version of leaves whose memory may be somebody else's. Autograd refuses to read what it saved of them.
+#: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
 RELEASED = 1 << 31
 
 
@@ -111,7 +111,7 @@ class Group(TrainedGroup):
             self.take_in()
 
     def take_in(self) -> None:
-        """Make the parameters that the modules now hold the group's own."""
+        """Take over the parameters that the modules now hold."""
         if self.state is State.SHARDED_POST_FORWARD:
             self.reshard()
         if self.module_params.take_in():
@@ -159,7 +159,7 @@ class Group(TrainedGroup):
         return self.memory.version(self.module_params.sharded)
 
     def count_write(self) -> None:
-        """Somebody wrote to the sharded parameters, perhaps without a trace."""
+        """Note a write to the sharded parameters, perhaps without a trace."""
         self.memory.writes += 1
 
     def publish(self, whatever: bool) -> None:
@@ -203,7 +203,7 @@ class Group(TrainedGroup):
         return True
 
     def _unshard_shared(self, shared: SharedChunks) -> bool:
-        """Show what all ranks see; between passes, when any of them may write to it, a copy."""
+        """Show the shared parameters; between passes, when other ranks may write to them, a copy."""
         full = self.full
         assert isinstance(full, SharedBuffer)
         if self.memory.has_meta:
@@ -216,7 +216,7 @@ class Group(TrainedGroup):
                     if self.hidden:
                         self._show_unsharded()
                     return False
-                self.reshard()  # the shard was written since: so is what may have been written to the leaves old
+                self.reshard()  # the shard was written since: what may have been written to the leaves is old too
         else:
             self.reshard()
             self.publish(whatever=True)
@@ -244,7 +244,7 @@ class Group(TrainedGroup):
         return (self._route or self._make_route(self.data.shard_group)).start()
 
     def _make_route(self, shard_group: dist.ProcessGroup) -> GatherRoute:
-        """What an all-gather reads and writes; where dtype or device differ, it reads the shard's copy in staging."""
+        """Make the route of the gather; where dtype or device differ, it reads the shard's copy in staging."""
         shards = self.memory.staged_views if self.memory.needs_staging else self.memory.views
         plans = [section.plan for section in self.sections]
         transfers = list(map(Transfer, plans, self._full_views, shards))
@@ -256,7 +256,7 @@ class Group(TrainedGroup):
             self._staging.give_back(mark_now(self.device))
 
     def wait_for_unshard(self) -> None:
-        """What follows on the current lane may read the unsharded parameters, which the modules now show."""
+        """Wait for the gather, and let the modules show the unsharded parameters."""
         if self.state is not State.GATHERING:
             return
         assert self._gather is not None
@@ -280,7 +280,7 @@ class Group(TrainedGroup):
         self.module_params.show_unsharded()
 
     def hide(self) -> None:
-        """Show the sharded parameters and keep the others, until they are needed."""
+        """Show the sharded parameters and keep the unsharded ones, until they are needed."""
         self.module_params.show_sharded()
         self.hidden = True
 
@@ -346,7 +346,7 @@ class Group(TrainedGroup):
             self.let_read(True)
 
     def reshard_after_forward(self) -> None:
-        """What the user chose to happen to the parameters between forward and backward."""
+        """Do with the parameters what the user chose for the time between forward and backward."""
         if self.state is not State.UNSHARDED:
             return
         if self.options.post_forward_mesh is not None and self._extensions is None:
@@ -363,8 +363,8 @@ class Group(TrainedGroup):
     # -- what may change between steps -------------------------------------------------------------------------------
 
     def show_too(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
-        """A parameter of this group stands elsewhere as well: under a name in another module (tied across groups), or
-        on a path of keys in the attributes of a module."""
+        """Show a parameter of this group elsewhere too: under a name in another module (tied across groups), or on a
+        path of keys in the attributes of a module."""
         param = self.params[index]
         if isinstance(where, tuple):
             param.kept_apart.append((module, where))
@@ -385,7 +385,7 @@ class Group(TrainedGroup):
             self.gradients = before
 
     def use_transport(self, gather: Transport | None = None, reduce: Transport | None = None) -> None:
-        """Move by other means from now on."""
+        """Gather or reduce by another transport from now on."""
         self.reshard()
         if gather is not None:
             self.transport = gather

@@ -1,4 +1,4 @@
-"""What a group keeps between uses: the shard.
+"""The shard of a group, which it keeps between uses.
 
 Owns one piece of memory in which every parameter of the group has its chunk, the move of values into it, and the
 copies that a gather needs where the shard has another dtype or lies on another device. It knows no states.

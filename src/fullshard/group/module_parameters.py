@@ -1,4 +1,4 @@
-"""What the modules show of a group, and what users do to it between steps.
+"""The parameters that modules show of a group, and the changes that users make to them between steps.
 
 Owns the prepared updates that put the sharded or the unsharded parameters in their places, one dict a module, and the
 look, before each step, at whether the parameters that stand there are still the group's own.
@@ -26,7 +26,7 @@ Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
 class ModuleParameters:
-    """Where the parameters of a group stand, and what stands there."""
+    """The places of a group's parameters in the module tree, and the tensors that stand there."""
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
@@ -36,7 +36,7 @@ class ModuleParameters:
     def gradient_views(
         self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
     ) -> Iterable[tuple[int, torch.Tensor]]:
-        """Which parts of a reduced ``shard`` come home to which parameters."""
+        """Which parts of a reduced ``shard`` are the gradients of which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
     def prepare(self) -> None:
@@ -67,7 +67,7 @@ class ModuleParameters:
     def accumulate_gradients(
         self, grads: Iterable[tuple[int, torch.Tensor]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Reduced parts have come home; returns those to be added to gradients that are there, each after such one."""
+        """Set ``param.grad`` to the reduced parts; where it is set already, return it and the part to add to it."""
         params, more = self._group.params, []
         for index, local in grads:
             param = params[index]
@@ -168,7 +168,7 @@ class ModuleParameters:
         return True
 
     def _follow(self, param: ShardedParameter, location: Location) -> None:
-        """The parameter left its place: find where it went in the module tree."""
+        """Find where a parameter that left its place went in the module tree."""
         known = {(id(other.module), other.name) for other in param.locations}
         for root in self._group.modules:
             for module in root.modules():

@@ -1,4 +1,4 @@
-"""What rests on the CPU: a check of what that needs, and optimizer state that comes up only for a step.
+"""Offloading to the CPU: a check of what it needs, and optimizer state that is on the device only for a step.
 
 Offloaded parameters are the business of the group's memory. Owns the rest of ``CPUOffloadPolicy``: state of an
 optimizer that steps on the device is copied up before each step and back after it, by hooks on every optimizer.

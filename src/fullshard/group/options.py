@@ -1,4 +1,4 @@
-"""What a user chose for a group, as data."""
+"""The options that a user chose for a group, as data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fullshard.policies import MixedPrecisionPolicy, OffloadPolicy
 
 @dataclass
 class GroupOptions:
-    """What a user chose for a group; each may be changed between steps by the setters of ``FSDPModule``."""
+    """The options that a user chose for a group; each may be changed between steps by the setters of ``FSDPModule``."""
 
     mp_policy: MixedPrecisionPolicy
     offload: OffloadPolicy
@@ -29,7 +29,7 @@ class GroupOptions:
     keep_computed_dtype: bool = False
     unshard_in_backward: bool = True
     max_gradient_buffers: int | None = None
-    #: What sums over replicas in place of the process group's all-reduce.
+    #: A function that sums over replicas in place of the process group's all-reduce.
     all_reduce: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None

@@ -1,8 +1,7 @@
 """Which parameter objects were taken by which group.
 
-A parameter that is tied across groups is met again as the object that it was before sharding. Owns the memory of those
-objects, by weak references, so that the second group can be told of the first; and the check that no optimizer still
-steps on them.
+A parameter that is tied across groups is met again as the object that it was before sharding. Owns weak references to
+those objects, so that the second group can find the first; and the check that no optimizer still steps on them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Owner(Protocol):
     clock: Clock
 
     def count_write(self) -> None:
-        """Somebody wrote to the sharded parameters, perhaps without a trace."""
+        """Note a write to the sharded parameters, perhaps without a trace."""
 
     def show_too(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
-        """A parameter stands elsewhere as well."""
+        """Show a parameter elsewhere too."""
 
 
 #: By id: the group, which of its parameters it is, and the object itself unless the group still holds it.
@@ -72,7 +71,7 @@ def register_sharded(group: Owner) -> None:
 
 
 def refuse_gradients(original: nn.Parameter, name: str) -> None:
-    """Let a backward raise that reaches a parameter as it was before sharding: nobody would reduce its gradient."""
+    """Make a backward raise if it reaches a parameter as it was before sharding: no group reduces its gradient."""
 
     def refuse(_: torch.Tensor) -> None:
         raise RuntimeError(
@@ -101,7 +100,7 @@ def owner_of(param: torch.Tensor | None) -> tuple[Owner, int] | None:
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Steps of foreach optimizers on DTensors leave no trace in any version."""
+    """Count a step: foreach optimizers on DTensors leave no trace in any version."""
     for reference in _stepped[optimizer][1]:
         group = reference()
         if group is not None:

@@ -1,4 +1,4 @@
-"""One parameter of a group: what it was, what stands for it while it is sharded, and what while it is not.
+"""One parameter of a group: what it was, and what stands for it while it is sharded and while it is unsharded.
 
 Owns the DTensor that optimizers and state dicts see, the leaf that autograd sees, and the places in the module tree
 where either is shown. It leaves to the group where the values lie and when they move.
@@ -37,7 +37,7 @@ from fullshard.torch_private import (
     spec_of,
 )
 
-#: Under these names the modules that wrap others hold them; names of parameters are told without.
+#: The names under which wrappers hold a module; names of parameters are given without them.
 WRAPPED_NAME = "_fsdp_wrapped_module"
 CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
@@ -90,9 +90,9 @@ class ShardedParameter:
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self.defines_gather(whole)
-        #: In which it is gathered, if not in the dtype that the group's policy says.
+        #: The dtype in which it is gathered, if not that of the group's policy.
         self.overridden_dtype: torch.dtype | None = None
-        #: Of its gradients. Survives conversions of the parameter, and that another takes its place.
+        #: Of its gradients. Stays when the parameter is converted or replaced.
         self.grad_dtype: GradDtype = chosen_grad_dtype(param)
         self._gradient_specs: dict[torch.dtype, DTensorSpec] = {}
         self.sharded: nn.Parameter = param  # until the group has a place for it
@@ -123,11 +123,11 @@ class ShardedParameter:
 
     @property
     def section(self) -> object:
-        """Parameters with an equal one lie in one section."""
+        """A key: parameters with an equal key lie in one section."""
         return self.dtype
 
     def fit(self, plan: Plan, position: int, rank: int) -> None:
-        """Where it lies in the plan of its group was decided."""
+        """Take note of where it lies in the plan of its group."""
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
@@ -180,22 +180,22 @@ class ShardedParameter:
 
     @property
     def held(self) -> torch.Tensor:
-        """What ``sharded`` holds now: all of the parameter before it was placed, this rank's part after."""
+        """The tensor that ``sharded`` holds: all of the parameter before it was placed, this rank's part after."""
         return local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
 
     def lies_at(self, place: torch.Tensor) -> bool:
-        """Whether it was placed there and still is."""
+        """Whether it was placed at ``place`` and still lies there."""
         return self.placed and self.held is place
 
     def adopt(self) -> None:
-        """What ``sharded`` holds has another dtype or mesh from now on."""
+        """Take over the dtype and mesh of the values that ``sharded`` now holds."""
         self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.held.dtype
         self.extends = self.defines_gather(self.held)
         self._gradient_specs.clear()
 
     def heed_grad_dtype(self) -> None:
-        """Take over what was assigned to ``sharded``, which is another object, or was made anew, if nothing was."""
+        """Take over the ``grad_dtype`` of ``sharded``; if none was assigned to this object, assign the one known."""
         chosen = chosen_grad_dtype(self.sharded)
         if chosen != "own":
             self.grad_dtype = chosen
@@ -203,7 +203,7 @@ class ShardedParameter:
             choose_grad_dtype(self.sharded, self.grad_dtype)
 
     def set_gradient_aside(self) -> torch.Tensor | None:
-        """Take the gradient away whose dtype was chosen: a conversion of the parameter must not convert it."""
+        """Take away a gradient whose dtype was chosen: a conversion of the parameter must not convert it."""
         self.heed_grad_dtype()
         gradient = self.sharded.grad
         if self.grad_dtype == "own" or gradient is None:
@@ -212,7 +212,7 @@ class ShardedParameter:
         return gradient
 
     def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What the DTensor of a gradient says of itself, in another dtype than that of the parameter."""
+        """The spec of the DTensor of a gradient, for another dtype than that of the parameter."""
         if dtype not in self._gradient_specs:
             self._gradient_specs[dtype] = altered_spec(self.spec, dtype=dtype)
         return self._gradient_specs[dtype]
@@ -238,7 +238,7 @@ class ShardedParameter:
         return altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
     def _placements(self, before: int = -1) -> list[Placement]:
-        """On the dims of the data mesh, which comes before those dims of tensor parallel that cut a dim once more."""
+        """The placements on the data mesh, which comes before those dims of tensor parallel that cut a dim again."""
         if not self.data.shards:
             return [Replicate()]
         placement: Placement = Replicate()
@@ -338,7 +338,7 @@ class ShardedParameter:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What users attached to the parameter."""
+        """The attributes that users set on the parameter."""
         return self.sharded.__dict__
 
     def make_unsharded(self, local: torch.Tensor) -> None:
@@ -353,7 +353,7 @@ class ShardedParameter:
             self.unsharded.register_hook(hook)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """What autograd computed, as a plain tensor of ``shape``."""
+        """The gradient that autograd computed, as a plain tensor of ``shape``."""
         if self.unsharded_spec is None:
             return grad
         assert isinstance(grad, DTensor), f"the gradient of the DTensor '{self.name}' is a {type(grad).__name__}"
@@ -377,7 +377,7 @@ def whole_views(
 def chunk_views(
     params: Sequence[ShardedParameter], members: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """What ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
+    """The part that ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):
         start, shape = plan.place(position, rank)
         yield index, params[index].view(shard[start : start + math.prod(shape)], shape)

@@ -46,7 +46,7 @@ class PostForwardShard:
         show(updates(shown))
         assert mesh.shard_group is not None
         self._route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
-        #: Whoever reads the small shard waits for the copies that filled it.
+        #: A reader of the small shard waits for the copies that filled it.
         self.filled = mark_now(group.device)
 
     def _as_parameter(self, param: ShardedParameter, local: torch.Tensor) -> nn.Parameter:

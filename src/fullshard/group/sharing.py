@@ -1,8 +1,8 @@
 """The chunks of a group in the full buffer that the ranks of a host share.
 
-A chunk lies in the full buffer, in the very place from which all ranks read it. One that cannot, because it has another
-dtype than is computed in, is cut along another dim than the first, or is whole on every rank, lies in memory of this
-rank and is *published*: copied to its place in the full buffer when a pass begins.
+A chunk lies in the full buffer, in the very place from which all ranks read it. A chunk that cannot, because it has
+another dtype than is computed in, is cut along another dim than the first, or is whole on every rank, lies in memory of
+this rank and is *published*: copied to its place in the full buffer when a pass begins.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SharedChunks:
 
     @torch.no_grad()
     def publish(self, version: int, whatever: bool) -> None:
-        """Let the ranks see what was written to the chunks since another ``version``, or ``whatever`` they hold."""
+        """Copy the chunks to their places if the ``version`` is a new one, or in any case (``whatever``)."""
         if whatever or version != self._version:
             self._version = version
             foreach_copy([shown for shown, _ in self._published], [own for _, own in self._published])
