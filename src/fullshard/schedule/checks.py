@@ -1,4 +1,4 @@
-"""What is looked at once, before the first forward of a tree: mistakes that would otherwise be silent.
+"""Checks before the first forward of a tree, for mistakes that would otherwise be silent.
 
 Owns the checks that need the whole tree or the other ranks. They cost nothing in a step.
 """
@@ -29,7 +29,7 @@ class EmptiedBuffers:
         ]
 
     def names(self) -> list[str]:
-        """Those that nobody has written since."""
+        """The names of those that nobody has written since."""
         return [
             path
             for module, name, path in self._watched

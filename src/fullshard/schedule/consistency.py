@@ -43,7 +43,7 @@ class Consistency:
         self._process_groups = [each for each in process_groups if each.size() > 1 and dist.get_backend(each) != "fake"]
 
     def start(self, kind: Kind, steps: int) -> None:
-        """A pass has ended, which began after so many steps of optimizers. All ranks must call it."""
+        """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
         for process_group in self._process_groups:
             # Ranks that share memory compare while they wait for one another.
             calls = [
@@ -69,7 +69,7 @@ class Consistency:
             self._under_way.pop(0).check()
 
     def forget(self) -> None:
-        """An error has cut a pass short."""
+        """Forget a pass that an error cut short."""
         self.calls.clear()
         self._under_way.clear()
 

@@ -1,7 +1,7 @@
 """When the reductions of a step are complete: at the end of its last backward, or when the user says so.
 
-By hand, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the choice and
-the order in which things must be done. It leaves to the schedule what is done.
+If the user says so, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the
+choice and the order of calls. It leaves the work to the schedule.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Finalization:
     # -- in a step ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """An outermost forward begins.
+        """Begin an outermost forward.
 
         Raises:
             RuntimeError: an earlier reduction was not waited for.
@@ -65,7 +65,7 @@ class Finalization:
             )
 
     def end_forward(self, mark: object | None) -> None:
-        """An outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
+        """End an outermost forward; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
         if mark is not None:
             self._forward = weakref.ref(mark)
 

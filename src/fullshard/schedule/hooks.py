@@ -37,7 +37,7 @@ class PostForward(_Hook):
 
 
 class Reshard(_Hook):
-    """Before a state dict is made or loaded: the modules show the sharded parameters."""
+    """Runs before a state dict is made or loaded: lets the modules show the sharded parameters."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         for group in self.unit.groups:
@@ -45,7 +45,7 @@ class Reshard(_Hook):
 
 
 class Adopt(_Hook):
-    """After a state dict was loaded: a parameter that it put in the place of another keeps the ``grad_dtype``."""
+    """Runs after a state dict was loaded: a parameter that it replaced passes its ``grad_dtype`` on."""
 
     def __call__(self, *args: Any) -> None:
         for group in self.unit.groups:
@@ -55,7 +55,7 @@ class Adopt(_Hook):
 
 @cache
 def _outside_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What runs around a forward, kept out of compiled graphs: what it does to parameters cannot be traced."""
+    """Keep a hook around a forward out of compiled graphs: what it does to parameters cannot be traced."""
     return torch.compiler.disable(Unit.pre_forward), torch.compiler.disable(Unit.post_forward)
 
 

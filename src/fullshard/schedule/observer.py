@@ -1,6 +1,6 @@
-"""What happens in a step, told to whoever listens.
+"""The events of a step, and the observers that are told of them.
 
-Order tests, profiles, reports and checks are observers. With none the schedule tells nothing and pays for nothing.
+Order tests, profiles, reports and checks are observers. Without observers there are no events, and no cost.
 """
 
 from __future__ import annotations

@@ -47,12 +47,12 @@ class Order:
         return iter(())
 
     def next_in_backward(self, group: Group) -> Iterator[Group]:
-        """The groups whose backward follows that of the last use of ``group``, but for those that asked before it."""
+        """The groups whose backward follows that of the last use of ``group``, without those that asked before it."""
         uses = self._uses.get(id(group))
         earlier = range(uses.pop() - 1, -1, -1) if uses else ()
         return (self._finished[at] for at in earlier if at in self._uses[id(self._finished[at])])
 
     def forget(self) -> None:
-        """The uses so far have had their backward."""
+        """Forget the uses so far: their backward has ended."""
         self._finished.clear()
         self._uses.clear()

@@ -24,7 +24,7 @@ class Passes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._kind: Kind | None = None
-        #: Of optimizers, when the last pass began.
+        #: Steps of optimizers when the last pass began.
         self.steps = 0
         self._barriers: list[PassBarrier] = []
         self._groups: list[Group] = []  # those whose ranks share memory

@@ -1,4 +1,4 @@
-"""When each group of a tree of modules is gathered, resharded and reduced, and what waits for what.
+"""When each group of a tree of modules is gathered, resharded and reduced, and which work waits for which.
 
 One schedule serves all units under one root. Owns the passes of a step (their beginning, their end, and what an error
 leaves behind), prefetch and its bound, and the observers. It leaves to the groups how they gather and reduce, and to
@@ -47,7 +47,7 @@ _unshards_in_backward = attrgetter("options.unshard_in_backward")
 
 
 class Scheduled(Protocol):
-    """What a schedule knows of a unit: the modules that were sharded in one call.
+    """A unit as a schedule knows it: the modules that were sharded in one call.
 
     Attributes:
         groups: their parameters.
@@ -143,7 +143,7 @@ class Schedule:
                 pool.ordinary = max(pool.ordinary, group.full.nbytes)
 
     def free_buffers(self) -> int:
-        """Give what is kept for the next step back to the system, and what transports keep; returns the bytes."""
+        """Free what is kept for the next step, and the staging of transports; returns the bytes."""
         nbytes = self.comm.pools.drop() + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.let_go()
@@ -223,7 +223,7 @@ class Schedule:
         return self._in_backward
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
-        """``unit`` is still in an earlier forward."""
+        """Raise: ``unit`` is still in an earlier forward."""
         raise RuntimeError(
             f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
         )
@@ -248,7 +248,7 @@ class Schedule:
         return True
 
     def prefetch_forward(self, unit: Scheduled) -> None:
-        """Gather ahead, after what ``unit`` needs itself."""
+        """Gather ahead the groups that follow those of ``unit``."""
         if unit.forward_prefetch:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), -1)
         else:
@@ -257,7 +257,7 @@ class Schedule:
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward reached the tree: be called when it ends."""
+        """Begin a backward that reached the tree, and ask to be called when it ends."""
         if not self._in_backward:
             self.consistency.check()
             self._in_backward = True
@@ -268,7 +268,7 @@ class Schedule:
             call_after_backward(self.end_backward)
 
     def prefetch_backward(self, unit: Scheduled) -> None:
-        """Gather ahead what comes before ``unit`` in forward, and so after it in backward."""
+        """Gather ahead the groups that come before ``unit`` in forward, and so after it in backward."""
         if unit.backward_prefetch:
             self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), -1)
             return

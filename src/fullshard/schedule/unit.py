@@ -36,7 +36,7 @@ from fullshard.torch_private import apply_function, base_of, in_backward, storag
 
 
 class Phase(Enum):
-    """Where the modules of a unit are."""
+    """The phase of a step in which the modules of a unit are."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -78,7 +78,7 @@ class Unit:
         needed: both, once the unit is part of a tree.
     """
 
-    #: What a copy of the modules has copies of.
+    #: The attributes that a deep copy of the modules copies too.
     tree: tuple[str, ...] = ("modules", "groups", "borrowed", "forward_prefetch", "backward_prefetch")
 
     def __init__(
@@ -91,7 +91,7 @@ class Unit:
         self.auto_reshard = auto_reshard
         #: Whether the user finalizes backwards by hand, if this is the root.
         self.finalizes_by_hand = False
-        #: Whether it did: then nobody promised that parameters stay as they are while they are unsharded.
+        #: Whether the root chose so: then nobody promised that parameters stay unchanged while they are unsharded.
         self.chose_to_keep = False
         self.groups: list[Group] = []
         self.borrowed: list[Group] = []
@@ -203,7 +203,7 @@ class Unit:
         return self.post_forward(module, args, output)
 
     def end_forward(self) -> None:
-        """The forward of the whole tree ended: so did that of a list of which some modules did not run."""
+        """End the forward with that of the whole tree: some modules of a list may not have run."""
         if self._to_run and self.schedule is not None:
             self._leave_forward(self.schedule)
 
@@ -216,13 +216,13 @@ class Unit:
                 if not self._is_opaque:
                     schedule.reshard_after_forward(group)
                 group.left_by_forward = (self.chose_to_keep or self._is_opaque) and group.is_unsharded
-                writes_stay = group.left_by_forward or group.data.shard_group is None  # what is shown may be written
+                writes_stay = group.left_by_forward or group.data.shard_group is None  # the shown ones may be written
                 if group.is_flat and group.is_unsharded and (writes_stay or not torch.is_grad_enabled()):
                     group.hide()
         self.phase, self._is_opaque = Phase.IDLE, False
 
     def _hold(self) -> None:
-        """Be counted among the users of groups: one that is tied to another stays while anybody needs it."""
+        """Count this unit among the users of groups: a tied group stays unsharded while any unit needs it."""
         if not self._holds:
             self._holds = True
             for group in self.needed:
@@ -246,7 +246,7 @@ class Unit:
         return tree.cast_floating(output, self.mp_policy.output_dtype)
 
     def _own_output(self, output: Any) -> Any:
-        """Copy an output that is a view of gathered parameters: what it reads is about to be somebody else's."""
+        """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
         storages = {group.full.storage_id for group in self.needed}
         return tree.map_tensors(partial(_owned, storages), output)
 
@@ -388,7 +388,7 @@ class Unit:
     # -- the root ----------------------------------------------------------------------------------------------------
 
     def start(self) -> Schedule:
-        """Become the root of a tree: the first unit that runs, or whose groups are used, is."""
+        """Become the root of a tree, as the first unit that runs, or whose groups are used."""
         if self.is_list:
             raise RuntimeError(
                 f"fully_shard was called with a list of modules, {self!r}, of which one ran, or was to set something "
