@@ -68,7 +68,7 @@ def clip_local_shards(
         warnings.warn(
             f"clip_grad_norm_ found no gradient on rank {dist.get_rank(process_group)}; it returns the norm of all "
             f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return",
-            stacklevel=4,  # whoever called the method that calls this, past the decorator
+            stacklevel=4,  # the caller of the method that calls this, past the decorator
         )
     return total.to(reduce(torch.promote_types, (grad.dtype for grad in grads))) if grads else total
 

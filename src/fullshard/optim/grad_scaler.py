@@ -1,7 +1,7 @@
 """Gradient scaling for sharded gradients: a step that overflows on one rank is skipped by all.
 
-Owns what is shared: that ranks agree on whether a gradient is infinite or NaN. How the loss is scaled, a step skipped
-and the scale adapted is ``torch.amp.GradScaler``'s, and the same on all ranks once they agree.
+Owns the agreement of the ranks on whether a gradient is infinite or NaN. How the loss is scaled, a step skipped and the
+scale adapted is ``torch.amp.GradScaler``'s, and the same on all ranks once they agree.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShardedGradScaler(OpenGradScaler):
 
 
 def _twin(param: DTensor) -> torch.Tensor:
-    """Something whose gradient is the local part of the parameter's. Operations on DTensors would communicate too."""
+    """An object whose gradient is the local part of the parameter's. Operations on DTensors would communicate too."""
     if not isinstance(grad := param.grad, DTensor):
         return param
     twin = local_of(grad).detach()

@@ -12,8 +12,8 @@ by them::
     state[DTensor]["step"]          ────▶    the same tensor
 
 Torch lets a hook before a step replace the arguments of the step, of which the optimizer itself is the first. So the
-user's optimizer is never altered, and an exception inside of a step leaves nothing to put right. What is new in the
-state after a step is brought home as DTensors over the same memory.
+user's optimizer is never altered, and an exception inside of a step leaves nothing to put right. New state is shown as
+DTensors over the same memory after the step.
 
 What never changes between two steps is prepared once. What a user may change (parameters, what they hold, state,
 gradients, options) is compared with what it was, by identity, before each step.
@@ -72,7 +72,7 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def local_step(optimizer: O) -> O:
-    """Let ``optimizer`` step on the local tensors of its sharded parameters. Needed for classes that torch has not.
+    """Let ``optimizer`` step on the local tensors of its sharded parameters. Needed for classes that are not torch's.
 
     Its class must compute element by element, so that a part of a parameter is updated from the same part of its
     gradient and state: nothing may be summed over a parameter or look at its shape. Inside of its ``step`` parameters,
@@ -236,7 +236,7 @@ class _LocalStep:
             self._seen, self._seen_here = _Seen(optimizer.state), _Seen(self._state)
 
     def _take_back(self) -> None:
-        """Gradients live as long as the user keeps them, and no longer."""
+        """Take the gradients from the twins: they live as long as the user keeps them, and no longer."""
         for twin in self._by_twin:
             twin.grad = None
 
@@ -280,14 +280,14 @@ def _offloads_state(policy: Any) -> bool:
 
 
 def _write_back(source: dict[str, Any], target: dict[str, Any], besides: tuple[str, ...]) -> None:
-    """What the step wrote to an option or an attribute."""
+    """Write back what the step wrote to options or attributes."""
     for name, value in source.items():
         if name not in besides and (name not in target or target[name] is not value):
             target[name] = value
 
 
 class _Seen:
-    """What was in a state, to tell whether something was replaced."""
+    """The objects that were in a state, to tell whether one was replaced."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._all = list(state.values())
