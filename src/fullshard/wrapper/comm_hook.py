@@ -1,6 +1,6 @@
 """Gradients reduced by a function of the user's, in the form that ``torch.distributed.algorithms`` has them.
 
-Owns the step from such a hook to what the engine reduces with. Compression, sums and divisions are the hook's own.
+Owns the transport by which the engine calls such a hook. Compression, sums and divisions are the hook's own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def use_hook(groups: Sequence[Group], state: object, hook: Hook) -> None:
 
 
 class _HookTransport(MovesPrivately):
-    """Reduces flat sections by a hook; gathers are none of its business."""
+    """Reduces flat sections by a hook; it gathers nothing."""
 
     name = "hook"
 

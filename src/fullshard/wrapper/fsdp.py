@@ -2,7 +2,7 @@
 
 Owns the class that programs written for torch's wrapper use: its constructor, what it passes through to the module
 inside, and the methods that users call between steps. It leaves what happens in a step to the engine, to which a
-wrapped module is a unit like any other, and checkpoints to ``checkpoint``.
+wrapped module is a unit like any other, and checkpoints to the files beside it.
 """
 
 from __future__ import annotations
@@ -353,8 +353,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def free_buffers(self) -> int:
         """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
 
-        What transports keep for messages goes too; all models of the process share that. Torch's wrapper keeps none.
-        Every rank must call it.
+        The staging of transports is freed too, which all models of the process share. Torch's wrapper keeps none. Every
+        rank must call it.
         """
         return self._schedule().free_buffers()
 

@@ -1,4 +1,4 @@
-"""What happens to a module before its parameters are flattened: it is checked, materialized, moved and synchronized.
+"""The preparation of a module whose parameters will be flattened: checks, materialization, moves, synchronization.
 
 Owns these steps, one function each, in the order in which a constructor takes them. They know modules, tensors and
 ranks, and neither groups nor hooks.
@@ -29,7 +29,7 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Ignored:
-    """What sharding leaves alone; :func:`materialize` replaces the tensors that it makes in these sets."""
+    """Modules and tensors that sharding leaves alone; :func:`materialize` replaces the tensors that it makes here."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -37,8 +37,8 @@ class Ignored:
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
-    """What the arguments of a constructor name, with everything inside of it that is not sharded already, and what
-    the sharded modules inside of ``module`` ignore, ``nested``.
+    """What a constructor's arguments say to ignore, with all inside of it that is not sharded already, and ``nested``,
+    what the sharded modules inside of ``module`` ignore.
 
     Raises:
         ValueError: both are given; elements of other types or of two types; sharded modules among them.
@@ -132,7 +132,7 @@ def materialize(
 
     Args:
         modules: :func:`managed_modules`, the root first.
-        but: no reason to initialize a module. What of it lies in one that is initialized is replaced in these sets.
+        but: tensors that are no reason to initialize a module. Those of an initialized module are replaced in it.
 
     Raises:
         ValueError: ``param_init_fn`` is not callable.

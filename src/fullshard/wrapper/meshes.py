@@ -39,8 +39,8 @@ def strategy_and_mesh(
 
     The mesh is the same object for the same groups, as long as the world process group is there. All ranks must call
     it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one with a pair of groups
-    gathers which ranks they have. Whether all instances are made by one call, so that they get the same groups, is what
-    ``has_auto_wrap_policy`` says.
+    gathers which ranks they have. ``has_auto_wrap_policy`` says whether one call makes all instances, so that they get
+    the same groups.
 
     Raises:
         ValueError: both a group and a mesh, or one that does not fit the strategy; a hybrid strategy with neither these
@@ -91,7 +91,7 @@ def strategy_and_mesh(
 
 
 def _once(key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make`` gives, once for each key and world process group: groups end with the one they were made in."""
+    """The result of ``make``, once for each key and world process group: groups end with the one they were made in."""
     global _made_in
     if _made_in is not dist.group.WORLD:
         _made.clear()

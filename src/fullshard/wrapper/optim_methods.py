@@ -1,7 +1,7 @@
 """What ``FullyShardedDataParallel`` offers for the state of optimizers, under torch's names.
 
-Owns which kind of state dict is meant, and by what keys an optimizer's state dict names parameters: by their places,
-by names, or, as old calls do, by the places in what was given to the optimizer.
+Owns the choice of the kind of state dict, and of the keys by which an optimizer's state dict names parameters: their
+places, names, or, as old calls do, the places in what was given to the optimizer.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ rank's part of the parameter is (momenta), or a value for all of it (``step``, n
     save    split what belongs to flat parameters ─▶ agree on who has what ─▶ gather parts ─▶ whole, or as DTensors
     load    whole tensors, DTensors of any placement, or those of the first rank ─▶ cut ─▶ join for flat parameters
 
-A rank without elements of a fragment has no state of it, so that none knows alone which there are: one object is
-exchanged to agree, and for each group and each name of a state one gather follows.
+A rank without elements of a fragment has no state of it, so that no rank knows alone which states there are: one object
+is exchanged to agree, and for each group and each name of a state one gather follows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ State = dict[str, Any]
 
 
 class _Part(NamedTuple):
-    """What a rank tells of its part of a state."""
+    """What a rank tells the others of its part of a state."""
 
     dtype: torch.dtype
     fits: bool
@@ -75,7 +75,7 @@ def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _checked_in(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """What ``model`` shows, once the groups know what users did to it since the last step."""
+    """The parameters that ``model`` shows, once the groups know what users did to it since the last step."""
     for group in dict.fromkeys(place.group for inside in shown_parameters(model).values() for place in inside):
         if group is not None:
             group.check_in()
@@ -178,7 +178,7 @@ def _copied(state: State, to_cpu: bool) -> State:
 
 
 def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
-    """What of the state of a parameter belongs to each of the original ones that lie in it."""
+    """The state of a parameter, split among the original ones that lie in it."""
     split = {place.name: dict(state) for place in places}
     for key, value in state.items() if isinstance(param, FlatParameter) else ():
         if isinstance(value, torch.Tensor) and value.shape == param.shape:

@@ -93,7 +93,7 @@ class CPUOffload(_Switches):
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` and ``load_state_dict()`` of a wrapped model speak of."""
+    """What ``state_dict()`` and ``load_state_dict()`` of a wrapped model hold."""
 
     #: Whole parameters by their original names, as the model without the wrapper has them.
     FULL_STATE_DICT = auto()
@@ -127,7 +127,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig(_Switches):
-    """The same of an optimizer's state dict, class by class."""
+    """The same for an optimizer's state dict, class by class."""
 
     offload_to_cpu: bool = True
 
@@ -170,7 +170,7 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 
 
 class OptimStateKeyType(Enum):
-    """By what an optimizer's state dict names parameters: their original names, or their places in the optimizer."""
+    """How an optimizer's state dict names parameters: by original names, or by their places in the optimizer."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()

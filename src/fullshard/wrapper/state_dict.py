@@ -62,11 +62,11 @@ def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> I
 
 
 class _Saved(FullGroup):
-    """What a group shows to a state dict."""
+    """The full parameters that a group shows to a state dict."""
 
 
 class _Loaded(FullGroup):
-    """Into what values are loaded. A plain module around wrappers tells nobody that loading failed in the middle."""
+    """The full parameters into which values are loaded. If loading fails in the middle, no hook closes them."""
 
     is_left_by_errors = True
 
@@ -79,7 +79,7 @@ def check_idle(unit: WrappedUnit, method: str) -> None:
 
 
 def kind_for(group: Group, kind: StateDictType) -> StateDictType:
-    """What ``kind`` comes to where nothing is sharded."""
+    """The kind of state dict to make: ``kind``, or a full one where nothing is sharded."""
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
 
 
@@ -89,7 +89,7 @@ def _is_dropped(config: StateDictConfig, group: Group) -> bool:
 
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
-    """What each parameter shows, in compact memory of its own; nothing on ranks that keep nothing."""
+    """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
     if group.memory.has_meta:
         raise RuntimeError(group.memory.meta_message())
     summoned: FullGroup | None = group.summoned
@@ -108,7 +108,7 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
 
 
 def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
-    """What a state dict has of a whole value of ``param``, in memory of its own: this rank's rows of it as a DTensor,
+    """The entry of a state dict for a whole value of ``param``, in its own memory: this rank's rows of it as a DTensor,
     or all of it, also beside tensor parallel."""
     if as_rows:
         rows = own_copy(param.rows_of(whole, param.data.shard_rank), to_cpu)
@@ -135,8 +135,7 @@ def all_of(tensor: torch.Tensor) -> torch.Tensor:
 def finish(
     wrapper: nn.Module, unit: WrappedUnit, kind: StateDictType, config: StateDictConfig, saved: Any, prefix: str
 ) -> None:
-    """What is left to do once the state dict of a wrapped module is made: local shards, buffers, and ranks that keep
-    nothing."""
+    """Finish the state dict that a wrapped module has made: local shards, buffers, and ranks that keep nothing."""
     paths, groups = _paths(wrapper), (*unit.groups, *unit.borrowed)
     kept = not any(_is_dropped(config, group) for group in groups)
     for group in groups:
@@ -181,7 +180,7 @@ def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
-    """By what keys a wrapper's state dict has parameters of a group, and which ones these are."""
+    """The keys of a group's parameters in a wrapper's state dict, and which parameters these are."""
     places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
     return {_join(prefix, path, at.name): index for at, index in places for path in paths.get(at.module, ())}
 
@@ -190,7 +189,7 @@ def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> di
 
 
 def unwrap_names(wrapper: nn.Module, saved: Any, prefix: str, metadata: Any) -> None:
-    """A hook after the state dict of ``wrapper`` is made: names are those without it."""
+    """A hook after the state dict of ``wrapper`` is made: takes the wrapper's own name out of all names."""
     for key in [key for key in saved if key.startswith(prefix + _PREFIX)]:
         saved[prefix + key.removeprefix(prefix + _PREFIX)] = saved.pop(key)
     known = getattr(saved, "_metadata", {})
@@ -266,7 +265,7 @@ class Loading:
         return distribute_tensor(value.to(group.device), spec.mesh, spec.placements)
 
     def _blank(self, group: Group, index: int) -> nn.Parameter:
-        """A whole parameter of which this rank's part is as it was: the other parts are nothing that it would keep."""
+        """A whole parameter with this rank's part as it was, and zeros in the parts that it does not keep."""
         param = group.params[index]
         flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
         whole = param.view(flat, param.plan_shape.shape)

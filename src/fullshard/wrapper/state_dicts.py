@@ -1,7 +1,7 @@
-"""What a wrapped module's ``state_dict()`` and ``load_state_dict()`` speak of, and the methods that say so.
+"""What a wrapped module's ``state_dict()`` and ``load_state_dict()`` hold, and the methods that set it.
 
 Owns the settings of each instance and the hooks by which ``nn.Module`` makes and loads state dicts. What modules show
-meanwhile is the business of :mod:`fullshard.wrapper.state_dict`.
+meanwhile is left to :mod:`fullshard.wrapper.state_dict`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StateDictMethods(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Say what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree speak of.
+        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold.
 
         Returns:
             what was set before.
@@ -67,7 +67,7 @@ class StateDictMethods(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set, in every wrapper in ``module``; an AssertionError if they differ."""
+        """The settings of all wrappers in ``module``; an AssertionError if they differ."""
         return settings_of(module)
 
     @staticmethod
@@ -81,7 +81,7 @@ class StateDictMethods(nn.Module):
         return _speaking(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: by the names of the plain model, with what :meth:`state_dict_type` says. All ranks call."""
+        """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it."""
         kind, config = self._settings.state_dict_type, self._settings.state_dict_config
         with saving(self._loading.unit, kind, config):
             saved = super().state_dict(*args, **kwargs)
@@ -89,7 +89,7 @@ class StateDictMethods(nn.Module):
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of any module: whole tensors or DTensors, by the names of the plain model. All ranks call."""
+        """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
         with_metadata = OrderedDict(state_dict)
         known = getattr(state_dict, "_metadata", {})
         names = {name: plain_name(name) for name, _ in self.named_modules()}

@@ -21,7 +21,7 @@ from fullshard.wrapper.settings import MixedPrecision
 
 
 class WrappedUnit(Unit):
-    """One wrapped module. Of its buffers each is known by the module that has it and its name there."""
+    """One wrapped module. A buffer is known by the module that has it and its name there."""
 
     tree = (*Unit.tree, "buffers", "buffer_dtypes")
 
@@ -38,7 +38,7 @@ class WrappedUnit(Unit):
         super().__init__((wrapper,), device, self._policy, auto_reshard)
         self.precision = precision
         self.buffers = buffers
-        #: Of buffers that were cast, by module and name: what state dicts restore.
+        #: The original dtypes of buffers that were cast, by module and name, which state dicts restore.
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._in_full = False
         self.failed = False
