@@ -42,7 +42,7 @@ class Mark(Protocol):
     """A point that work has to reach."""
 
     def wait(self) -> None:
-        """What follows on the current lane (CPU: in this thread) runs after the mark. May be called again."""
+        """Let work that follows on the current lane (CPU: in this thread) run after the mark. May be called again."""
         ...
 
 
@@ -75,7 +75,7 @@ class EventMark:
 
 
 class Passed:
-    """A mark that lies behind."""
+    """A mark that has passed already."""
 
     def wait(self) -> None:
         return
@@ -145,7 +145,7 @@ def compute_device(device_type: str) -> torch.device:
 
 
 def default_device_type() -> str:
-    """The accelerator's where there is one, the CPU's otherwise."""
+    """The type of the accelerator if there is one, otherwise that of the CPU."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device.type if device is not None else "cpu"
 
@@ -156,7 +156,7 @@ def move_to_device(
     device: torch.device,
     buffer_dtype: torch.dtype | None = None,
 ) -> None:
-    """Parameters, and the modules' own buffers, go to a device, those on meta excepted; buffers to a dtype as well."""
+    """Move parameters and the modules' own buffers to a device, except those on meta; cast buffers to a dtype too."""
     for param in params:
         if param.device == device or param.is_meta or isinstance(param, DTensor):
             continue

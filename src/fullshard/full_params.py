@@ -85,10 +85,10 @@ def summon_full_params(
 class FullGroup:
     """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`.
 
-    They may stand in those of another one meanwhile.
+    They may stand in the places of another one's meanwhile.
     """
 
-    #: Whether nobody closes it after an error, so that the next step, or whoever looks next, has to.
+    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
     is_left_by_errors = False
 
     def __init__(self, group: Group, shown: Mapping[int, nn.Parameter]) -> None:
@@ -103,7 +103,7 @@ class FullGroup:
         group.module_params.show_full(self._full)
 
     def shown(self) -> Mapping[int, nn.Parameter]:
-        """What is shown now, by index: users may have replaced what was."""
+        """The parameters that are shown now, by index: users may have replaced them."""
         for index in self._full:
             if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
                 self._full[index] = now
@@ -136,7 +136,7 @@ class FullGroup:
 def gather(
     group: Group, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
 ) -> dict[int, torch.Tensor]:
-    """All of tensors that are sharded as the parameters of ``group`` are, in memory of their own, which they share.
+    """Gather tensors that are sharded like the parameters of ``group``, in one piece of memory that only they have.
 
     Every rank of the group must call it.
 
@@ -194,12 +194,12 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
 
 
 def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
-    """Beside tensor parallel, where all that a group has is a part, as the DTensor that the parameter was."""
+    """A parameter as the DTensor that it was before sharding, if tensor parallel has cut it."""
     return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 

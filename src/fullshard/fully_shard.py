@@ -205,8 +205,8 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 
 
 def refuse_torchs(module: nn.Module) -> None:
-    """Refuse a module with one in it that the sharding that torch ships owns. Told by the name of its class: fullshard
-    imports nothing of it.
+    """Refuse a module that contains one that torch's own FSDP has sharded. It is known by the name of its class:
+    fullshard imports nothing of torch's FSDP.
 
     Raises:
         ValueError: naming the first.
@@ -224,7 +224,7 @@ def refuse_torchs(module: nn.Module) -> None:
 
 
 def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
-    """Whether parameters are resharded after forward, and the smaller mesh if it is to one."""
+    """Whether parameters are resharded after forward, and the post-forward mesh, if there is one."""
     if not isinstance(choice, int):
         raise ValueError(
             f"reshard_after_forward must be a bool, an int (how many ranks to reshard to) or None, got {choice!r}"
@@ -255,7 +255,7 @@ def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that no call on a submodule has taken, parents before children."""
+    """The modules that no call on a submodule has taken, parents before children."""
     managed: dict[nn.Module, None] = {}
     waiting = list(reversed(modules))
     while waiting:
@@ -313,7 +313,7 @@ def _by_mesh(
 
 
 def borrow(unit: Unit) -> None:
-    """Parameters that another group has already and these modules use too: show them here, and hold that group.
+    """Show parameters that these modules use and another group has already, and hold that group.
 
     Where a module keeps parameters outside of those that it registers, they are shown there too.
     """

@@ -1,10 +1,10 @@
 """Lets torch's own code that looks for torch's FSDP find this one too, by itself.
 
-Names by which modules of torch ask what a model was sharded with get values that know both libraries: for
+Modules of torch ask by certain names what sharded a model. These names get values that know both libraries: for
 ``get_state_dict()``, ``set_state_dict()`` and their kin, for stages of pipelines, which then reduce once a step, and
-for ``replicate()``, which leaves alone what is sharded. torch's own FSDP is served as before. Owns the moment too: at
-once in modules that are there already, and in others when they are imported, whoever does. Nothing is imported here, so
-that nobody pays for what a program does not use.
+for ``replicate()``, which leaves alone what is sharded. torch's own FSDP is served as before. Owns the moment too:
+modules that are there already are changed at once, others when they are imported. Nothing is imported here, so that
+nobody pays for what a program does not use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Both(type):
 
 
 class _FullyShard:
-    """Stands for both functions ``fully_shard``. Of ours a stage learns how to reduce what micro-batches added up."""
+    """Stands for both functions ``fully_shard``. Ours tells a stage how to reduce what micro-batches added up."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
@@ -91,7 +91,7 @@ def _both_names_of(old: Callable[..., set[str]]) -> Callable[..., set[str]]:
 
 
 def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch asks the optimizer what states there are, which has none of a parameter of which this rank has nothing."""
+    """Torch asks the optimizer which states there are; it has none for a parameter of which this rank has nothing."""
 
     def unflatten(optimizer: Optimizer, flat: dict[str, Any], info: Any) -> Any:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -104,14 +104,14 @@ def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _both_registries(old: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
-    """By which of torch's composable functions a module was prepared; one that is sharded by ours counts as theirs."""
+    """The composable functions of torch that prepared a module; our ``fully_shard`` counts as torch's."""
     ours = FSDPModule, FullyShardedDataParallel
     return lambda module: {**(old(module) or {}), "fully_shard": None} if isinstance(module, ours) else old(module)
 
 
 #: Not in every release: before 2.13 state dicts looked for no process group, from 2.15 on stages call methods of ours.
 _NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
-#: By module of torch: names in it, and what makes the new value of each of the one that it had.
+#: By module of torch: names in it, and the function that makes the new value of each from the old one.
 _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate": {"_get_registry": _both_registries},
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": _both_registries},

@@ -47,7 +47,7 @@ class UnshardHandle:
         self._unit = unit
 
     def wait(self) -> None:
-        """What follows may use the unsharded parameters, which the module now shows. Waiting twice is harmless."""
+        """Let the module show the unsharded parameters, for all that follows. Waiting twice is harmless."""
         unit, self._unit = self._unit, None
         if unit is not None:
             for group in unit.groups:
@@ -61,7 +61,7 @@ class GradientReductionHandle:
         self._wait = wait
 
     def wait(self) -> None:
-        """Gradients are complete: they may be used, and the next forward may run. Waiting twice is harmless.
+        """Complete the gradients: they may then be used, and the next forward may run. Waiting twice is harmless.
 
         Raises:
             RuntimeError: ``reset_iter_state()`` was called before.
@@ -166,12 +166,12 @@ class FSDPModule:
         return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. Without, they add up unsharded, in ``reduce_dtype``."""
+        """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
         for option in ("reduce_gradients", "all_reduce_gradients"):
             _set(_groups(self, recurse), option, requires_gradient_sync, "set_requires_gradient_sync")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are summed over replicas (HSDP). Without, they add up sharded, in ``reduce_dtype``."""
+        """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
         _set(_groups(self, recurse), "all_reduce_gradients", requires_all_reduce, "set_requires_all_reduce")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -233,7 +233,7 @@ class FSDPModule:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward. Without, the next forward of an accumulation gathers nothing."""
+        """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
         _set(_groups(self, recurse), "reshard_after_backward", reshard_after_backward, "set_reshard_after_backward")
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -254,11 +254,11 @@ class FSDPModule:
         _set(_unit(self).groups, "unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules while this one runs its forward, in this order, in place of what the order suggests."""
+        """Gather these modules while this one runs its forward, in this order, in place of the recorded order."""
         _unit(self).forward_prefetch = _all_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules while this one runs its backward, in this order, in place of what the order suggests."""
+        """Gather these modules while this one runs its backward, in this order, in place of the recorded order."""
         _unit(self).backward_prefetch = _all_sharded(modules)
 
     def set_prefetch_limit(self, groups: int) -> None:
@@ -277,11 +277,11 @@ class FSDPModule:
     # -- communication -----------------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        """Gather each group of the module with ``comm``, which allocates the buffers too."""
         _use_custom(self, "set_custom_all_gather", comm, gather=CollectiveTransport(all_gather=comm))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce with ``comm``, which allocates the buffers too; with several groups, each of them."""
+        """Reduce each group of the module with ``comm``, which allocates the buffers too."""
         _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -327,14 +327,14 @@ class FSDPModule:
     def free_buffers(self) -> int:
         """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
 
-        What transports keep for messages goes too; all models of the process share that. Every rank must call it.
+        The staging of transports is freed too, which all models of the process share. Every rank must call it.
         """
         return _schedule(self).free_buffers()
 
     # -- beyond ------------------------------------------------------------------------------------------------------
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """Tell ``observer`` what happens in this module's tree; returns a function that ends it."""
+        """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
         observers = _schedule(self).observers
         observers.append(observer)
         return lambda: observers.remove(observer)
@@ -360,7 +360,7 @@ class FSDPModule:
 
 @contextmanager
 def shards_may_change(module: nn.Module) -> Iterator[None]:
-    """Where the shards of a module are replaced or converted, as by ``module.to()``."""
+    """The context in which shards of a module are replaced or converted, as by ``module.to()``."""
     unit = _unit(module)
     for group in unit.groups:
         group.reshard()
@@ -392,7 +392,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class _ForwardMethod:
-    """A method between the hooks of its module's unit."""
+    """A method that runs between the hooks of its module's unit."""
 
     __wrapped__: Callable[..., Any]
 

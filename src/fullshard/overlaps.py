@@ -1,7 +1,7 @@
-"""Tensors that lie in one memory without being one: sharding would part them, since it moves parameters away.
+"""Different tensors in one memory: sharding would separate them, since it moves parameters away.
 
-Owns the look for them when a module is sharded. That ``Parameter(other.data)`` is no tie, and a buffer of
-``param.data`` no view, would show in no error later, only in other weights than those of unsharded training.
+Owns the search for them. ``Parameter(other.data)`` would no longer follow ``other``, nor a buffer of ``param.data`` its
+parameter. No error would say so later: the weights would differ from those of unsharded training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Span(NamedTuple):
     stop: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    #: If the storage is gone, equal to that of no later one at its address.
+    #: Tells the storage from a later one at its address.
     storage: weakref.ref[torch.UntypedStorage]
     module: nn.Module
     name: str
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Span]:
-    """Returns where ``params``, which are about to be sharded, lie.
+    """Return the spans of ``params``, which are about to be sharded.
 
     Raises:
         ValueError: in ``modules`` a trained parameter and another tensor, sharded already or not, lie in one memory.

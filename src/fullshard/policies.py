@@ -87,11 +87,11 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """What rests in CPU memory while it is not used.
+    """Keeps parameters, gradients and optimizer state in CPU memory while they are not used.
 
-    Where a parameter lies, there must its gradient lie, and there the optimizer runs. So PyTorch's policy offloads all
-    three, and the switches leave one choice more: ``parameters=False`` offloads the optimizer's state alone, which is
-    copied up for a step and back after it.
+    A gradient must lie where its parameter lies, and the optimizer runs there. So PyTorch's policy offloads all three.
+    The switches add one choice: ``parameters=False`` offloads the optimizer's state alone, which is copied to the
+    device for a step and back after it.
 
     Args:
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
@@ -166,7 +166,7 @@ class DataParallelMeshDims:
 
 
 class Comm(ABC):
-    """Communication that a user brings: where its buffers lie is said here, how data moves by its subclasses."""
+    """Communication that a user brings: this class says where its buffers lie, its subclasses how data moves."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -228,7 +228,7 @@ class ReduceScatter(Comm):
 
 
 class InvalidShardPlacement(TypeError, ValueError):
-    """What a ``shard_placement_fn`` returned is not a placement. A ValueError too, because PyTorch raises that."""
+    """A ``shard_placement_fn`` returned no placement. A ValueError too, because PyTorch raises that."""
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def as_mesh_dims(dims: object) -> DataParallelMeshDims:
 
 
 def as_shard_placement(result: object) -> ShardPlacementResult:
-    """What a ``shard_placement_fn`` returned, whichever form it has, or an InvalidShardPlacement."""
+    """The result of a ``shard_placement_fn``, whichever form it has, or an InvalidShardPlacement."""
     if isinstance(result, ShardPlacementResult):
         return result
     if result is None or isinstance(result, Shard):
@@ -366,7 +366,7 @@ def is_foreign(obj: object, class_name: str, *fields: str) -> bool:
 
 
 def describe(obj: object) -> str:
-    """What a message says was found."""
+    """How a message names what was found."""
     if isinstance(obj, type):
         return f"the class {obj.__qualname__} itself"
     return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"

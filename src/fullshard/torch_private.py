@@ -37,7 +37,7 @@ __all__ = ["DTensorSpec", "StridedShard", "pytree"]
 def sharding_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """What a DTensor says of itself. Without it every gradient would pay ``DTensor.from_local`` (about 40 µs)."""
+    """The spec of a DTensor. Without it every gradient would pay ``DTensor.from_local`` (about 40 µs)."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
@@ -140,7 +140,7 @@ GradDtype = torch.dtype | Literal["own", "any"]
 
 
 def chosen_grad_dtype(param: torch.Tensor) -> GradDtype:
-    """What was assigned. Where torch does not tell (before 2.15), the own dtype counts as not assigned."""
+    """The ``grad_dtype`` that was assigned. Before torch 2.15 the own dtype counts as not assigned."""
     dtype = param.grad_dtype
     if dtype is None:
         return "any"
@@ -148,7 +148,7 @@ def chosen_grad_dtype(param: torch.Tensor) -> GradDtype:
 
 
 def choose_grad_dtype(param: torch.Tensor, chosen: GradDtype) -> None:
-    """Assign what was assigned to another parameter, which autograd and assignments of gradients heed."""
+    """Assign the choice for another parameter; autograd and assignments of gradients heed it."""
     if chosen != "own":
         param.grad_dtype = None if chosen == "any" else chosen
 
@@ -159,14 +159,14 @@ IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 
 def after_accumulation(params: Sequence[torch.Tensor]) -> bool:
-    """Whether anything is to run when gradients of ``params`` have come home."""
+    """Whether hooks or optimizers are to run when ``params`` have their gradients."""
     if any(map(post_accumulate_hooks, params)):
         return True
     return any(map(contains, map(_attributes, params), repeat(IN_BACKWARD_OPTIMIZERS)))
 
 
 def run_after_accumulation(param: torch.Tensor) -> None:
-    """Call the hooks of a parameter whose gradient has come home, and let the optimizers step that take it at once."""
+    """Call the hooks of a parameter that has its gradient, and step the optimizers that take it at once."""
     for hook in tuple((post_accumulate_hooks(param) or {}).values()):
         hook(param)
     for optimizer in (steps := param.__dict__.get(IN_BACKWARD_OPTIMIZERS, ())):
@@ -227,7 +227,7 @@ def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def replicated(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """Those that torch's composable ``replicate`` has, in which sharding leaves everything alone. Imports nothing."""
+    """The modules that torch's composable ``replicate`` has; sharding leaves all in them alone. Imports nothing."""
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     inside = (inner for module in modules for inner in module.modules())
     roots = [each for each in inside if contract is not None and "replicate" in (contract._get_registry(each) or ())]
@@ -345,7 +345,7 @@ _plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)``, which looks into each argument for leftovers of functorch before it calls this."""
+    """``function.apply(*args)`` without its search for leftovers of functorch in each argument."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return _plain_apply.__get__(None, function)(*args)
@@ -356,7 +356,7 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Which storage a tensor has. Storages have no public identity but their address, which empty ones share."""
+    """Identifies the storage of a tensor. Storages have no public identity but an address, which empty ones share."""
     return tensor.untyped_storage()._cdata
 
 
@@ -391,7 +391,7 @@ def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
 
 
 class OpenGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` of which subclasses may say which gradients are unscaled, and what is made of what was found.
+    """A ``GradScaler`` whose subclasses say which gradients are unscaled, and what follows from infinities.
 
     torch has no public place for it: ``unscale_`` refuses fp16, and a fused optimizer's step does not pass through it.
     """

@@ -211,8 +211,8 @@ class _Walk:
         return kind.build(blank if kind.fills else node, new, context)
 
     def _refer_to(self, key: int, node: Any, kind: _Kind) -> Any:
-        """What stands for a container inside itself. A cycle through a tuple also passes through something mutable, at
-        which it is cut; were it entered at the tuple, the old tuple stands there."""
+        """The object that stands for a container inside itself. A cycle through a tuple also passes through something
+        mutable, at which it is cut; were it entered at the tuple, the old tuple stands there."""
         if not kind.fills:
             return node
         if self.under_way[key] is None:

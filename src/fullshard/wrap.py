@@ -139,10 +139,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wraps a module as soon as what its wrapped children leave over is large enough.
+    """Wraps a module if it has enough parameters beside those of its wrapped children.
 
     Args:
-        min_num_params: how large that is, in elements.
+        min_num_params: how many elements are enough.
         force_leaf_modules: classes whose children are never wrapped. ``None`` for the function's attribute
             ``FORCE_LEAF_MODULES``: attention reads its children's weights without calling them.
         exclude_wrap_modules: classes that are never wrapped themselves. ``None`` for the function's attribute
@@ -180,7 +180,7 @@ def targets(
 ) -> dict[nn.Module, Overrides]:
     """The submodules that ``policy`` picks, children before their parents, each with the keywords it wants differently.
 
-    A module in several places appears once, and the root not at all: whoever asks handles it.
+    A module in several places appears once, and the root not at all: the caller handles it.
 
     Args:
         policy: as in this file's docstring, or a TypeError; PyTorch's objects are known by their ``_run_policy``.
@@ -216,7 +216,7 @@ def _ask(
     uncounted: set[nn.Parameter],
     forced: tuple[type[nn.Module], ...],
 ) -> dict[nn.Module, Overrides]:
-    """What a function wants of a tree. A module in several places is asked about where it is met first."""
+    """The modules of a tree that a function wants. It is asked about a module where that is met first."""
     taken_by: dict[nn.Module, set[nn.Parameter]] = {}  # the targets in a module, itself included
     chosen: dict[nn.Module, Overrides] = {}
 
@@ -388,7 +388,7 @@ def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
 
 
 def _look(module: nn.Module) -> tuple[object, ...]:
-    """By what modules are told to repeat: their class, or for a bare Sequential what it is made of."""
+    """A key that is equal for modules that repeat: their class, or for a bare Sequential its members."""
     cls = type_before_parametrizations(module)
     return (cls, *map(_look, _children(module))) if cls is nn.Sequential else (cls,)
 
@@ -398,7 +398,7 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Not counting what ``register_parametrization`` put below the module."""
+    """The children, without those that ``register_parametrization`` put below the module."""
     parametrizations = getattr(module, "parametrizations", None) if is_parametrized(module) else None
     return [child for child in module.children() if child is not parametrizations]
 
@@ -412,7 +412,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Not one of the layers that torch.nn brings. A module of the user's own may compute with its own parameters."""
+    """Whether it is no layer of torch.nn. A module of the user's own may compute with its own parameters."""
     is_from_torch = type_before_parametrizations(module).__module__.startswith("torch.nn.")
     return _has_matrix(module) and not (is_from_torch and not _children(module))
 
@@ -422,5 +422,5 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def _has_params(module: nn.Module) -> bool:
-    """And can be called."""
+    """Whether a module has parameters and can be called."""
     return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
