@@ -26,8 +26,8 @@ from tests.harness import RankPool, World, failure_report
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [README, *DOCS]
+DOCS = sorted((ROOT / "docs").glob("**/*.md"))
+PAGES = [README, ROOT / "CONTRIBUTING.md", *DOCS]
 
 _HEADING = re.compile(r"(#+) (.*)")
 _RANKS = re.compile(r"<!-- ranks: (\d+) -->")

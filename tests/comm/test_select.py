@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import pytest
@@ -174,6 +176,24 @@ def test_the_environment_overrides_the_choice(world: World) -> None:
         assert isinstance(select_transport(group(), CPU), CollectiveTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "p2p")
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("wanted", ["", "p2p", "collective"])
+def test_one_line_says_which_was_chosen_and_why(world: World, wanted: str) -> None:
+    records: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("fullshard")
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    os.environ["FULLSHARD_TRANSPORT"] = wanted
+    for _ in range(2):
+        select_transport(group(), CPU)
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    (line,) = [record.getMessage() for record in records]
+    why = f"FULLSHARD_TRANSPORT={wanted}" if wanted else "all of them share a host"
+    assert line == f"2 ranks move buffers on cpu by '{wanted or 'host'}': {why}"
 
 
 @ranks(1)

@@ -6,7 +6,9 @@ overrides the choice with the name of a transport.
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from functools import cache
 
 import torch
@@ -18,6 +20,8 @@ from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Transport
 
+_log = logging.getLogger("fullshard")
+_told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
@@ -36,12 +40,23 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
     """
+    transport, why = _choose(process_group, device)
+    if process_group not in _told:
+        _told.add(process_group)
+        _log.info("%d ranks move buffers on %s by '%s': %s", process_group.size(), device, transport.name, why)
+    return transport
+
+
+def _choose(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
+    """A transport, and why it is this one."""
     wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} names no transport: use one of {', '.join(NAMES)}")
     fits = device.type == "cpu" and backend_name(process_group, device) == "gloo"
+    asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):
-        return _collective()
+        backend = backend_name(process_group, device)
+        return _collective(), asked if wanted else f"the collectives of its backend, {backend or 'unknown'}"
     if not fits:
         raise ValueError(
             f"FULLSHARD_TRANSPORT={wanted!r} needs buffers on the CPU and a process group with gloo, but this group "
@@ -49,10 +64,10 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
             f"unset it or use {CollectiveTransport.name!r}"
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
-        return _point_to_point()
+        return _point_to_point(), asked if wanted else "there is one rank"
     shared = HostTransport.among(process_group, _point_to_point())
     if isinstance(shared, HostTransport):
-        return shared
+        return shared, asked if wanted else "all of them share a host"
     if wanted:
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot serve this process group: {shared}; unset it")
-    return _between_hosts()
+    return _between_hosts(), shared
