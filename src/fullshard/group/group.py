@@ -32,7 +32,7 @@ from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.owners import register, register_sharded
 from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.post_forward import PostForwardShard
-from fullshard.group.sharing import SharedChunks
+from fullshard.group.shared_chunks import SharedChunks
 from fullshard.group.state import State
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 

@@ -17,7 +17,7 @@ from fullshard.buffer.sections import full_bytes, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
-from fullshard.group.sharing import SharedChunks
+from fullshard.group.shared_chunks import SharedChunks
 from fullshard.torch_private import PlainAttributes, foreach_copy, version_of
 
 
