@@ -345,12 +345,12 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A sharded copy: it communicates nothing and shares nothing with this module."""
-        unit = _unit(self)
-        for group in (*unit.groups, *unit.borrowed):
-            group.reshard()
-            group.check_in()
-            for param in group.params:
-                param.copy_values(memo)
+        for unit in _units(self, recurse=True):  # before any module is copied: tied ones lead from group to group
+            for group in (*unit.groups, *unit.borrowed):
+                group.reshard()
+                group.check_in()
+                for param in group.params:
+                    param.copy_values(memo)
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():

@@ -149,6 +149,38 @@ def test_tied_parameters_stay_tied_in_a_copy(world: World) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("front", ["fully_shard", "stays whole", "wrapper", "flat parameters"])
+def test_parameters_tied_inside_of_sharded_modules_stay_tied_in_a_copy(world: World, front: str) -> None:
+    """The tied layers are no units: a copy of one group leads to a layer, and from there to another group."""
+
+    def build() -> Any:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        model[2][0].weight = model[0][0].weight
+        return model
+
+    def shard(module: nn.Module) -> Any:
+        if front in ("wrapper", "flat parameters"):
+            return fullshard.FullyShardedDataParallel(module, use_orig_params=front == "wrapper")
+        return fullshard.fully_shard(module, reshard_after_forward=front == "fully_shard")
+
+    model, plain = seeded(build), seeded(build)
+    model = shard(nn.Sequential(*map(shard, model)))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    model(x).square().mean().backward()
+    twin = copy.deepcopy(model)
+    assert [name for name, _ in twin.named_parameters()] == [name for name, _ in model.named_parameters()]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (twin, plain)]
+    plain(x).square().mean().backward()
+    for _ in range(2):
+        for each, optimizer in zip((twin, plain), optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+        assert_close(twin(x), plain(x), "output of the copy")
+    assert_close(model(x), seeded(build)(x), "output of the original")
+
+
+@ranks(2)
 def test_a_copy_outlives_its_original(world: World) -> None:
     model = shard_mlp()
     model(inputs())

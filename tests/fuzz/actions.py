@@ -463,7 +463,9 @@ class Functional(Action):
             if not self.some or run.is_chosen(name)
         }
         trained = [value.requires_grad_() for value in values.values() if value.is_floating_point()]
-        loss = objective(Call(partial(functional_call, model, values))(batch))
+        # Of a module with two names torch keeps what stood in for its parameters, in plain models too.
+        stands_twice = any(layer.same is not None for layer in run.program.model.layers)
+        loss = objective(Call(partial(functional_call, model, values, tie_weights=not stands_twice))(batch))
         grads = torch.autograd.grad(loss, trained, allow_unused=True) if trained and loss.requires_grad else ()
         return [loss, *grads]
 

@@ -32,6 +32,7 @@ from tests.harness.faults import Fault
 
 _MOST_NOTES = 12
 _SMALLEST = 1e-3  # what is smaller may be zero in exact arithmetic, such as the gradient of a key's bias
+_ROUNDING = 1e-7  # of the largest gradient, where training diverges: smaller ones are what its rounding leaves
 
 
 class InvalidProgram(Exception):
@@ -257,13 +258,20 @@ class Run:
         if not self.program.sharding.wraps and list(shown) != list(whole):
             self.note(f"{what}s are {list(shown)} instead of {list(whole)}")
             return
+        sizes = {
+            name: value.detach().abs().max().item()
+            for name, value in whole.items()
+            if value is not None and value.numel()
+        }
+        rounding = _ROUNDING * max(sizes.values(), default=0)
         for name, part in self.layout.expected(shown, whole):
             here = found[name]
             if self.program.sharding.wraps and here is None and part is not None and part.numel() == 0:
                 continue  # a rank that holds nothing of a parameter has no gradient of it
-            self._compare_one(f"{what} {name}", here, part)
+            self._compare_one(f"{what} {name}", here, part, max(_SMALLEST, sizes.get(name, 0), rounding))
 
-    def _compare_one(self, what: str, here: Tensor | None, there: Tensor | None) -> None:
+    def _compare_one(self, what: str, here: Tensor | None, there: Tensor | None, smallest: float = _SMALLEST) -> None:
+        """Note a difference, as a fraction of the largest entry, or of `smallest` where that is larger."""
         if here is None or there is None:
             if here is not there:
                 self.note(f"{what}: {'None' if here is None else 'a tensor'} instead of "
@@ -279,7 +287,7 @@ class Run:
         elif there.numel():
             wide = torch.complex128 if there.is_complex() else torch.float64
             difference, largest = (here.to(wide) - there.to(wide)).abs().max(), there.to(wide).abs().max()
-            if not (error := (difference / largest.clamp(min=_SMALLEST)).item()) <= self.program.tolerance:
+            if not (error := (difference / largest.clamp(min=smallest)).item()) <= self.program.tolerance:
                 self.note(f"{what}: off by {error:.2e} of its largest entry")
 
 

@@ -136,6 +136,38 @@ def test_a_gradient_penalty(world: World, loss: Any, frozen: bool) -> None:
     train(world, loss, frozen=frozen)
 
 
+class Tokens(nn.Module):
+    """What stands first has no input that requires gradients, and shares its group with what stands last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(3, WIDTH), Plain(), nn.Linear(WIDTH, 3)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.relu(self.block(x + self.embedding(torch.arange(len(x)) % 3))))
+        return y
+
+
+def penalty_of_inputs(model: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    score = model(x).square().sum()
+    (grad,) = torch.autograd.grad(score, x, create_graph=True)
+    return score + (grad.norm(2, dim=1) - 1).square().mean()
+
+
+@everywhere
+@ranks(1, 2)
+def test_a_penalty_through_a_later_module_of_a_list(world: World) -> None:
+    model, reference = seeded(Tokens), seeded(Tokens)
+    fullshard.fully_shard([model.embedding, model.relu, model.head], reshard_after_forward=True)
+    fullshard.fully_shard(model.block)
+    fullshard.fully_shard(model, reshard_after_forward=True)
+    pair = Twins(world, model, reference)
+    for _ in range(3):
+        pair.step(loss=penalty_of_inputs)
+
+
 @ranks(2)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 @pytest.mark.parametrize("kind", [Boxed, InSet, Closed])

@@ -313,7 +313,7 @@ class FlatModuleParameters(ModuleParameters):
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():
-            module._parameters.pop(name, None)
+            module.__dict__.get("_parameters", {}).pop(name, None)  # none yet where the module is still being copied
             module.__dict__[name] = param.stands_in
         super().show_sharded()
 

@@ -242,10 +242,13 @@ def show(prepared: Updates) -> None:
     """Put parameters in their places.
 
     The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays. Assigning
-    through the module is for classes that watch their attributes.
+    through the module is for classes that watch their attributes. A module that is still being copied gets copies of
+    what its original shows.
     """
     for module, tensors in prepared:
-        if type(module).__setattr__ is nn.Module.__setattr__ or "_modules" not in module.__dict__:  # still copied
+        if "_modules" not in module.__dict__:
+            continue
+        if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters.update(tensors)
         else:
             for name, tensor in tensors.items():

@@ -65,7 +65,8 @@ class EndOfBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.unit.post_backward(ctx.use)
         if torch.is_grad_enabled():
-            ctx.unit.mark_gradients(grads)
+            for grad in grads:
+                ctx.unit.mark_gradient(grad)
         return (None, None, *grads)
 
 
@@ -161,6 +162,10 @@ class Unit:
                 schedule.prefetch_forward(self)
             if torch.is_grad_enabled():
                 args, kwargs = self._mark_end(args, kwargs)
+        else:
+            for tensor in tree.tensors((args, kwargs)):
+                if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
+                    tensor.register_hook(self.mark_gradient)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -314,14 +319,13 @@ class Unit:
             return  # another forward call of these modules is still in its backward, or an earlier backward is
         self._finish_backward(schedule, ahead=True)
 
-    def mark_gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Put a hook on gradients of inputs that were computed to be differentiated (``create_graph=True``).
+    def mark_gradient(self, grad: torch.Tensor | None) -> None:
+        """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
 
         A backward through this backward comes here first, and then reads what the backward read.
         """
-        for grad in grads:
-            if grad is not None and grad.requires_grad:
-                grad.register_hook(self._differentiate)
+        if grad is not None and grad.requires_grad:
+            grad.register_hook(self._differentiate)
 
     def _differentiate(self, grad: torch.Tensor) -> None:
         """Runs when autograd goes through an earlier backward: the parameters are needed until all of it ends."""
