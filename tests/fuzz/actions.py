@@ -63,7 +63,6 @@ class Train(Action):
 
     def apply(self, run: Run) -> None:
         pattern = PATTERNS[self.pattern]
-        run.is_unsettled = False
         for micro in range(self.micro):
             pairs = run.next_batches(2)
             run.reference.refresh()
@@ -75,6 +74,7 @@ class Train(Action):
                     seen = pattern(call, batches, partial(self._interlude, run, call, batches[1]))
                 expected = seen if rank == run.world.rank else expected
             has_any = run.reference.collect()
+            run.is_unsettled = not has_any  # a forward that nobody goes back through leaves whole parameters
             if self.sync != "each" and micro == self.micro - 1 and not has_any:
                 raise EndOfProgram  # no backward is there to bring home what waits
             with self._accumulating(run, micro == self.micro - 1):

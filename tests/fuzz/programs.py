@@ -49,6 +49,11 @@ class Program:
             return 1e-4  # norms are fp32
         return 1e-3 if "float32" in dtypes or "two dtypes" in kinds_of(self.model.layers) else 1e-8
 
+    @property
+    def rounding(self) -> float:
+        """The part of the largest gradient that rounding leaves of one that is zero in exact arithmetic."""
+        return 8e-3 if self.tolerance == 3e-1 else 1e-7
+
     def text(self) -> str:
         """The program as a person reads it; the same text is a Python expression."""
         return "\n".join(_lines(self, ""))

@@ -31,12 +31,18 @@ def _broadcasts_no_state(program: Program) -> bool:
     return program.optimizer == "sgd" and any(getattr(action, "kind", "") == "dcp full" for action in program.actions)
 
 
+def _has_parameters_without_gradients(program: Program) -> bool:
+    """Reentrant checkpoints compute none where no input requires one; torch's functions want states of all that do."""
+    return any(layer.checkpoint.endswith(" reentrant") for layer in all_layers(program.model.layers))
+
+
 REFUSALS = (
     Refusal("optimizer without state", "Expected device to be set", _broadcasts_no_state),
     Refusal("plain object", "ran through without having begun", _hands_on_plain_objects),
     Refusal("plain object", "out of bounds for storage of size 0", _hands_on_plain_objects),
     Refusal("plain object", "A different number of tensors was saved", _hands_on_plain_objects),
     Refusal("plain object", "was computed while its group was", _hands_on_plain_objects),
+    Refusal("no gradient", "requires gradients but has no saved optimizer state", _has_parameters_without_gradients),
 )
 
 

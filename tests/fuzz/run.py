@@ -32,7 +32,6 @@ from tests.harness.faults import Fault
 
 _MOST_NOTES = 12
 _SMALLEST = 1e-3  # what is smaller may be zero in exact arithmetic, such as the gradient of a key's bias
-_ROUNDING = 1e-7  # of the largest gradient, where training diverges: smaller ones are what its rounding leaves
 
 
 class InvalidProgram(Exception):
@@ -233,6 +232,8 @@ class Run:
             Evaluate().apply(self)
 
     def compare_parameters(self) -> None:
+        if any(type(group.reshard) is int for group in self.program.sharding.groups):
+            self.settle()  # after a forward they are shown as they rest on the smaller mesh, in the computed dtype
         shown = self.shown()
         self.compare_parts(
             "parameter", shown, {name: local(p) for name, p in shown.items()}, self.reference.parameters()
@@ -263,7 +264,7 @@ class Run:
             for name, value in whole.items()
             if value is not None and value.numel()
         }
-        rounding = _ROUNDING * max(sizes.values(), default=0)
+        rounding = self.program.rounding * max(sizes.values(), default=0)
         for name, part in self.layout.expected(shown, whole):
             here = found[name]
             if self.program.sharding.wraps and here is None and part is not None and part.numel() == 0:
