@@ -41,6 +41,9 @@ class Action:
         raise NotImplementedError
 
 
+_DIVERGED = 1e6  # a loss after which training has no digits to compare
+
+
 @dataclass(frozen=True)
 class Train(Action):
     """One step of training.
@@ -81,6 +84,8 @@ class Train(Action):
                 call, batches = Call(run.model, autocast=self.autocast), [pair[run.world.rank] for pair in pairs]
                 found = pattern(call, batches, partial(self._interlude, run, call, batches[1]))
             run.compare("loss", found, expected)
+            if any(float(loss.detach().abs().max()) > _DIVERGED for loss in expected):
+                raise EndOfProgram  # from here on rounding decides
             if run.finalizes_by_hand and (handle := run.model.finalize_backward(async_op=micro % 2 == 1)):
                 handle.wait()
         run.compare_gradients()
