@@ -13,6 +13,7 @@ from benchmarks.models import Work
 from benchmarks.traffic import Traffic
 
 import fullshard
+from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World, ranks
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
@@ -20,9 +21,12 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 LINES = 14_206
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 331, 8: 339, 32: 387}
-#: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent.
-COPIED = {"host": 1.015, "p2p": 3.502, "collective": 4.0}
-SENT = {"host": 0.00, "p2p": 1.50, "collective": 1.50}
+#: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.
+MORE_CALLS = 0 if CAN_SWAP_MEMORY else 6
+#: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent. Where storages
+#: cannot exchange memory, gradients of ranks that share memory travel as messages.
+COPIED = {"host": 1.015 if CAN_SWAP_MEMORY else 1.515, "p2p": 3.502, "collective": 4.0}
+SENT = {"host": 0.0 if CAN_SWAP_MEMORY else 0.5, "p2p": 1.5, "collective": 1.5}
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
@@ -33,7 +37,7 @@ def test_the_library_does_not_grow() -> None:
 def test_a_group_takes_no_more_calls_in_a_step() -> None:
     found = measure_host(2, list(CALLS), groups=24, rounds=1)["counts"]
     calls = {count: round(each["fullshard"]["calls"]) for count, each in found.items()}
-    assert all(calls[count] <= most for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
+    assert all(calls[count] <= most + MORE_CALLS for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
 
 
 @ranks(2)
@@ -48,7 +52,6 @@ def test_a_step_moves_no_more_bytes(world: World, transport: str) -> None:
             model(WORK.batch(world.rank, step)).sum().backward()
     copied, sent = traffic.copied / WORK.model_bytes, traffic.asked / WORK.model_bytes
     assert not traffic.unknown
-    print(copied, sent)
     assert copied <= COPIED[transport] + 0.005, f"{copied:.3f} times the parameters are copied"
     assert sent <= SENT[transport] + 0.005, f"{sent:.3f} times the parameters are sent"
     assert torch.isfinite(next(model.parameters()).to_local()).all()  # type: ignore[union-attr]
