@@ -103,7 +103,7 @@ def main() -> int:
             found = _find(mutation, options)
             missed += not found
             what = f"{mutation.file}: {mutation.before.strip().splitlines()[0]!r} -> {mutation.after.strip()!r}"
-            print(f"{time.monotonic() - began:5.0f} s  {what}\n         {found or 'NOT FOUND'}", flush=True)
+            print(f"{time.monotonic() - began:5.0f} s  {what}\n         {found or 'NOT FOUND IN TIME'}", flush=True)
     print(f"{missed} were not found")
     return missed
 
@@ -130,7 +130,7 @@ def _find(mutation: Mutation, options: argparse.Namespace) -> str:
                 timeout=options.timeout,
             )
         except subprocess.TimeoutExpired:
-            return "(the tests did not end in time)"
+            return ""  # nobody knows
         if run.returncode == 0:
             return ""
         lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
