@@ -270,6 +270,15 @@ def test_profiler_ranges_have_the_labels_of_torch(world: World) -> None:
 
 
 @ranks(2)
+def test_a_gather_by_hand_has_its_label_in_a_profile(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.blocks[1].unshard()
+    assert "FSDP::all_gather (blocks.1)" in {event.key for event in profile.key_averages()}
+
+
+@ranks(2)
 def test_an_observer_of_a_model_hears_all_of_its_groups(world: World) -> None:
     model = shard_mlp()
     recorder = Recorder(model)

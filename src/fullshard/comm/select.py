@@ -52,15 +52,15 @@ def _choose(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Tra
     wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} names no transport: use one of {', '.join(NAMES)}")
-    fits = device.type == "cpu" and backend_name(process_group, device) == "gloo"
+    backend = backend_name(process_group, device)
+    fits = device.type == "cpu" and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):
-        backend = backend_name(process_group, device)
         return _collective(), asked if wanted else f"the collectives of its backend, {backend or 'unknown'}"
     if not fits:
         raise ValueError(
             f"FULLSHARD_TRANSPORT={wanted!r} needs buffers on the CPU and a process group with gloo, but this group "
-            f"uses {backend_name(process_group, device) or 'no backend'!r} for buffers on {device}: "
+            f"uses {backend or 'no backend'!r} for buffers on {device}: "
             f"unset it or use {CollectiveTransport.name!r}"
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:

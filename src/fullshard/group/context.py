@@ -67,7 +67,6 @@ class GroupContext:
         self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
         self.name = ""
         self.tag = tag
-        self.is_flat = False
         self.state = State.SHARDED
         self.is_unsharded = False
         self.hidden = False

@@ -101,7 +101,7 @@ class Schedule:
         self._forward_root: Scheduled | None = None
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
-        self._is_profiled = False
+        self._is_profiled = False  # in the pass that runs; outside of passes each gather asks
         self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self._in_backward = False
         self.backwards = 0
@@ -198,8 +198,7 @@ class Schedule:
                 self.reshard(group)
             group.check_in()
         if is_first:
-            ignored = {param for each in self.units for param in each.ignored}
-            warn_of_strangers(unit.modules, self.groups(), ignored)
+            warn_of_strangers(unit.modules, self.groups(), {param for each in self.units for param in each.ignored})
         for group in self.groups():
             if group.memory.is_apart:
                 group.meet()
@@ -299,6 +298,7 @@ class Schedule:
             RuntimeError: it is not to be done by hand, or not yet.
         """
         self.finalization.check_by_hand(self._in_backward)
+        self._is_profiled = profiler_listens()
         self._in_backward = True  # an error leaves it so
         for group in reversed(self.groups()):
             group.gradients.take_left()
@@ -361,7 +361,8 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group, self.device)
-        started = self._in_range("all_gather", group, group.unshard) if self._is_profiled else group.unshard()
+        profiled = profiler_listens() if self._forward_root is None and not self._in_backward else self._is_profiled
+        started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
         if self.observers and before is not group.state:
