@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.comm.select import select_transport
 from fullshard.device import compute_device, move_to_device
+from fullshard.group.context import GroupOptions
 from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.module_parameters import kept_apart
 from fullshard.group.offload import prepare_offload
-from fullshard.group.options import GroupOptions
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.verify import verify_parameters
@@ -165,7 +165,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     transport = select_transport(process_group, unit.device)
     group = Group(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
-    register(group, [param for param in originals if owner_of(param) is None])
+    register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
     for param, original in zip(params, originals, strict=True):
         if original is not param.sharded and original.requires_grad:
             refuse_gradients(original, param.name)

@@ -23,7 +23,7 @@ from fullshard.comm.native import process_group_memory, symmetric_memory
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers
-from fullshard.schedule.observer import Observer
+from fullshard.schedule.schedule import Observer
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import process_group_allocator
 
@@ -370,7 +370,7 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     yield
     unit.emptied.append(watched)
     for group in unit.groups:
-        group.take_in()
+        group.take_over(group.module_params.take_in())
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             param.sharded.grad = gradient.to(param.sharded.device)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.group.group import Group
-from fullshard.schedule.observer import Event
+from fullshard.schedule.schedule import Event
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World

@@ -87,6 +87,31 @@ def test_functional_call_with_full_tensors(world: World) -> None:
     pair.step()
 
 
+def _call_after_forward(world: World, **options: Any) -> None:
+    """What stands in for parameters is not covered where the next forward reshards what the last one left."""
+    pair = twins(world, **options)
+    values = {name: 2 * parameter.detach() for name, parameter in pair.whole.named_parameters()}
+    for _ in range(2):
+        with torch.no_grad():
+            assert_close(pair.sharded(inputs()), pair.whole(inputs()), "output of the model")
+        expected = functional_call(pair.whole, dict(values), (inputs(),))
+        found = functional_call(pair.sharded, values, (inputs(),))  # torch writes what stood there at the end to values
+        assert_close(found, expected, "output of the call")
+        pair.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_functional_call_after_a_forward_that_left_parameters_unsharded(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        _call_after_forward(world)
+
+
+@ranks(4)
+def test_functional_call_after_a_forward_that_left_parameters_on_a_smaller_mesh(world: World) -> None:
+    _call_after_forward(world, reshard_after_forward=2)
+
+
 @ranks(2)
 def test_gradients_of_functional_call_with_full_tensors(world: World) -> None:
     model, reference = shard_mlp(), seeded(MLP)

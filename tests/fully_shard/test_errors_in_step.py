@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.state import State
+from fullshard.group.context import State
 from tests.fully_shard.cases import (
     BOTH,
     OURS,

@@ -451,7 +451,6 @@ class Functional(Action):
     some: bool = False
 
     def apply(self, run: Run) -> None:
-        run.settle()
         (batches,) = run.next_batches(1)
         run.reference.refresh()
         expected: list[Tensor] = []

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -78,7 +80,19 @@ def load(
     elif kind == "dcp full":
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, model_state, options=options)
+        _refuse_missing(model, model_state, optimizer_state)
         set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
     else:
         set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     return optimizer
+
+
+def _refuse_missing(model: nn.Module, model_state: Any, optimizer_state: Any) -> None:
+    """Raise on every rank where torch's function would raise on rank 0 alone, which has the states, and let the others
+    wait for what it does not send."""
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, each in model.named_parameters() if each.requires_grad]
+    states = optimizer_state.get("state", {})
+    told = [[name for name in names if name in model_state and name not in states] if states else []]
+    dist.broadcast_object_list(told, src=0)
+    if told[0]:
+        raise RuntimeError(f"{told[0]}: requires gradients but has no saved optimizer state")

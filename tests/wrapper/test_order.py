@@ -10,7 +10,7 @@ import torch
 
 import fullshard
 from fullshard import BackwardPrefetch, ShardingStrategy
-from fullshard.schedule.observer import Event
+from fullshard.schedule.schedule import Event
 from tests.harness import World, ranks
 from tests.harness.models import MLP, random_batch, seeded
 from tests.harness.wrapper import ORIGINAL, wrap_blocks

@@ -6,8 +6,9 @@ them. Owns the sections, the dtypes in which they are computed, and the state.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,58 @@ from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
 from fullshard.group.comm_context import Clock, CommContext
 from fullshard.group.mesh import DataMesh
-from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import ShardedParameter
-from fullshard.group.state import LEGAL, State
-from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+class State(Enum):
+    """Where the values of a group are, and which state may follow which.
+
+    ::
+
+        SHARDED ──unshard──▶ GATHERING ──wait──▶ UNSHARDED ──reshard──▶ SHARDED
+                                 ▲                    └────rest────▶ SHARDED_POST_FORWARD (sharded over a smaller mesh)
+                                 └──────────unshard────────────────────┘
+    """
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+
+    __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
+
+
+LEGAL = {
+    State.SHARDED: {State.GATHERING, State.UNSHARDED},
+    State.GATHERING: {State.UNSHARDED},
+    State.UNSHARDED: {State.SHARDED, State.SHARDED_POST_FORWARD},
+    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
+}
+
+
+@dataclass
+class GroupOptions:
+    """The options that a user chose for a group; each may be changed between steps by the setters of ``FSDPModule``."""
+
+    mp_policy: MixedPrecisionPolicy
+    offload: OffloadPolicy
+    reshard_after_forward: bool = True
+    post_forward_mesh: DataMesh | None = None
+    reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
+    reduce_gradients: bool = True
+    all_reduce_gradients: bool = True
+    reduce_unused: bool = False
+    divide_factor: float | None = None
+    sum_only: bool = False
+    keep_computed_dtype: bool = False
+    unshard_in_backward: bool = True
+    max_gradient_buffers: int | None = None
+    #: A function that sums over replicas in place of the process group's all-reduce.
+    all_reduce: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: torch.Stream | None = None
 
 
 class GroupContext:
@@ -120,7 +169,7 @@ class GroupContext:
     def policy_of(self, param: ShardedParameter) -> MixedPrecisionPolicy:
         """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
-        return policy if dtype is None else dataclasses.replace(policy, param_dtype=dtype)
+        return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """A group: the parameters that travel together, and the states they go through.
 
 Owns the buffers of its parameters (shard, full, gradients), what the modules show in each state, and the transitions of
-:mod:`fullshard.group.state`. It leaves to the schedule when each happens and what is gathered next, and to its
-:class:`Gradients` how gradients are reduced.
+:class:`~fullshard.group.context.State`. It leaves to the schedule when each happens and what is gathered next, and to
+its :class:`Gradients` how gradients are reduced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import GatherRoute, Transfer, Transport
 from fullshard.device import PASSED, Done, Mark, Pending, mark_now
 from fullshard.group.comm_context import CommContext
+from fullshard.group.context import State
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.gradients import Gradients, TrainedGroup
@@ -33,7 +34,6 @@ from fullshard.group.owners import register, register_sharded
 from fullshard.group.parameter import Location, ShardedParameter, whole_views
 from fullshard.group.post_forward import PostForwardShard
 from fullshard.group.shared_chunks import SharedChunks
-from fullshard.group.state import State
 from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
 
 _TAGS_APART = 1 << 16
@@ -104,17 +104,21 @@ class Group(TrainedGroup):
         """Notice what users did to the modules since the last step. Called before the root's forward."""
         if self.summoned is not None and self.summoned.is_left_by_errors:
             self.summoned.close()
+        changed = self.summoned is None and not self.module_params.check_in()
+        replaced = changed and self.module_params.take_in()  # before others are shown
+        # Since an earlier forward parameters may have been written without a trace, or with one on some ranks only:
+        # those that have elements of a fragment.
+        if self.left_by_forward or self.is_flat or self.state is State.SHARDED_POST_FORWARD:
+            self.reshard()
         if self.memory.shared is None and self.is_unsharded:
             # Older writes are no reason to gather, or ranks would differ that wrote and did not.
             self._leaf_versions = tuple(map(version_of, self._guarded))
-        if self.summoned is None and not self.module_params.check_in():
-            self.take_in()
+        if changed:
+            self.take_over(replaced)
 
-    def take_in(self) -> None:
-        """Take over the parameters that the modules now hold."""
-        if self.state is State.SHARDED_POST_FORWARD:
-            self.reshard()
-        if self.module_params.take_in():
+    def take_over(self, replaced: bool) -> None:
+        """Take over the parameters that were found in the modules, of which some were ``replaced``."""
+        if replaced:
             if any(self._needs_other_memory(param) for param in self.params):
                 self.reshard()
                 for param in self.params:
@@ -293,14 +297,14 @@ class Group(TrainedGroup):
                 self.params[index].make_unsharded(whole.data)
         if self._extensions is not None:
             self._extensions.arrive()
-        leaves = [param.unsharded for param in self.params if param.unsharded is not None]
-        inside = [part for leaf in leaves if is_traceable_subclass(leaf) for part in plain_parts(leaf)]
-        self._guarded = (*leaves, *(part for part in inside if not part.is_inference()))
+        leaves = {i: param.unsharded for i, param in enumerate(self.params) if param.unsharded is not None}
+        inside = [part for leaf in leaves.values() if is_traceable_subclass(leaf) for part in plain_parts(leaf)]
+        self._guarded = (*leaves.values(), *(part for part in inside if not part.is_inference()))
         self._leaf_versions = tuple(map(version_of, self._guarded))
         self._released = (RELEASED,) * len(self._guarded)
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
-        register(self, leaves)
+        register(self, leaves.items())
         self.module_params.prepare()
 
     def reshard(self) -> None:
@@ -357,6 +361,8 @@ class Group(TrainedGroup):
     def _rest(self, mesh: DataMesh) -> None:
         self.module_params.show_sharded()
         self._post_forward = PostForwardShard(self, mesh, self._full_views)
+        register(self, self._post_forward.shown.items())
+        self.module_params.show_post_forward(self._post_forward.shown)
         self._leave(State.SHARDED_POST_FORWARD)
         self._gathered = None
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
+from fullshard.group.owners import owner_of
 from fullshard.group.parameter import Location, ShardedParameter, chunk_views
 from fullshard.torch_private import PlainAttributes, local_of, make_dtensor
 
@@ -31,6 +32,7 @@ class ModuleParameters:
     def __init__(self, group: GroupContext) -> None:
         self._group = group
         self._stand_ins: set[tuple[int, str]] = set()
+        self._shown: Updates = ()  # what was put into the places of parameters
         self.prepare()
 
     def gradient_views(
@@ -45,17 +47,21 @@ class ModuleParameters:
         self.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
-        self._apart = [
-            (i, param, module, path)
-            for i, param in enumerate(params)
-            for module, path in param.kept_apart
-            if not any((id(module), at.name) in self._stand_ins for at in param.locations)
-        ]
         #: Which of the parameters require gradients, as far as it was looked at.
         self.trainable = tuple(map(_requires_grad, self.sharded))
         if not self._group.is_unsharded:
             self._train_leaves()
-        free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
+        self._prepare_updates()
+
+    def _prepare_updates(self) -> None:
+        """Leave alone the places where something stands in for a parameter."""
+        self._apart = [
+            (i, param, module, path)
+            for i, param in enumerate(self._group.params)
+            for module, path in param.kept_apart
+            if not any((id(module), at.name) in self._stand_ins for at in param.locations)
+        ]
+        self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
         self._sharded = updates([(module, name, param.sharded) for _, param, module, name in free])
         self._unsharded = updates([(module, name, param.unsharded) for _, param, module, name in free])
 
@@ -79,13 +85,20 @@ class ModuleParameters:
                 more.append((before, local))
         return more
 
+    def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:
+        """Show parameters, by index, as they are sharded over a smaller mesh, and all others as sharded ones."""
+        self._shown = updates([(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free])
+        show(self._shown)
+
     def show_sharded(self) -> None:
-        show(self._sharded)
+        self._shown = self._sharded
+        show(self._shown)
         for _, param, module, path in self._apart:
             put(module, path, param.stands_in if param.stands_in is not None else param.sharded)
 
     def show_unsharded(self) -> None:
-        show(self._unsharded)
+        self._shown = self._unsharded
+        show(self._shown)
         for _, param, module, path in self._apart:
             put(module, path, param.unsharded)
 
@@ -105,10 +118,9 @@ class ModuleParameters:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
             self.trainable = tuple(map(_requires_grad, self.sharded))
-        if self._group.is_unsharded and not self._group.hidden:
-            return not self._stand_ins and stand(self._unsharded)
-        self._train_leaves()
-        return not self._stand_ins and stand(self._sharded) and self._keeps_place()
+        if not self._group.is_unsharded or self._group.hidden:
+            self._train_leaves()
+        return not self._stand_ins and stand(self._shown) and self._keeps_place()
 
     def _train_leaves(self) -> None:
         """Let those unsharded parameters require gradients whose sharded ones do."""
@@ -131,6 +143,7 @@ class ModuleParameters:
         replaced = [self._take_in(param) for param in self._group.params]
         for param in self._group.params:
             param.heed_grad_dtype()
+        self._prepare_updates()
         return any(replaced)
 
     def _take_in(self, param: ShardedParameter) -> bool:
@@ -138,13 +151,19 @@ class ModuleParameters:
             shown = location.module._parameters.get(location.name)
             if shown is None:
                 self._follow(param, location)
-            elif shown is param.sharded or shown is param.unsharded:
+            elif shown is param.sharded or self._stood_for(shown, param):
                 continue
             elif self._replaces(shown, param):
                 param.sharded = shown
             else:
                 self._stand_ins.add((id(location.module), location.name))
         return not param.lies_at(param.local)
+
+    @staticmethod
+    def _stood_for(shown: torch.Tensor, param: ShardedParameter) -> bool:
+        """Whether it is what the group showed of a parameter once, which stands there again."""
+        owner = owner_of(shown)
+        return owner is not None and owner[0].params[owner[1]] is param
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
         """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while.

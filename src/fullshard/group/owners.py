@@ -7,7 +7,7 @@ those objects, so that the second group can find the first; and the check that n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.group.comm_context import Clock
-from fullshard.group.options import GroupOptions
+from fullshard.group.context import GroupOptions
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import in_backward
 
@@ -51,14 +51,14 @@ def before_each_step(call: Callable[[torch.optim.Optimizer], None]) -> None:
     _then.append(call)
 
 
-def register(group: Owner, tensors: Sequence[nn.Parameter]) -> None:
-    """``tensors`` stand for the parameters of ``group``: as they were before it took them, sharded or unsharded."""
+def register(group: Owner, tensors: Iterable[tuple[int, nn.Parameter]]) -> None:
+    """Tensors stand for the parameters of ``group``, by index: as it took them or as it shows them."""
     global _watching
     if not _watching:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_count_step)
         _watching = True
-    for index, param in enumerate(tensors):
+    for index, param in tensors:
         key = id(param)
         _owners[key] = (weakref.ref(group), index, weakref.ref(param, partial(_forget, key)))
 

@@ -15,7 +15,6 @@ from fullshard.comm.transport import Transfer
 from fullshard.device import Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
-from fullshard.group.module_parameters import show, updates
 from fullshard.group.parameter import ShardedParameter, chunk_views
 from fullshard.torch_private import make_dtensor, sharding_spec
 
@@ -34,16 +33,17 @@ class PostForwardShard:
         ]
         nbytes = shard_bytes(sections, group.compute_dtypes)
         views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
-        transfers, shown = [], []
+        transfers = []
+        #: What the modules show of it, by index: beside tensor parallel the small mesh has no DTensor.
+        self.shown: dict[int, nn.Parameter] = {}
         for section, full, shard in zip(sections, full_views, views, strict=True):
             transfers.append(Transfer(section.plan, full, shard))
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
                 param = group.params[index]
                 assert param.unsharded_local is not None
                 local.copy_(param.chunk_of(param.unsharded_local, mesh.shard_rank, mesh.shard_size))
-                if param.unsharded_spec is None:  # beside tensor parallel the small mesh has no DTensor
-                    shown += [(at.module, at.name, self._as_parameter(param, local)) for at in param.locations]
-        show(updates(shown))
+                if param.unsharded_spec is None:
+                    self.shown[index] = self._as_parameter(param, local)
         assert mesh.shard_group is not None
         self._route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
         #: A reader of the small shard waits for the copies that filled it.

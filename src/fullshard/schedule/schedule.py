@@ -8,8 +8,9 @@ the units which module is running.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import NoReturn, Protocol, TypeVar
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,9 @@ from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, mark_now
 from fullshard.group.comm_context import Clock, CommContext
+from fullshard.group.context import State
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
-from fullshard.group.state import State
 from fullshard.group.verify import verify_next
 from fullshard.schedule.checks import (
     EmptiedBuffers,
@@ -32,7 +33,6 @@ from fullshard.schedule.checks import (
 )
 from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
-from fullshard.schedule.observer import Action, Event, Observer
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
 from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
@@ -44,6 +44,35 @@ T = TypeVar("T")
 _RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
 
 _unshards_in_backward = attrgetter("options.unshard_in_backward")
+
+
+Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
+Pass = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to one group.
+
+    Args:
+        action: ``gather`` (communication started), ``unshard`` (what was gathered is there and the modules show it),
+            ``reuse`` (the values were still there and the modules show them), ``reshard``, ``rest`` (resharded to a
+            smaller mesh), ``reduce`` (the reduction of its gradients started).
+        group: fully qualified name of the group's module, ``""`` for the root.
+        during: the pass.
+        step: counts forwards of the root.
+    """
+
+    action: Action
+    group: str
+    during: Pass
+    step: int
+
+
+class Observer(Protocol):
+    """Is called on the rank itself, in the order in which things happen there. Without observers there is no cost."""
+
+    def __call__(self, event: Event) -> None: ...
 
 
 class Scheduled(Protocol):
@@ -192,11 +221,10 @@ class Schedule:
         else:
             self.clock.written = mark_now(self.device)
         for group in self.groups():
-            # Since an earlier forward its parameters may have been written without a trace, or with one on some ranks
-            # only: those that have elements of a fragment.
-            if group.left_by_forward or group.is_flat:
-                self.reshard(group)
+            before = group.state
             group.check_in()
+            if self.observers and group.state is not before:
+                self.tell("reshard", group)
         if is_first:
             warn_of_strangers(unit.modules, self.groups(), {param for each in self.units for param in each.ignored})
         for group in self.groups():

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.device import move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
+from fullshard.group.context import GroupOptions
 from fullshard.group.flat import Fragment
-from fullshard.group.options import GroupOptions
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
