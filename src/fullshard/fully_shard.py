@@ -12,23 +12,26 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.backend import backend_name
 from fullshard.comm.select import select_transport
-from fullshard.device import compute_device, move_to_device
+from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
 from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.module_parameters import kept_apart
-from fullshard.group.offload import prepare_offload
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.verify import verify_parameters
 from fullshard.module import sharded_class
+from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import (
+    CPUOffloadPolicy,
     DataParallelMeshDims,
     InvalidShardPlacement,
     MixedPrecisionPolicy,
@@ -161,7 +164,8 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     tag = verify_parameters(params, data, unit.device, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    prepare_offload(options.offload, process_group, unit.device)
+    _check_offload(options.offload, process_group, unit.device)
+    watch_steps()
     transport = select_transport(process_group, unit.device)
     group = Group(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
@@ -169,6 +173,16 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     for param, original in zip(params, originals, strict=True):
         if original is not param.sharded and original.requires_grad:
             refuse_gradients(original, param.name)
+
+
+def _check_offload(policy: OffloadPolicy, process_group: dist.ProcessGroup, device: torch.device) -> None:
+    rests_on_cpu = isinstance(policy, CPUOffloadPolicy) and policy.parameters
+    if rests_on_cpu and device.type != "cpu" and not backend_name(process_group, CPU):
+        raise ValueError(
+            f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
+            f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
+            f"init_process_group('cpu:gloo,{device.type}:nccl')"
+        )
 
 
 def fully_shard_blocks(model: M, **options: Any) -> M:

@@ -120,6 +120,7 @@ class GroupContext:
         self.is_unsharded = False
         self.hidden = False
         self.may_share = True
+        self.writes = 0  # to the shard, as far as they were noticed
         self.clock = Clock()
         self.comm = CommContext(device)
 
@@ -178,6 +179,12 @@ class GroupContext:
         """Whether parameters rest on the CPU."""
         offload = self.options.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.parameters
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether the state of optimizers, and no parameters, is copied to the CPU after each step."""
+        offload = self.options.offload
+        return isinstance(offload, CPUOffloadPolicy) and not offload.parameters and self.device.type != "cpu"
 
     @property
     def parameter_pool(self) -> SlotPool:

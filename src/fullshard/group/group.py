@@ -162,10 +162,6 @@ class Group(TrainedGroup):
     def _shard_version(self) -> int:
         return self.memory.version(self.module_params.sharded)
 
-    def count_write(self) -> None:
-        """Note a write to the sharded parameters, perhaps without a trace."""
-        self.memory.writes += 1
-
     def publish(self, whatever: bool) -> None:
         """Let the ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
         shared = self.memory.shared

@@ -31,7 +31,6 @@ class Memory:
         #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
         self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
         self.has_meta = any(tensor.is_meta for tensor in held)
-        self.writes = 0  # as far as they were noticed; a sum of versions could come back to what it was
         self._versions: list[int] = []
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
@@ -98,15 +97,15 @@ class Memory:
             versions = list(map(version_of, chain(sharded, self._written)))
         if versions != self._versions:
             self._versions = versions
-            self.writes += 1
-        return self.writes
+            self._group.writes += 1  # a sum of versions could come back to what it was
+        return self._group.writes
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_in(self) -> None:
         """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
         group, rank = self._group, self._group.data.shard_rank
-        self.writes += 1
+        group.writes += 1
         for index, place in self.places.items():
             param = group.params[index]
             if param.lies_at(place):

@@ -27,15 +27,14 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.group.owners import before_each_step, owner_of
-from fullshard.policies import CPUOffloadPolicy
+from fullshard.group.owners import owner_of
 from fullshard.torch_private import (
     STEP_HOOKS,
     DTensorSpec,
@@ -96,17 +95,15 @@ def local_step(optimizer: O) -> O:
         raise ValueError(
             f"this {type(optimizer).__name__} has no parameter of a sharded module: build it after fully_shard"
         )
-    _chosen.add(optimizer)
+    if optimizer not in _steps:
+        _steps[optimizer] = _LocalStep(optimizer)
     return optimizer
 
 
-class _Lent(NamedTuple):
-    """A parameter that a step sees as plain."""
-
-    param: DTensor
-    local: torch.Tensor
-    twin: nn.Parameter
-    spec: DTensorSpec
+#: A parameter that a step sees as plain: the DTensor, its local tensor, the twin, and the spec of gradient and state.
+_Lent = tuple[DTensor, torch.Tensor, nn.Parameter, DTensorSpec]
+#: What a stand-in has of its own.
+_OF_STAND_INS = ("param_groups", "state", *STEP_HOOKS)
 
 
 class _LocalStep:
@@ -114,6 +111,7 @@ class _LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._running: weakref.ref[Optimizer] | None = None
+        self._by_twin: dict[Any, _Lent] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
         reorder(optimizer.register_step_post_hook(self._after), last=False)  # the user's own hooks look at the state
@@ -151,72 +149,68 @@ class _LocalStep:
     def _lend(self, optimizer: Optimizer) -> bool:
         """Give the twins what the parameters have; returns whether all of it can be given."""
         groups = [group["params"] for group in optimizer.param_groups]
-        if list(map(len, groups)) != self._sizes or not _same(chain.from_iterable(groups), self._params):
-            self._build(groups)
-        if not self._lent:
-            return False
-        if not lend_gradients(self._lent):
-            self._take_back()
-            self._build(groups)  # what they hold was replaced, if it is not that a gradient is no such DTensor
-            if not lend_gradients(self._lent):
+        is_known = len(groups) == len(self._groups) and all(map(_same, groups, self._groups))
+        if not is_known or not lend_gradients(self._by_param.values()):
+            self._build(groups)  # also where the parameters hold other tensors
+            if not lend_gradients(self._by_param.values()):
                 return False
+        if not self._by_param:
+            return False
         known = optimizer.state is self._theirs and self._seen.is_still(optimizer.state)
         return known or self._take_state(optimizer)
 
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
         """Make the twins; none if one of the parameters can have none."""
-        self._sizes, self._params = list(map(len, groups)), list(chain.from_iterable(groups))
-        self._stand_ins: list[list[torch.Tensor]] = []
-        self._by_param: dict[Any, _Lent] = {}
-        self._by_twin: dict[Any, _Lent] = {}
-        self._lent: list[tuple[Any, ...]] = []
+        self._take_back()
         self._forget()
+        self._groups = [list(group) for group in groups]
+        self._by_param: dict[Any, _Lent] = {}
+        self._by_twin = {}
         lent: dict[Any, _Lent] = {}
-        for param in self._params:
+        for param in chain.from_iterable(groups):
             if isinstance(param, DTensor) and param not in lent:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
                 if type(local) is not torch.Tensor or any(place.is_partial() for place in spec.placements):
                     return
                 if owner is not None:
-                    if _offloads_state(owner[0].options.offload):
+                    if owner[0].offloads_state:  # after each step: nothing else may hold it
                         return
                     spec = owner[0].params[owner[1]].spec
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
                 choose_grad_dtype(twin, chosen_grad_dtype(param))
-                lent[param] = _Lent(param, local, twin, spec)
-        self._stand_ins = [[lent[param].twin if param in lent else param for param in group] for group in groups]
-        self._lent = [tuple(each) for each in lent.values()]  # these are unpacked faster than named tuples
-        self._by_param = lent
-        self._by_twin = {each.twin: each for each in lent.values()}
+                lent[param] = param, local, twin, spec
+        self._by_param, self._by_twin = lent, {each[2]: each for each in lent.values()}
+        self._stand_ins = [[lent[param][2] if param in lent else param for param in group] for group in groups]
 
     def _take_state(self, optimizer: Optimizer) -> bool:
         """Key the optimizer's state by twins; returns whether all of it can be given."""
         self._forget()
         for key, entry in optimizer.state.items():
-            lent = self._by_param.get(key)
-            if lent is None:
+            if key not in self._by_param:
                 self._state[key] = entry
                 continue
             if not isinstance(entry, dict):
                 return False
-            mine = self._state[lent.twin] = {}
+            _, _, twin, spec = self._by_param[key]
+            mine = self._state[twin]
             for name, value in entry.items():
-                if isinstance(value, DTensor) and spec_of(value).placements != lent.spec.placements:
+                if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
                     return False
-                mine[name] = local_of(value) if isinstance(value, DTensor) else value
+                mine[name] = _local(value)
         self._theirs, self._seen, self._seen_here = optimizer.state, _Seen(optimizer.state), _Seen(self._state)
         return True
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stand_in = self._running() if self._running is not None else None
-        if stand_in is None or args[0] is not stand_in:
+        stand_in: Optimizer = args[0]
+        if self._running is None or stand_in is not self._running():
             return
         for group, mine in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
-            _write_back(mine, group, ("params",))
-        _write_back(stand_in.__dict__, optimizer.__dict__, ("state", "param_groups", *STEP_HOOKS))
+            group.update(mine, params=group["params"])
+        own = {name: optimizer.__dict__[name] for name in _OF_STAND_INS}
+        optimizer.__dict__.update(stand_in.__dict__, **own)
         self._end(optimizer)
 
     def _abandon(self, optimizer: weakref.ref[Optimizer], stand_in: weakref.ref[Optimizer]) -> None:
@@ -241,49 +235,39 @@ class _LocalStep:
             twin.grad = None
 
     def _bring_home(self, theirs: dict[Any, Any]) -> None:
-        """Show what the step changed in the state."""
+        """Show the state as the step left it. What the step did not replace stays the same object."""
+        before = dict(theirs)
+        theirs.clear()
         for key, mine in self._state.items():
-            lent = self._by_twin.get(key)
-            if lent is None:
+            if key not in self._by_twin:
                 theirs[key] = mine
                 continue
-            if not isinstance(mine, dict):
-                theirs[lent.param] = _shown("", mine, lent)
-                continue
-            entry = theirs.setdefault(lent.param, {})
-            for name, value in mine.items():
-                shown = entry.get(name)
-                if (local_of(shown) if isinstance(shown, DTensor) else shown) is not value or name not in entry:
-                    entry[name] = _shown(name, value, lent)
-            for name in entry.keys() - mine.keys():
-                del entry[name]
-        for key in list(theirs):
-            lent = self._by_param.get(key)
-            if (key if lent is None else lent.twin) not in self._state:
-                del theirs[key]
+            lent = self._by_twin[key]
+            param = lent[0]
+            if isinstance(mine, dict):
+                entry = before.get(param, {})
+                shown = {name: _shown(name, value, entry.get(name), lent) for name, value in mine.items()}
+                entry.clear()
+                entry.update(shown)
+                theirs[param] = entry
+            else:
+                theirs[param] = _shown("", mine, before.get(param), lent)
 
 
-def _shown(name: str, value: Any, lent: _Lent) -> Any:
+def _local(value: Any) -> Any:
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
+def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
     """State as the user sees it: a DTensor where it has an element for each of the parameter's."""
-    if value is lent.twin:
-        return lent.param
-    if not isinstance(value, torch.Tensor) or value.shape != lent.local.shape or (not value.ndim and name in _NUMBERS):
+    param, local, twin, spec = lent
+    if value is _local(before):
+        return before
+    if value is twin:
+        return param
+    if not isinstance(value, torch.Tensor) or value.shape != local.shape or (not value.ndim and name in _NUMBERS):
         return value
-    meta = lent.spec.tensor_meta
-    assert meta is not None
-    return make_dtensor(value, lent.spec if value.dtype == meta.dtype else altered_spec(lent.spec, dtype=value.dtype))
-
-
-def _offloads_state(policy: Any) -> bool:
-    """Whether state goes to the CPU after each step: then nothing else may hold it."""
-    return isinstance(policy, CPUOffloadPolicy) and not policy.parameters
-
-
-def _write_back(source: dict[str, Any], target: dict[str, Any], besides: tuple[str, ...]) -> None:
-    """Write back what the step wrote to options or attributes."""
-    for name, value in source.items():
-        if name not in besides and (name not in target or target[name] is not value):
-            target[name] = value
+    return make_dtensor(value, altered_spec(spec, dtype=value.dtype))
 
 
 class _Seen:
@@ -312,17 +296,12 @@ def _same(one: Iterable[Any], other: Iterable[Any]) -> bool:
 
 _END = (object(),)
 
-_chosen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _steps: weakref.WeakKeyDictionary[Optimizer, _LocalStep] = weakref.WeakKeyDictionary()
 
 
-def _serve(optimizer: Optimizer) -> None:
-    """Is called before each step of an optimizer that has parameters of groups."""
-    step = _steps.get(optimizer)
-    if step is None and (type(optimizer) in _ELEMENTWISE or optimizer in _chosen):
-        step = _steps[optimizer] = _LocalStep(optimizer)
-    if step is not None:
+def prepare_step(optimizer: Optimizer) -> None:
+    """Let the step that begins now run on local tensors, if it may: the optimizer has parameters of groups."""
+    if optimizer not in _steps and type(optimizer) in _ELEMENTWISE:
+        _steps[optimizer] = _LocalStep(optimizer)
+    if (step := _steps.get(optimizer)) is not None:
         reorder(step.handle, last=True)  # the user's own hooks may change gradients and options
-
-
-before_each_step(_serve)

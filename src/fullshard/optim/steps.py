@@ -1,0 +1,95 @@
+"""What happens around a step of an optimizer that has parameters of groups.
+
+Owns the hooks on the steps of all optimizers: the check that an optimizer was built from what is trained, the count of
+writes and of steps, and state that is on the device only for a step, as ``CPUOffloadPolicy(parameters=False)`` asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullshard.device import CPU
+from fullshard.group.context import GroupContext
+from fullshard.group.owners import owner_of
+from fullshard.optim.local_step import prepare_step
+from fullshard.torch_private import in_backward, local_of, set_local
+
+#: How many parameters an optimizer had when it was looked at, and their groups.
+_found: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[GroupContext]]]] = weakref.WeakKeyDictionary()
+
+
+@cache
+def watch_steps() -> None:
+    """Look at every step of every optimizer from now on."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = _groups_of(optimizer)
+    if not groups:
+        return
+    _count_writes(groups)  # after a step that raises no hook is called
+    for clock in {id(group.clock): group.clock for group in groups}.values():
+        clock.steps += not in_backward()  # where it steps for the parameters of which this rank has a part
+    _move_state(optimizer, groups, up=True)
+    prepare_step(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    groups = _groups_of(optimizer)
+    _count_writes(groups)
+    _move_state(optimizer, groups, up=False)
+
+
+def _count_writes(groups: list[GroupContext]) -> None:
+    """Count what a step writes: foreach optimizers on DTensors leave no trace in any version."""
+    for group in groups:
+        group.writes += 1
+
+
+def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
+    """The groups whose parameters an optimizer has. It is refused if these are not what is trained."""
+    count = sum([len(options["params"]) for options in optimizer.param_groups])
+    known = _found.get(optimizer)
+    if known is None or known[0] != count:
+        groups: dict[int, GroupContext] = {}
+        for param in (param for options in optimizer.param_groups for param in options["params"]):
+            if (owner := owner_of(param)) is None:
+                continue
+            group, index = owner
+            groups[id(group)] = group
+            if param is not (taken := group.params[index]).sharded:
+                when = "while the module was unsharded" if param is taken.unsharded else "before fully_shard"
+                raise RuntimeError(
+                    f"this {type(optimizer).__name__} was built {when}: its parameter '{taken.name}' is not the one "
+                    f"that is trained. Build the optimizer after sharding, from model.parameters(), and call "
+                    f"model.reshard() first if a forward was run before"
+                )
+        known = _found[optimizer] = count, [weakref.ref(group) for group in groups.values()]
+    return [alive for reference in known[1] if (alive := reference()) is not None]
+
+
+def _move_state(optimizer: Optimizer, groups: list[GroupContext], up: bool) -> None:
+    """Move offloaded state to the device for a step, or back to the CPU."""
+    if not any(group.offloads_state for group in groups):
+        return
+    for param, state in optimizer.state.items():
+        owner = owner_of(param) if isinstance(param, torch.Tensor) else None
+        if owner is None or not owner[0].offloads_state:
+            continue
+        device = owner[0].device if up else CPU
+        for name, value in state.items():
+            if isinstance(value, DTensor):
+                set_local(value, local_of(value).to(device, non_blocking=True))
+            elif isinstance(value, torch.Tensor) and value.ndim > 0:
+                state[name] = value.to(device, non_blocking=True)
+    if not up:
+        torch.accelerator.synchronize()  # the step's state is whole before anybody reads it
