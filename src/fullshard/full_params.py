@@ -7,7 +7,7 @@ used, so that a copy is never another group's memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,8 @@ def summon_full_params(
                 f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps, and after an "
                 f"error in one call reset_iter_state() on the root module, on every rank, before"
             )
-    summoned: list[FullGroup] = []
-    try:
+    kept: list[FullGroup] = []
+    with ExitStack() as summoned:
         for unit in units:
             for group in unit.groups:
                 group.check_in()
@@ -72,14 +72,14 @@ def summon_full_params(
                 whole = _whole(group, offload_to_cpu, with_grads)
                 mesh = group.data.mesh  # which ranks hold the group, those that shard it last
                 shown = not rank0_only or mesh.get_local_rank(mesh.ndim - 1) == 0
-                summoned.append(FullGroup(group, whole if shown else {}))
+                full = FullGroup(group, whole if shown else {})
+                summoned.callback(full.close)
+                # Of flat parameters that each rank has whole writes stay anyway, as users of torch's wrapper expect.
+                if writeback or (group.is_flat and group.data.shard_group is None):
+                    kept.append(full)
         yield
-        for full in summoned:
-            if writeback or full.is_all_there_is:
-                full.write_back()
-    finally:
-        for full in summoned:
-            full.close()
+        for full in kept:
+            full.write_back()
 
 
 class FullGroup:
@@ -97,8 +97,6 @@ class FullGroup:
         self._outer: FullGroup | None = group.summoned
         if self._outer is not None:
             self._outer.shown()
-        #: With flat parameters of which each rank has all, writes stay anyway, as users of torch's wrapper expect.
-        self.is_all_there_is = group.is_flat and group.data.shard_group is None
         group.summoned = self
         group.module_params.show_full(self._full)
 

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import fullshard
 from fullshard.group.flat import FlatParameter
-from fullshard.wrapper.names import shown_parameters
+from fullshard.wrapper.optim_state import shown_parameters
 from tests.checkpoint.cases import SHARDINGS, wrapped
 from tests.harness import World, ranks
 from tests.harness.models import MLP, Transformer, seeded

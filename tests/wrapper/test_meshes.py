@@ -26,7 +26,7 @@ FULL, HYBRID_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.HYB
 def resolve(
     strategy: Any, process_group: Any = None, device_mesh: Any = None, policy: bool = False
 ) -> tuple[ShardingStrategy, DataMesh]:
-    return strategy_and_mesh(strategy, process_group, device_mesh, policy, "cpu")
+    return strategy_and_mesh(strategy or FULL, process_group, device_mesh, policy, "cpu")
 
 
 def by_torch(strategy: Any, process_group: Any = None, device_mesh: Any = None, policy: bool = False) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 from fullshard.wrapper import settings
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import (
     BackwardPrefetch,
     CPUOffload,
@@ -31,14 +31,9 @@ from fullshard.wrapper.settings import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    as_backward_prefetch,
-    as_cpu_offload,
-    as_mixed_precision,
-    as_optim_state_dict_config,
-    as_sharding_strategy,
-    as_state_dict_config,
-    as_state_dict_type,
+    as_setting,
 )
+from tests.harness import fake_world
 
 ENUMS = ["ShardingStrategy", "BackwardPrefetch", "StateDictType", "OptimStateKeyType"]
 MODEL_CONFIGS = ["StateDictConfig", "FullStateDictConfig", "LocalStateDictConfig", "ShardedStateDictConfig"]
@@ -46,15 +41,19 @@ OPTIM_CONFIGS = [name.replace("State", "OptimState") for name in MODEL_CONFIGS]
 SWITCHES = ["CPUOffload", *MODEL_CONFIGS, *OPTIM_CONFIGS]
 ALL_DATA = ["MixedPrecision", "StateDictSettings", *SWITCHES]
 
-AS: dict[str, Callable[[object], Any]] = {
-    "sharding_strategy": as_sharding_strategy,
-    "backward_prefetch": as_backward_prefetch,
-    "mixed_precision": as_mixed_precision,
-    "cpu_offload": as_cpu_offload,
-    "state_dict_type": as_state_dict_type,
-    "state_dict_config": as_state_dict_config,
-    "optim_state_dict_config": as_optim_state_dict_config,
+ARGUMENTS: dict[str, type[Any]] = {
+    "sharding_strategy": ShardingStrategy,
+    "backward_prefetch": BackwardPrefetch,
+    "mixed_precision": MixedPrecision,
+    "cpu_offload": CPUOffload,
+    "state_dict_type": StateDictType,
+    "state_dict_config": StateDictConfig,
+    "optim_state_dict_config": OptimStateDictConfig,
 }
+
+
+def taken(argument: str, given: object, default: Any = None) -> Any:
+    return as_setting(given, ARGUMENTS[argument], argument, default)
 
 
 def pair(name: str) -> tuple[Any, Any]:
@@ -167,7 +166,7 @@ def test_settings_refuse_what_stands_in_the_wrong_place(place: int) -> None:
 def test_members_of_both_are_accepted(argument: str, cls: str) -> None:
     ours, theirs = pair(cls)
     for member in ours:
-        assert AS[argument](member) is AS[argument](theirs[member.name]) is member
+        assert taken(argument, member) is taken(argument, theirs[member.name]) is member
 
 
 def test_mixed_precision_of_torch_keeps_every_field() -> None:
@@ -180,41 +179,45 @@ def test_mixed_precision_of_torch_keeps_every_field() -> None:
         "cast_root_forward_inputs": False,
         "_module_classes_to_ignore": [nn.LayerNorm],
     }
-    assert as_mixed_precision(torch_fsdp.MixedPrecision(**values)) == MixedPrecision(**values)
-    assert as_mixed_precision(torch_fsdp.MixedPrecision()) == MixedPrecision()
+    assert taken("mixed_precision", torch_fsdp.MixedPrecision(**values)) == MixedPrecision(**values)
+    assert taken("mixed_precision", torch_fsdp.MixedPrecision()) == MixedPrecision()
     ours = MixedPrecision()
-    assert as_mixed_precision(ours) is ours
+    assert taken("mixed_precision", ours) is ours
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_cpu_offload_of_torch_is_accepted(offload: bool) -> None:
-    assert as_cpu_offload(torch_fsdp.CPUOffload(offload)) == CPUOffload(offload)
+    assert taken("cpu_offload", torch_fsdp.CPUOffload(offload)) == CPUOffload(offload)
 
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS + OPTIM_CONFIGS)
 @pytest.mark.parametrize("flip", [False, True])
 def test_configurations_of_torch_keep_class_and_fields(name: str, flip: bool) -> None:
     ours, theirs = pair(name)
-    convert = as_state_dict_config if name in MODEL_CONFIGS else as_optim_state_dict_config
+    argument = "state_dict_config" if name in MODEL_CONFIGS else "optim_state_dict_config"
     values = {field.name: field.default ^ flip for field in dataclasses.fields(theirs)}
-    converted = convert(theirs(**values))
+    converted = taken(argument, theirs(**values))
     assert type(converted) is ours
     assert converted == ours(**values)
-    assert convert(converted) is converted
+    assert taken(argument, converted) is converted
 
 
 def test_classes_derived_from_torchs_are_accepted() -> None:
     class Mine(torch_fsdp.FullStateDictConfig):
         pass
 
-    assert as_state_dict_config(Mine(rank0_only=True)) == FullStateDictConfig(rank0_only=True)
+    assert taken("state_dict_config", Mine(rank0_only=True)) == FullStateDictConfig(rank0_only=True)
 
 
 def test_none_stands_for_what_the_constructor_defaults_to() -> None:
-    assert as_sharding_strategy(None) is ShardingStrategy.FULL_SHARD
-    assert as_backward_prefetch(None) is None
-    assert as_mixed_precision(None) == MixedPrecision()
-    assert as_cpu_offload(None) == CPUOffload()
+    with fake_world(2):
+        model = FullyShardedDataParallel(
+            nn.Linear(2, 2), sharding_strategy=None, backward_prefetch=None, mixed_precision=None, cpu_offload=None
+        )
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert model.backward_prefetch is None
+    assert model.mixed_precision == MixedPrecision()
+    assert model.cpu_offload == CPUOffload()
 
 
 class Other(Enum):
@@ -224,7 +227,7 @@ class Other(Enum):
 Impostor = Enum("ShardingStrategy", ["ZERO_5"])
 
 
-@pytest.mark.parametrize("argument", AS)
+@pytest.mark.parametrize("argument", ARGUMENTS)
 @pytest.mark.parametrize(
     "wrong",
     ["FULL_SHARD", 1, Other.FULL_SHARD, SimpleNamespace(offload_params=True), MixedPrecision, object()],
@@ -232,33 +235,33 @@ Impostor = Enum("ShardingStrategy", ["ZERO_5"])
 )
 def test_anything_else_is_refused_by_name(argument: str, wrong: object) -> None:
     with pytest.raises(TypeError, match=rf"^{argument} is .*; expected "):
-        AS[argument](wrong)
+        taken(argument, wrong)
 
 
 @pytest.mark.parametrize("argument", ["state_dict_type", "state_dict_config", "optim_state_dict_config"])
 def test_state_dict_settings_have_no_default(argument: str) -> None:
     with pytest.raises(TypeError, match=f"{argument} is None"):
-        AS[argument](None)
+        taken(argument, None)
 
 
 def test_an_enum_of_that_name_without_that_member_is_refused() -> None:
     with pytest.raises(TypeError, match=r"ZERO_5.*expected one of ShardingStrategy\.FULL_SHARD, "):
-        as_sharding_strategy(Impostor["ZERO_5"])
+        taken("sharding_strategy", Impostor["ZERO_5"])
 
 
 def test_a_setting_of_one_kind_is_not_taken_for_another() -> None:
     with pytest.raises(TypeError, match="sharding_strategy"):
-        as_sharding_strategy(BackwardPrefetch.BACKWARD_PRE)
+        taken("sharding_strategy", BackwardPrefetch.BACKWARD_PRE)
     with pytest.raises(TypeError, match="expected OptimStateDictConfig or FullOptimStateDictConfig or Local"):
-        as_optim_state_dict_config(LocalStateDictConfig())
+        taken("optim_state_dict_config", LocalStateDictConfig())
     with pytest.raises(TypeError, match="expected StateDictConfig or FullStateDictConfig or Local"):
-        as_state_dict_config(torch_fsdp.LocalOptimStateDictConfig())
+        taken("state_dict_config", torch_fsdp.LocalOptimStateDictConfig())
     assert not issubclass(LocalOptimStateDictConfig, StateDictConfig)
     assert not issubclass(ShardedStateDictConfig, OptimStateDictConfig)
 
 
 def test_fields_of_foreign_settings_are_checked_too() -> None:
     with pytest.raises(TypeError, match=r"CPUOffload\.offload_params is 'yes'"):
-        as_cpu_offload(torch_fsdp.CPUOffload("yes"))  # type: ignore[arg-type]
+        taken("cpu_offload", torch_fsdp.CPUOffload("yes"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"MixedPrecision\.param_dtype is torch.int32"):
-        as_mixed_precision(torch_fsdp.MixedPrecision(param_dtype=torch.int32))
+        taken("mixed_precision", torch_fsdp.MixedPrecision(param_dtype=torch.int32))

@@ -44,7 +44,7 @@ CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 def plain_name(name: str) -> str:
     """A qualified name as it is in the model without any wrappers."""
-    return ".".join(part for part in name.split(".") if part not in (WRAPPED_NAME, CHECKPOINTED_NAME))
+    return ".".join(part for part in name.split(".") if part not in ("", WRAPPED_NAME, CHECKPOINTED_NAME))
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Location:
 
     @property
     def full_name(self) -> str:
-        return plain_name(f"{self.path}.{self.name}" if self.path else self.name)
+        return plain_name(f"{self.path}.{self.name}")
 
 
 class ShardedParameter:

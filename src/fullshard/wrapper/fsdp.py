@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,6 @@ from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets
 from fullshard.wrapper import initialise
-from fullshard.wrapper.comm_hook import use_hook
 from fullshard.wrapper.initialise import Ignored
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.optim_methods import OptimStateMethods
@@ -41,13 +41,9 @@ from fullshard.wrapper.settings import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    as_backward_prefetch,
-    as_cpu_offload,
-    as_mixed_precision,
-    as_sharding_strategy,
+    as_setting,
 )
-from fullshard.wrapper.state_dict import check_idle
-from fullshard.wrapper.state_dicts import StateDictMethods
+from fullshard.wrapper.state_dict import StateDictMethods
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
@@ -121,14 +117,17 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         refuse_torchs(module)
         nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
         self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
-        self.mixed_precision = precision = as_mixed_precision(mixed_precision)
-        self.backward_prefetch, self.cpu_offload = as_backward_prefetch(backward_prefetch), as_cpu_offload(cpu_offload)
+        strategy = as_setting(sharding_strategy, ShardingStrategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
+        precision = as_setting(mixed_precision, MixedPrecision, "mixed_precision", MixedPrecision())
+        self.mixed_precision, self.backward_prefetch = precision, backward_prefetch
+        self.cpu_offload = as_setting(cpu_offload, CPUOffload, "cpu_offload", CPUOffload())
+        if backward_prefetch is not None:
+            self.backward_prefetch = as_setting(backward_prefetch, BackwardPrefetch, "backward_prefetch")
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
         self._use_orig_params, kept = use_orig_params, self._ignored.params
         device_type = device_mesh.device_type if isinstance(device_mesh, DeviceMesh) else None
         own = (param for param in module.parameters() if param not in kept)
         device, has_policy = initialise.compute_device(own, device_id, device_type), auto_wrap_policy is not None
-        strategy = as_sharding_strategy(sharding_strategy)
         self.sharding_strategy, data = strategy_and_mesh(strategy, process_group, device_mesh, has_policy, device.type)
         if has_policy:
             if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
@@ -175,7 +174,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
-        self._prepare_state_dicts(unit)
 
     # -- passed through to the module inside ---------------------------------------------------------------------------
 
@@ -195,8 +193,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             return getattr(self._modules[WRAPPED_NAME], name)
 
     def __getitem__(self, key: Any) -> Any:
-        inner: Any = self._fsdp_wrapped_module
-        return inner.__getitem__(key)
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered. After an error in a step the next one begins anew."""
@@ -282,7 +279,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 raise NotImplementedError(f"summon_full_params does not support {what}")
         wrappers = wrappers if recurse else [each for each in wrappers if each is module]
         for each in wrappers:
-            check_idle(each._unit, "summon_full_params")
+            each._check_idle("summon_full_params")
             if each._is_summoned:
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside another: leave it first")
         with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
@@ -346,22 +343,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 raise AssertionError("a communication hook is registered already: there can be one")
         for each in self.fsdp_modules(self):
             each._has_hook = True
-            use_hook(each._unit.groups, state, hook)
+            each._unit.reduce_by(partial(hook, state))
 
     # -- as a module ---------------------------------------------------------------------------------------------------
-
-    def free_buffers(self) -> int:
-        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
-
-        The staging of transports is freed too, which all models of the process share. Torch's wrapper keeps none. Every
-        rank must call it.
-        """
-        return self._schedule().free_buffers()
-
-    @property
-    def _unit(self) -> WrappedUnit:
-        unit: WrappedUnit = self.__dict__["_fullshard_unit"]
-        return unit
 
     @property
     def _has_params(self) -> bool:
@@ -379,7 +363,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         with shards_may_change(self):
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    __deepcopy__ = FSDPModule.__deepcopy__
+    __deepcopy__, free_buffers = FSDPModule.__deepcopy__, FSDPModule.free_buffers
 
 
 def _unwrapped(name: str) -> str:

@@ -239,13 +239,8 @@ def sync_module_states(
     if not groups:
         return
     with torch.no_grad():
-        plain = [
-            part
-            for tensor in (*new, *params)
-            for part in plain_parts(tensor.detach())
-            if part.numel() > 0 and not part.is_meta
-        ]
-        plain = [part for part in plain if part.numel() > 0 and not part.is_meta]
+        parts = [part for tensor in (*new, *params) for part in plain_parts(tensor.detach())]
+        plain = [part for part in parts if part.numel() > 0 and not part.is_meta]
         plain.sort(key=lambda part: -part.itemsize)  # so that each is aligned where it lies
         while plain:
             ends = accumulate(tensor.nbytes for tensor in plain)

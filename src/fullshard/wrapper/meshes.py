@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.objects import gather_objects
 from fullshard.group.mesh import DataMesh, data_mesh
-from fullshard.wrapper.settings import ShardingStrategy, as_sharding_strategy
-
-T = TypeVar("T")
+from fullshard.wrapper.settings import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 _NAMES = ("replicate", "shard")
 
-_made: dict[Hashable, Any] = {}
-_made_in: object = None
+#: The same object for the same mesh and process groups.
+_data_mesh = lru_cache(maxsize=64)(DataMesh)
 
 
 def strategy_and_mesh(
-    strategy: ShardingStrategy | None,
+    strategy: ShardingStrategy,
     process_group: Any,
     device_mesh: DeviceMesh | None,
     has_auto_wrap_policy: bool,
@@ -37,16 +35,14 @@ def strategy_and_mesh(
 ) -> tuple[ShardingStrategy, DataMesh]:
     """The strategy that counts, and the mesh over which it shards and replicates.
 
-    The mesh is the same object for the same groups, as long as the world process group is there. All ranks must call
-    it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one with a pair of groups
-    gathers which ranks they have. ``has_auto_wrap_policy`` says whether one call makes all instances, so that they get
-    the same groups.
+    The mesh is the same object for the same groups. All ranks must call it: a hybrid strategy without groups makes
+    them, of the ranks of a node and across nodes; one with a pair of groups gathers which ranks they have.
+    ``has_auto_wrap_policy`` says whether one call makes all instances, so that they get the same groups.
 
     Raises:
         ValueError: both a group and a mesh, or one that does not fit the strategy; a hybrid strategy with neither these
             nor a policy; a world that does not divide into nodes; no default process group.
     """
-    strategy = as_sharding_strategy(strategy)
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():
@@ -57,14 +53,14 @@ def strategy_and_mesh(
         group = process_group if process_group is not None else dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"process_group must be a ProcessGroup that has this rank for {strategy}, got {group!r}")
-        mesh = _once((group, device_type), lambda: DeviceMesh.from_group(group, device_type))
+        mesh = _mesh_of(device_type, dist.group.WORLD, group)
     elif process_group is None:
         if not has_auto_wrap_policy:
             raise ValueError(
                 f"{strategy} without an auto_wrap_policy needs process_group or device_mesh: make a mesh of nodes by "
                 f"ranks once, and give it to each instance"
             )
-        mesh = _once(("nodes", device_type), lambda: _mesh_of_nodes(device_type))
+        mesh = _mesh_of(device_type, dist.group.WORLD)
     else:
         pair = process_group if isinstance(process_group, tuple) else ()
         if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
@@ -72,7 +68,7 @@ def strategy_and_mesh(
                 f"process_group for {strategy} must be a tuple of two process groups that have this rank, to shard "
                 f"over and to replicate over, got {process_group!r}"
             )
-        mesh = _once((*pair, device_type), lambda: _mesh_of_groups(*pair, device_type))
+        mesh = _mesh_of(device_type, dist.group.WORLD, *pair)
     data = data_mesh(mesh)
     if data.shard_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
@@ -84,21 +80,20 @@ def strategy_and_mesh(
             FutureWarning,
             stacklevel=3,
         )
+    shard_group, replicate_group = data.shard_group, data.replicate_group
     if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
         mesh = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 and mesh.mesh_dim_names else mesh
-        data = DataMesh(mesh, shards=False, replicates=True, replicate_group=mesh.get_group())
-    return strategy, _once((data.mesh, data.shards, data.shard_group, data.replicate_group), lambda: data)
+        shard_group, replicate_group = None, mesh.get_group()
+    kinds = shard_group is not None, replicate_group is not None
+    return strategy, _data_mesh(mesh, *kinds, shard_group=shard_group, replicate_group=replicate_group)
 
 
-def _once(key: Hashable, make: Callable[[], T]) -> T:
-    """The result of ``make``, once for each key and world process group: groups end with the one they were made in."""
-    global _made_in
-    if _made_in is not dist.group.WORLD:
-        _made.clear()
-        _made_in = dist.group.WORLD
-    if key not in _made:
-        _made[key] = make()
-    return _made[key]
+@lru_cache(maxsize=64)
+def _mesh_of(device_type: str, made_in: object, *groups: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh of a group, or of one to shard and one to replicate over, or of the nodes of the world ``made_in``."""
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type)
+    return _mesh_of_groups(device_type, *groups) if groups else _mesh_of_nodes(device_type)
 
 
 def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
@@ -137,7 +132,7 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (world // size, size), mesh_dim_names=_NAMES)
 
 
-def _mesh_of_groups(shard: dist.ProcessGroup, replicate: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+def _mesh_of_groups(device_type: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> DeviceMesh:
     """The grid of which ``shard`` is this rank's row and ``replicate`` its column."""
     row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     here = dist.get_rank()

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fullshard.wrapper.names import shown_parameters
-from fullshard.wrapper.optim_state import Key, expect, local_state, whole_state, with_groups
+from fullshard.wrapper.optim_state import Key, expect, local_state, shown_parameters, whole_state, with_groups
 from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
 
 StateDict = dict[str, Any]
@@ -54,8 +53,8 @@ class OptimStateMethods:
         state_dict = optim.state_dict() if optim_state_dict is None else optim_state_dict
         params = _params(model, optim, _is_named(state_dict))
         as_dtensors = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-        to_cpu = settings.optim_state_dict_config.offload_to_cpu
-        return whole_state(model, params, state_dict, as_dtensors, _rank0_only(model), to_cpu, group)
+        config = settings.optim_state_dict_config
+        return whole_state(model, params, state_dict, as_dtensors, config.rank0_only, config.offload_to_cpu, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -75,7 +74,8 @@ class OptimStateMethods:
             group: the ranks of the model, as by default. With ``rank0_only`` its first rank sends what it was given.
         """
         params, named = _params(model, optim, is_named_optimizer), optim if is_named_optimizer else None
-        result = local_state(model, params, optim_state_dict or {}, _rank0_only(model), group, named)
+        rank0_only = settings_of(model).optim_state_dict_config.rank0_only
+        result = local_state(model, params, optim_state_dict or {}, rank0_only, group, named)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -159,10 +159,6 @@ class OptimStateMethods:
         expect(new, optim_state_dict["state"], "the optimizer has no such parameter of the state dict's")
         state = {new[key]: value for key, value in optim_state_dict["state"].items()}
         return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
-
-
-def _rank0_only(model: nn.Module) -> bool:
-    return getattr(settings_of(model).optim_state_dict_config, "rank0_only", False)
 
 
 def _is_named(state_dict: StateDict) -> bool:

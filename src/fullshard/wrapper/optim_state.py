@@ -15,13 +15,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm.objects import broadcast_object, gather_objects
@@ -29,11 +30,10 @@ from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
-from fullshard.group.parameter import ShardedParameter, chunk_views
+from fullshard.group.parameter import ShardedParameter, chunk_views, plain_name
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
-from fullshard.wrapper.names import Place, shown_parameters
-from fullshard.wrapper.state_dict import all_of, given_out, own_copy
+from fullshard.wrapper.state_dict import all_of, given_out, own_copy, whole_as_before
 from fullshard.wrapper.unit import WrappedUnit
 
 tree_map_only = pytree.tree_map_only
@@ -41,6 +41,46 @@ tree_map_only = pytree.tree_map_only
 #: What a state dict calls a parameter: by its place among those of the optimizer, or by a name.
 Key = int | str
 State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One parameter of the original model."""
+
+    name: str  # fully qualified, below the root, without wrappers
+    group: Group | None = None  # that shards it; ``None`` for one that is whole on every rank
+    index: int = 0  # which of the group's parameters it is
+
+    @property
+    def param(self) -> ShardedParameter | None:
+        return None if self.group is None else self.group.params[self.index]
+
+
+def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
+    """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order.
+
+    That is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose
+    modules are not below ``root`` are left out.
+    """
+    paths = {module: path for path, module in root.named_modules()}
+    units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
+    groups = dict.fromkeys(group for unit in units for group in unit.groups)
+    for group in groups:
+        group.check_in()  # users may have replaced parameters since the last step
+    shown: dict[nn.Parameter, list[Place]] = {}
+    taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
+    for group in groups:
+        for index, param in enumerate(group.params):
+            names = [plain_name(f"{paths[at.module]}.{at.name}") for at in param.locations if at.module in paths]
+            if names:
+                shown.setdefault(param.sharded, []).append(Place(names[0], group, index))
+                taken.update(names)
+    for module, path in paths.items():
+        for name, whole in module._parameters.items():
+            plain = plain_name(f"{path}.{name}")
+            if whole is not None and whole not in shown and plain not in taken:
+                shown[whole] = [Place(plain)]
+    return shown
 
 
 class _Part(NamedTuple):
@@ -72,14 +112,6 @@ def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
     section = next(section for section in group.sections if first in section.members)
     views = dict(chunk_views(group.params, section.members, section.plan, flat, group.data.shard_rank))
     return [views[place.index] for place in places]
-
-
-def _checked_in(model: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """The parameters that ``model`` shows, once the groups know what users did to it since the last step."""
-    for group in dict.fromkeys(place.group for inside in shown_parameters(model).values() for place in inside):
-        if group is not None:
-            group.check_in()
-    return shown_parameters(model)
 
 
 def _ranks_of(shown: Mapping[nn.Parameter, list[Place]]) -> dist.ProcessGroup | None:
@@ -133,31 +165,25 @@ def whole_state(
         as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
         rank0_only: ranks but the first get an empty dict.
     """
-    shown, states = _checked_in(model), state_dict["state"]
+    shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
     saves = not rank0_only or dist.get_rank(process_group) == 0
-    inside = {key: shown[param] for key, param in params.items() if param in shown}
-    expect(inside, params, "the model has no such parameter of the optimizer's")
+    expect(shown, params.values(), "the model has no such parameter of the optimizer's")
     mine: dict[str, State] = {}
     for key, param in params.items():
         if key in states:
-            mine.update(_split(param, inside[key], states[key]))
-    places = {place.name: place for inside_one in shown.values() for place in inside_one}
-    saved: dict[Any, Any] = {}
-    groups: dict[Group, dict[int, str]] = {}
+            mine.update(_split(param, shown[param], states[key]))
+    places = {place.name: place for inside in shown.values() for place in inside}
     agreed = _agree(places, mine, _is_flat(model), process_group)
+    saved: dict[Any, Any] = {}
     for name, state in agreed.items():
-        place = places[name]
-        if place.group is not None:
+        if places[name].group is not None:
             saved[name] = _copied({key: each for key, each in state.items() if not isinstance(each, _Part)}, to_cpu)
-            groups.setdefault(place.group, {})[place.index] = name
         elif name in mine:
             saved[name] = _copied(mine[name], to_cpu)
-    for group, names in groups.items():
-        for index, key, gathered in _gathered(group, names, agreed, mine):
-            whole = group.params[index]
-            if saves or whole.unsharded_spec is not None:  # all ranks of tensor parallel take part
-                saved[names[index]][key] = given_out(gathered, whole, as_dtensors, to_cpu)
+    for name, key, whole, sharded in _gathered(places, agreed, mine):
+        if saves or sharded.unsharded_spec is not None:  # all ranks of tensor parallel take part
+            saved[name][key] = given_out(whole, sharded, as_dtensors, to_cpu)
     if not saves:
         return {}
     for key, value in states.items():
@@ -166,8 +192,8 @@ def whole_state(
             saved[key] = value
 
     def renamed(keys: Sequence[Key]) -> list[str]:
-        expect(inside, keys, "the optimizer has no such parameter of its own parameter groups")
-        return [place.name for key in keys for place in inside[key]]
+        expect(params, keys, "the optimizer has no such parameter of its own parameter groups")
+        return [place.name for key in keys for place in shown[params[key]]]
 
     return with_groups(state_dict, saved, renamed)
 
@@ -211,14 +237,15 @@ def _agree(
             f"the same optimizer and the same steps on all ranks"
         )
     agreed: dict[str, State] = {}
-    for rank, theirs in enumerate(everyone):
-        for name in everyone[0] if flat else sorted(theirs.keys() & places.keys()):
-            known = agreed.setdefault(name, {})
-            for key, value in theirs[name].items():
+    for name in places:
+        states = [(rank, theirs[name]) for rank, theirs in enumerate(everyone) if name in theirs]
+        agreed.update({name: {}} if states else {})
+        for rank, state in states:
+            for key, value in state.items():
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
                 if isinstance(value, _Part) and not value.fits:
                     raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
-                first = known.setdefault(key, value)
+                first = agreed[name].setdefault(key, value)
                 if not flat and not _equal(first, value):
                     raise AssertionError(f"{what} is {value}, and on a rank before it {first}")
     return agreed
@@ -231,23 +258,28 @@ def _told(key: str, value: Any, param: ShardedParameter) -> Any:
 
 
 def _gathered(
-    group: Group, names: Mapping[int, str], agreed: Mapping[str, State], mine: Mapping[str, State]
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """All of each part of a state of a group's parameters, ``names`` by index, with the index and the state's name."""
-    parts: dict[str, dict[int, torch.dtype]] = {}
-    for index, name in names.items():
-        for key, value in agreed[name].items():
-            if isinstance(value, _Part):
-                parts.setdefault(key, {})[index] = value.dtype
-    for key, dtypes in sorted(parts.items()):
-        held = [mine.get(names[index], {}).get(key) if index in dtypes else None for index in range(len(group.params))]
+    places: Mapping[str, Place], agreed: Mapping[str, State], mine: Mapping[str, State]
+) -> Iterator[tuple[str, str, torch.Tensor, ShardedParameter]]:
+    """All of each part of a state, after the names of its parameter and of the state, and before the parameter. One
+    gather serves the states of one name of a group."""
+    parts: dict[tuple[Group, str], dict[int, str]] = {}
+    for name, state in agreed.items():
+        for key, value in state.items():
+            if isinstance(value, _Part) and (group := places[name].group) is not None:
+                parts.setdefault((group, key), {})[places[name].index] = name
+    for (group, key), names in parts.items():
+        dtypes = {index: agreed[name][key].dtype for index, name in names.items()}
+        held: list[torch.Tensor | None] = [None] * len(group.params)
+        for index, name in names.items():
+            if key in mine.get(name, {}):
+                held[index] = local_tensor(mine[name][key])
         travels = []  # the states of a section go in one dtype, to which all of them can turn and return
         for section in group.sections:
             found = [dtypes[index] for index in section.members if index in dtypes]
             travels.append(reduce(torch.promote_types, found) if found else section.dtype)
-        wholes = gather(group, [None if value is None else local_tensor(value) for value in held], travels)
-        for index, dtype in dtypes.items():
-            yield index, key, wholes[index].to(dtype)
+        wholes = gather(group, held, travels)
+        for index, name in names.items():
+            yield name, key, wholes[index].to(dtypes[index]), group.params[index]
 
 
 # -- load ------------------------------------------------------------------------------------------------------------
@@ -272,15 +304,12 @@ def local_state(
         named: an optimizer that needs a state of every parameter: it keeps its own where there is none.
     """
     _is_flat(model)
-    shown = _checked_in(model)
-    groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
-    device = groups[0].device if groups else torch.device("cpu")
-    process_group = process_group or (_ranks_of(shown) if rank0_only else None)
-    state_dict = _from_first_rank(state_dict, process_group) if rank0_only else state_dict
-
-    def receive(value: Any) -> Any:
-        return _received(value, process_group, device) if rank0_only else value
-
+    shown, receive = shown_parameters(model), _as_given
+    if rank0_only:
+        groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
+        process_group = process_group or _ranks_of(shown)
+        state_dict = _from_first_rank(state_dict, process_group)
+        receive = partial(_received, process_group, groups[0].device if groups else torch.device("cpu"))
     if "state" not in state_dict:
         raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
     states, loaded = state_dict["state"], dict[Any, Any]()
@@ -317,7 +346,13 @@ def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessG
     return state_dict if dist.get_rank(process_group) == 0 else received
 
 
-def _received(state: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> Any:
+def _as_given(state: Any) -> Any:
+    return state
+
+
+def _received(process_group: dist.ProcessGroup | None, device: torch.device, state: Any) -> Any:
+    """A state, or one value of it, from the first rank."""
+
     def receive(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim:
             tensor = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -347,15 +382,10 @@ def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callab
 def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.Tensor:
     if value.shape != param.spec.shape:
         raise ValueError(f"{what} has the shape {tuple(value.shape)}; expected {tuple(param.spec.shape)}")
-    spec, before = altered_spec(param.spec, dtype=value.dtype), param.unsharded_spec
-    shows_dtensor = not isinstance(param, Fragment)
+    spec, shows_dtensor = altered_spec(param.spec, dtype=value.dtype), not isinstance(param, Fragment)
     if shows_dtensor and isinstance(value, DTensor) and spec_of(value) == spec:
         return value.clone()
-    whole = all_of(value)
-    if before is not None:
-        replicated = DTensor.from_local(whole, before.mesh, [Replicate()] * before.mesh.ndim, run_check=False)
-        whole = replicated.redistribute(placements=before.placements).to_local()
-    part = param.chunk_of(whole, param.data.shard_rank).clone()
+    part = param.chunk_of(local_tensor(whole_as_before(value, param)), param.data.shard_rank).clone()
     return make_dtensor(part, spec) if shows_dtensor else part
 
 
@@ -368,16 +398,15 @@ def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | N
     for key in keys.pop():
         values = [None if state is None else state[key] for state in states]
         there = [value for value in values if value is not None]
-        kinds = {(type(value), value.dtype if isinstance(value, torch.Tensor) else None) for value in there}
-        parts = {
-            _is_part(key, value, place.param.shape)
+        kinds = {
+            (type(value), getattr(value, "dtype", None), _is_part(key, value, place.param.shape))
             for place, value in zip(places, values, strict=True)
             if place.param is not None and value is not None
         }
-        if len(parts) > 1 or len(kinds) > 1:
+        if len(kinds) > 1:
             raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
         joined[key] = there[0] if there else None
-        if parts == {True}:
+        if any(is_part for _, _, is_part in kinds):
             joined[key] = there[0].new_zeros(shape)
             for view, value in zip(_views(places, joined[key]), values, strict=True):
                 if value is not None:

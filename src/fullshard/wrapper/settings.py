@@ -1,8 +1,8 @@
 """The settings of ``FullyShardedDataParallel`` and of its state dicts: enums and plain data.
 
 Names, members, fields and defaults are those of PyTorch, fields are checked when an object is made, and PyTorch's own
-objects are turned into these by the ``as_...`` functions, which know them by class, member and field names and so
-import nothing. What a setting does is left to the front end and to the state dicts.
+objects are turned into these by :func:`as_setting`, which knows them by class, member and field names and so imports
+nothing. What a setting does is left to the front end and to the state dicts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.policies import as_ours, describe, expect_bools, expect_dtypes, is_foreign
 from fullshard.torch_private import BatchNorm
 
-E = TypeVar("E", bound=Enum)
+S = TypeVar("S")
 
 
 class ShardingStrategy(Enum):
@@ -108,6 +108,7 @@ class StateDictConfig(_Switches):
     """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`."""
 
     offload_to_cpu: bool = False
+    rank0_only = False  # a field of full ones
 
 
 @dataclass
@@ -130,6 +131,7 @@ class OptimStateDictConfig(_Switches):
     """The same for an optimizer's state dict, class by class."""
 
     offload_to_cpu: bool = True
+    rank0_only = False
 
 
 @dataclass
@@ -156,9 +158,10 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig
 
     def __post_init__(self) -> None:
-        self.state_dict_type = as_state_dict_type(self.state_dict_type)
-        self.state_dict_config = as_state_dict_config(self.state_dict_config)
-        self.optim_state_dict_config = as_optim_state_dict_config(self.optim_state_dict_config)
+        given = self.optim_state_dict_config
+        self.state_dict_type = as_setting(self.state_dict_type, StateDictType, "state_dict_type")
+        self.state_dict_config = as_setting(self.state_dict_config, StateDictConfig, "state_dict_config")
+        self.optim_state_dict_config = as_setting(given, OptimStateDictConfig, "optim_state_dict_config")
 
 
 #: The configurations that belong to each type of state dict: of the model, and of the optimizer.
@@ -190,51 +193,15 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
 
 
-# What users give, ours or PyTorch's, as one of ours; a TypeError for anything else.
-
-
-def as_sharding_strategy(strategy: object) -> ShardingStrategy:
-    return ShardingStrategy.FULL_SHARD if strategy is None else _member(strategy, ShardingStrategy, "sharding_strategy")
-
-
-def as_backward_prefetch(prefetch: object) -> BackwardPrefetch | None:
-    return None if prefetch is None else _member(prefetch, BackwardPrefetch, "backward_prefetch")
-
-
-def as_mixed_precision(precision: object) -> MixedPrecision:
-    if precision is None:
-        return MixedPrecision()
-    return as_ours(precision, MixedPrecision, "mixed_precision", "param_dtype", "reduce_dtype", "buffer_dtype")
-
-
-def as_cpu_offload(offload: object) -> CPUOffload:
-    return CPUOffload() if offload is None else as_ours(offload, CPUOffload, "cpu_offload", "offload_params")
-
-
-def as_state_dict_type(kind: object) -> StateDictType:
-    return _member(kind, StateDictType, "state_dict_type")
-
-
-def as_state_dict_config(config: object) -> StateDictConfig:
-    return _configured(config, StateDictConfig, "state_dict_config")
-
-
-def as_optim_state_dict_config(config: object) -> OptimStateDictConfig:
-    return _configured(config, OptimStateDictConfig, "optim_state_dict_config")
-
-
-C = TypeVar("C", StateDictConfig, OptimStateDictConfig)
-
-
-def _configured(config: object, base: type[C], argument: str) -> C:
-    """Of ours the class with the same name."""
-    derived = (cls for cls in base.__subclasses__() if is_foreign(config, cls.__name__))
-    return as_ours(config, next(derived, base), argument, "offload_to_cpu")
-
-
-def _member(found: object, cls: type[E], argument: str) -> E:
-    if isinstance(found, cls):
-        return found
-    if isinstance(found, Enum) and is_foreign(found, cls.__name__) and found.name in cls.__members__:
-        return cls[found.name]
-    raise TypeError(f"{argument} is {describe(found)}; expected one of {', '.join(map(str, cls))}")
+def as_setting(given: object, cls: type[S], argument: str, default: S | None = None) -> S:
+    """What users give for ``argument``, ours or PyTorch's, as one of ours; a TypeError for anything else. ``None``
+    stands for ``default``."""
+    given = default if given is None else given
+    if isinstance(given, cls):
+        return given
+    if not issubclass(cls, Enum):
+        found = next((each for each in cls.__subclasses__() if is_foreign(given, each.__name__)), cls)
+        return as_ours(given, found, argument, *found.__dataclass_fields__)  # type: ignore[attr-defined]
+    if isinstance(given, Enum) and is_foreign(given, cls.__name__) and given.name in cls.__members__:
+        return cls[given.name]
+    raise TypeError(f"{argument} is {describe(given)}; expected one of {', '.join(map(str, cls))}")

@@ -1,7 +1,7 @@
 """State dicts of wrapped modules: full, sharded or local values under the names that the plain model has.
 
-Owns what modules show while a state dict is made of them or loaded into them; how a state dict is made and loaded is
-``nn.Module``'s own business, so that hooks and methods of users keep working::
+Owns the settings of each instance, and what modules show while a state dict is made of them or loaded into them. How it
+is made and loaded is ``nn.Module``'s own business, so that hooks and methods of users keep working::
 
     FULL      whole parameters, in private copies
     SHARDED   each rank's rows of every parameter as a DTensor, as ``fully_shard`` has them
@@ -13,13 +13,16 @@ part.
 
 from __future__ import annotations
 
+import copy
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard.full_params import FullGroup, gather, local_tensor
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
@@ -36,29 +39,223 @@ from fullshard.torch_private import (
     spec_of,
     whole_of_sharded_tensor,
 )
-from fullshard.wrapper.settings import FullStateDictConfig, StateDictConfig, StateDictType
+from fullshard.wrapper.settings import (
+    CONFIGS,
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_setting,
+    settings_of,
+)
 from fullshard.wrapper.unit import WrappedUnit
 
 _PREFIX = f"{WRAPPED_NAME}."
 
 
-@contextmanager
-def saving(unit: WrappedUnit, kind: StateDictType, config: StateDictConfig) -> Iterator[None]:
-    """While a state dict is made of the module of ``unit`` itself: it shows what ``kind`` holds."""
-    check_idle(unit, "state_dict")
-    shown: list[FullGroup] = []
-    try:
-        for group in (*unit.groups, *unit.borrowed):
-            if isinstance(group.summoned, _Saved):
-                continue  # by a module around this one, which has a parameter of this group too
-            group.check_in()
-            group.reshard()
-            if kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
-                shown.append(_Saved(group, _values(group, kind, config)))
-        yield
-    finally:
-        for full in shown:
+class StateDictMethods(nn.Module):
+    """The part of the wrapper that is about the module's state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings = settings_of(nn.Module())
+        self._loaded: list[FullGroup] = []  # full parameters into which values are loaded
+        self._loads_local = False  # whether a state dict of local shards is being loaded
+        self.register_state_dict_post_hook(_unwrap_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(StateDictMethods._before_loading)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(StateDictMethods._after_loading)  # type: ignore[no-untyped-call]
+
+    @property
+    def _unit(self) -> WrappedUnit:
+        unit: WrappedUnit = self.__dict__["_fullshard_unit"]
+        return unit
+
+    @property
+    def _groups(self) -> list[Group]:
+        """The groups of which this instance saves and loads parameters."""
+        return [*self._unit.groups, *self._unit.borrowed]
+
+    def _check_idle(self, method: str) -> None:
+        self._unit.recover()
+        if self._unit.phase is not Phase.IDLE:
+            phase = self._unit.phase.name.lower()
+            raise AssertionError(
+                f"{method}() of {self._unit!r} was called inside its {phase}: call it after, on all ranks"
+            )
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold.
+
+        Returns:
+            what was set before.
+
+        Raises:
+            RuntimeError: a configuration of another type.
+            AssertionError: the wrappers in ``module`` have different settings.
+        """
+        warnings.warn(
+            "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
+            "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
+            FutureWarning,
+            stacklevel=2,
+        )
+        kind = as_setting(state_dict_type, StateDictType, "state_dict_type")
+        configs: Any = zip(CONFIGS[kind], (state_dict_config, optim_state_dict_config), strict=True)
+        settings = StateDictSettings(kind, *(wanted() if config is None else config for wanted, config in configs))
+        for name, wanted in zip(("state_dict_config", "optim_state_dict_config"), CONFIGS[kind], strict=True):
+            if type(found := getattr(settings, name)) is not wanted:
+                raise RuntimeError(f"{name} for {kind} must be a {wanted.__name__}, got a {type(found).__name__}")
+        before = settings_of(module)
+        for wrapper in _wrappers(module):
+            wrapper._settings = copy.copy(settings)
+        return before
+
+    get_state_dict_type = staticmethod(settings_of)
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """:meth:`set_state_dict_type` for the time of a context."""
+        # It warns of this line, and so once in a program, not once for each line of users.
+        before = StateDictMethods.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in _wrappers(module):
+                wrapper._settings = before
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it."""
+        self._check_idle("state_dict")
+        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        with ExitStack() as shown:
+            for group in self._groups:
+                if isinstance(group.summoned, _Saved):
+                    continue  # by a module around this one, which has a parameter of this group too
+                group.check_in()
+                group.reshard()
+                if _kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
+                    shown.callback(_Saved(group, _values(group, kind, config)).close)
+            saved = super().state_dict(*args, **kwargs)
+        self._finish(saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return saved
+
+    def _finish(self, saved: Any, prefix: str) -> None:
+        """Finish the state dict that the module has made: local shards, buffers, and ranks that keep nothing."""
+        kind, config, paths = self._settings.state_dict_type, self._settings.state_dict_config, self._paths()
+        drops = any(_is_dropped(config, group) for group in self._groups)
+        unwanted: list[str] = []
+        for group in self._groups:
+            is_local = _kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
+            unwanted += _keys(group, paths, prefix) if is_local or drops else ()
+            for number in range(len(group.memory.shards)) if group in self._unit.groups else ():
+                name = prefix + flat_name(number)
+                if drops:
+                    unwanted.append(name)
+                elif is_local:
+                    local = _local_shard(group, number)
+                    saved[name] = local.cpu() if config.offload_to_cpu else local
+        for module, name in self._unit.buffers:
+            for key in [prefix + plain_name(f"{path}.{name}") for path in paths.get(module, ())]:
+                if drops:
+                    unwanted.append(key)
+                elif key in saved:
+                    dtype = self._unit.buffer_dtypes.get((module, name), saved[key].dtype)
+                    saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
+        for key in unwanted:
+            saved.pop(key, None)
+
+    def _paths(self) -> dict[nn.Module, list[str]]:
+        """All names that each module inside of this one has there, one for each place if it is shared."""
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in self._modules[WRAPPED_NAME].named_modules(remove_duplicate=False):  # type: ignore[union-attr]
+            paths.setdefault(module, []).append(path)
+        return paths
+
+    # -- loading -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
+        with_metadata = OrderedDict(state_dict)
+        known = getattr(state_dict, "_metadata", {})
+        names = {name: plain_name(name) for name, _ in self.named_modules()}
+        metadata = {name: known[plain] for name, plain in names.items() if plain in known}
+        with_metadata._metadata = {**known, **metadata}  # type: ignore[attr-defined]
+        try:
+            return super().load_state_dict(with_metadata, *args, **kwargs)
+        finally:
+            for wrapper in _wrappers(self):
+                wrapper._end_loading()
+
+    def _before_loading(self, values: Any, prefix: str, *_: Any) -> None:
+        """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
+        self._check_idle("load_state_dict")
+        is_local = self._loads_local
+        self._end_loading()
+        inner = prefix + _PREFIX
+        for key in [key for key in values if key.startswith(prefix) and not key.startswith(inner)]:
+            values[inner + key.removeprefix(prefix)] = values.pop(key)
+        if is_local or any(key.rpartition(".")[2].startswith(FLAT_NAME) for key in values):
+            for inside in _wrappers(self):
+                inside._loads_local = True
+        paths = self._paths()
+        for group in self._groups:
+            plain = _keys(group, paths, inner)
+            for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
+                if isinstance(value := values[key], torch.Tensor):
+                    values[key] = whole_as_before(value, group.params[plain[key]])
+            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
+                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
+                values.update((key, given[plain[key]]) for key in plain.keys() - values.keys() if plain[key] in given)
+            if group.summoned is None:  # else by a module around this one, or by the user: they write back
+                group.check_in()
+                group.reshard()
+            is_own = group in self._unit.groups
+            is_flat = is_own and inner + FLAT_NAME in values
+            if is_flat:
+                _load_local(group, values, inner)
+            blank = {index: _blank(group, index) for index in range(len(group.params))}
+            if group.summoned is None:
+                self._loaded.append(_Loaded(group, blank))
+            if is_flat:
+                values.update((name, blank[index].detach()) for name, index in plain.items())
+            elif self._loads_local and not is_own:  # loaded by the unit to which it belongs, before this one or after
+                shown = group.summoned.shown()
+                values.update((name, shown[index].detach()) for name, index in plain.items())
+
+    def _after_loading(self, incompatible: Any) -> None:
+        """Keep this rank's part of what was loaded."""
+        for full in self._loaded:
+            full.write_back()
+        self._end_loading()
+        for names in incompatible:
+            names[:] = map(plain_name, names)
+
+    def _end_loading(self) -> None:
+        loaded, self._loaded, self._loads_local = self._loaded, [], False
+        for full in loaded:
             full.close()
+
+
+def _wrappers(module: nn.Module) -> list[StateDictMethods]:
+    return [each for each in module.modules() if isinstance(each, StateDictMethods)]
 
 
 class _Saved(FullGroup):
@@ -71,21 +268,17 @@ class _Loaded(FullGroup):
     is_left_by_errors = True
 
 
-def check_idle(unit: WrappedUnit, method: str) -> None:
-    unit.recover()
-    if unit.phase is not Phase.IDLE:
-        phase = unit.phase.name.lower()
-        raise AssertionError(f"{method}() of {unit!r} was called inside its {phase}: call it after, on all ranks")
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def kind_for(group: Group, kind: StateDictType) -> StateDictType:
+def _kind_for(group: Group, kind: StateDictType) -> StateDictType:
     """The kind of state dict to make: ``kind``, or a full one where nothing is sharded."""
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
 
 
 def _is_dropped(config: StateDictConfig, group: Group) -> bool:
     """Whether this rank's state dict gets nothing of a group's module."""
-    return isinstance(config, FullStateDictConfig) and config.rank0_only and group.data.shard_rank != 0
+    return config.rank0_only and group.data.shard_rank != 0
 
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
@@ -99,7 +292,7 @@ def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[
         whole = {index: local_tensor(full) for index, full in summoned.shown().items()}
     if _is_dropped(config, group):
         return {}
-    as_rows, to_cpu = kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
+    as_rows, to_cpu = _kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
     values = {}
     for index, value in whole.items():
         param = group.params[index]
@@ -132,34 +325,14 @@ def all_of(tensor: torch.Tensor) -> torch.Tensor:
     return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
 
 
-def finish(
-    wrapper: nn.Module, unit: WrappedUnit, kind: StateDictType, config: StateDictConfig, saved: Any, prefix: str
-) -> None:
-    """Finish the state dict that a wrapped module has made: local shards, buffers, and ranks that keep nothing."""
-    paths, groups = _paths(wrapper), (*unit.groups, *unit.borrowed)
-    kept = not any(_is_dropped(config, group) for group in groups)
-    for group in groups:
-        local = kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
-        for key in _keys(group, paths, prefix) if local or not kept else ():
-            saved.pop(key, None)
-        for number in range(len(group.memory.shards)) if group in unit.groups else ():
-            if not kept:
-                saved.pop(prefix + flat_name(number), None)
-            if local:
-                value = _local_shard(group, number)
-                saved[prefix + flat_name(number)] = value.cpu() if config.offload_to_cpu else value
-    for module, name in unit.buffers:
-        for key in [_join(prefix, path, name) for path in paths.get(module, ())]:
-            if key in saved and not kept:
-                del saved[key]
-            elif key in saved:
-                dtype = unit.buffer_dtypes.get((module, name), saved[key].dtype)
-                saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
-
-
-def _join(prefix: str, path: str, name: str) -> str:
-    module = plain_name(path)
-    return f"{prefix}{module}.{name}" if module else f"{prefix}{name}"
+def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
+    """All of a tensor, cut by tensor parallel as ``param`` was before it was sharded."""
+    whole, before = all_of(tensor), param.unsharded_spec
+    if before is None:
+        return whole
+    on_mesh, everywhere = whole.to(before.mesh.device_type), [Replicate()] * before.mesh.ndim
+    replicated = DTensor.from_local(on_mesh, before.mesh, everywhere, run_check=False)
+    return replicated.redistribute(placements=before.placements)
 
 
 def _local_shard(group: Group, number: int) -> DTensor:
@@ -171,119 +344,46 @@ def _local_shard(group: Group, number: int) -> DTensor:
     return make_dtensor(local, spec)
 
 
-def _paths(wrapper: nn.Module) -> dict[nn.Module, list[str]]:
-    """All names that each module inside of a wrapper has there, one for each place if it is shared."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False):  # type: ignore[union-attr]
-        paths.setdefault(module, []).append(path)
-    return paths
+def _load_local(group: Group, values: Any, prefix: str) -> None:
+    """Copy local shards from ``values`` to those of the group, and take them out."""
+    for number in range(len(group.memory.shards)):
+        local = local_of(_local_shard(group, number))
+        held = values.pop(prefix + flat_name(number), None)
+        if held is None:
+            continue
+        held = local_tensor(held)
+        if held.shape != local.shape:
+            raise RuntimeError(
+                f"'{plain_name(prefix + flat_name(number))}' has {held.numel()} elements for this rank, which holds "
+                f"{local.numel()}: a local state dict loads only into the sharding of which it was made"
+            )
+        local.copy_(held)
 
 
-def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
-    """The keys of a group's parameters in a wrapper's state dict, and which parameters these are."""
-    places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
-    return {_join(prefix, path, at.name): index for at, index in places for path in paths.get(at.module, ())}
+def _blank(group: Group, index: int) -> nn.Parameter:
+    """A whole parameter with this rank's part as it was, and zeros in the parts that it does not keep."""
+    param = group.params[index]
+    flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
+    whole = param.view(flat, param.plan_shape.shape)
+    if not param.held.is_meta:
+        param.chunk_of(whole, group.data.shard_rank).copy_(param.held)
+    shown = whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
+    return nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-def unwrap_names(wrapper: nn.Module, saved: Any, prefix: str, metadata: Any) -> None:
+def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
+    """The keys of a group's parameters in a wrapper's state dict, and which parameters these are."""
+    places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
+    return {prefix + plain_name(f"{path}.{at.name}"): i for at, i in places for path in paths.get(at.module, ())}
+
+
+def _unwrap_names(wrapper: nn.Module, saved: Any, prefix: str, metadata: Any) -> None:
     """A hook after the state dict of ``wrapper`` is made: takes the wrapper's own name out of all names."""
     for key in [key for key in saved if key.startswith(prefix + _PREFIX)]:
         saved[prefix + key.removeprefix(prefix + _PREFIX)] = saved.pop(key)
     known = getattr(saved, "_metadata", {})
     for path in [path for path in known if f"{path}.".startswith(prefix + _PREFIX)]:
         known.setdefault(f"{path}.".replace(prefix + _PREFIX, prefix, 1)[:-1], known[path])
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
-class Loading:
-    """The hooks around a wrapped module's part of ``load_state_dict``."""
-
-    def __init__(self, unit: WrappedUnit) -> None:
-        self.unit = unit
-        self._shown: list[FullGroup] = []
-        self.is_local = False  # whether a state dict of local shards is being loaded
-
-    def before(self, wrapper: nn.Module, values: Any, prefix: str, *_: Any) -> None:
-        """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
-        check_idle(self.unit, "load_state_dict")
-        self.close()
-        inner = prefix + _PREFIX
-        for key in [key for key in values if key.startswith(prefix) and not key.startswith(inner)]:
-            values[inner + key.removeprefix(prefix)] = values.pop(key)
-        if not self.is_local and any(key.rpartition(".")[2].startswith(FLAT_NAME) for key in values):
-            for inside in wrapper.modules():
-                if isinstance(loading := getattr(inside, "_loading", None), Loading):
-                    loading.is_local = True
-        paths = _paths(wrapper)
-        for group in (*self.unit.groups, *self.unit.borrowed):
-            plain = _keys(group, paths, inner)
-            for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
-                values[key] = self._whole(group, plain[key], values[key])
-            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
-                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
-                values.update((key, given[plain[key]]) for key in plain.keys() - values.keys() if plain[key] in given)
-            summoned = group.summoned is not None  # by a module around this one, or by the user: they write back
-            if not summoned:
-                group.check_in()
-                group.reshard()
-            is_own = group in self.unit.groups
-            if is_own and inner + FLAT_NAME in values:
-                self._load_local(group, values, inner)
-                values.update((name, self._blank(group, index).detach()) for name, index in plain.items())
-            if not summoned:
-                blank = {index: self._blank(group, index) for index in range(len(group.params))}
-                self._shown.append(_Loaded(group, blank))
-            if self.is_local and not is_own:  # loaded by the unit to which it belongs, before this one or after
-                assert group.summoned is not None
-                shown = group.summoned.shown()
-                values.update((name, shown[index].detach()) for name, index in plain.items())
-
-    def _load_local(self, group: Group, values: Any, prefix: str) -> None:
-        for number in range(len(group.memory.shards)):
-            local = _local_shard(group, number).to_local()
-            held = values.pop(prefix + flat_name(number), None)
-            if held is None:
-                continue
-            held = local_tensor(held)
-            if held.shape != local.shape:
-                raise RuntimeError(
-                    f"'{plain_name(prefix)}{flat_name(number)}' has {held.numel()} elements for this rank, which "
-                    f"holds {local.numel()}: a local state dict loads only into the sharding of which it was made"
-                )
-            local.copy_(held)
-
-    def _whole(self, group: Group, index: int, value: Any) -> Any:
-        """A value as the module shows it: without data parallelism."""
-        spec, value = group.params[index].unsharded_spec, all_of(value)
-        if spec is None or not isinstance(value, torch.Tensor):
-            return value
-        return distribute_tensor(value.to(group.device), spec.mesh, spec.placements)
-
-    def _blank(self, group: Group, index: int) -> nn.Parameter:
-        """A whole parameter with this rank's part as it was, and zeros in the parts that it does not keep."""
-        param = group.params[index]
-        flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
-        whole = param.view(flat, param.plan_shape.shape)
-        if not param.held.is_meta:
-            param.chunk_of(whole, group.data.shard_rank).copy_(param.held)
-        shown = whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
-        return nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
-
-    def after(self, wrapper: nn.Module, incompatible: Any) -> None:
-        """Keep this rank's part of what was loaded."""
-        for full in self._shown:
-            full.write_back()
-        self.close()
-        self.is_local = False
-        for names in incompatible:
-            names[:] = map(plain_name, names)
-
-    def close(self) -> None:
-        shown, self._shown = self._shown, []
-        for full in shown:
-            full.close()

@@ -1,18 +1,24 @@
-"""The unit of a wrapped module: what the wrapper asks of the engine when a tree begins to run.
+"""The unit of a wrapped module: what the wrapper asks of the engine.
 
-Owns what torch's wrapper does at its root only: casts of the root's inputs, casts of buffers, and full precision in
-evaluation where the environment asks for it. Everything else is the engine's :class:`~fullshard.schedule.unit.Unit`.
+Owns what torch's wrapper does at its root only (casts of the root's inputs, casts of buffers, full precision in
+evaluation where the environment asks for it), and the transport that reduces gradients by a function of the user's.
+Everything else is the engine's :class:`~fullshard.schedule.unit.Unit`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard import tree
+from fullshard.comm.collective import CollectiveTransport
+from fullshard.comm.transport import ReduceRoute, Reduction, Transfer
+from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit
@@ -46,16 +52,11 @@ class WrappedUnit(Unit):
     def __repr__(self) -> str:
         return f"the wrapped {type(self.modules[0].module).__name__}"
 
-    def start(self) -> Schedule:
-        schedule = super().start()
-        for unit in _wrapped(schedule):
-            unit._cast_buffers()
-        return schedule
-
     def join(self, schedule: Schedule) -> None:
         super().join(schedule)
         at_root = schedule.root is self and self.precision.cast_root_forward_inputs
         self.casts_inputs = self.precision.cast_forward_inputs or at_root
+        self._cast_buffers()
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -63,10 +64,10 @@ class WrappedUnit(Unit):
         schedule = self.schedule or self.start()
         if schedule.root is self:
             self.recover()
+            for unit in schedule.units if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" else ():
+                if isinstance(unit, WrappedUnit):
+                    unit._compute_in_full(not module.training)
         self.failed = False
-        if schedule.root is self and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-            for unit in _wrapped(schedule):
-                unit._compute_in_full(not module.training)
         return super().pre_forward(module, args, kwargs)
 
     def recover(self) -> None:
@@ -78,6 +79,15 @@ class WrappedUnit(Unit):
         if root.failed or schedule.is_in_backward:
             schedule.reset()
             root.failed = False
+
+    def reduce_by(self, hook: Callable[..., Any]) -> None:
+        """Reduce gradients from now on by a function, in the form that ``torch.distributed.algorithms`` has them."""
+        for group in self.groups:
+            if group.data.shard_group is None:
+                group.options.all_reduce = hook
+                group.options.divide_factor = 1.0
+            else:
+                group.use_transport(reduce=_HookTransport(hook))
 
     def _cast_buffers(self) -> None:
         dtype = self.precision.buffer_dtype
@@ -102,8 +112,30 @@ class WrappedUnit(Unit):
             module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
 
 
-def _wrapped(schedule: Schedule) -> list[WrappedUnit]:
-    return [unit for unit in schedule.units if isinstance(unit, WrappedUnit)]
+class _HookTransport(CollectiveTransport):
+    """Reduces flat sections by a hook, which compresses, sums and divides itself."""
+
+    name = "hook"
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        super().__init__()
+        self._hook = hook
+
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+        return _HookRoute([transfer.full for transfer in transfers], self._hook)
+
+
+class _HookRoute:
+    def __init__(self, fulls: Sequence[torch.Tensor], hook: Callable[..., Any]) -> None:
+        self._fulls, self._hook = fulls, hook
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        for full, shard in zip(self._fulls, shards, strict=True):
+            # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
+            reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
+            self._hook(full.detach(), reduced)
+            shard.copy_(reduced)
+        return Done()
 
 
 def keep_precision(module: nn.Module) -> None:
