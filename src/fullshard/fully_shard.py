@@ -106,8 +106,8 @@ def fully_shard(
     """
     modules = _root_modules(module)
     mp_policy, offload_policy = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
-    dims = as_mesh_dims(dp_mesh_dims) if dp_mesh_dims is not None else None
-    mesh = mesh if mesh is not None else default_mesh()
+    dims = None if dp_mesh_dims is None else as_mesh_dims(dp_mesh_dims)
+    mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     data = data_mesh(mesh, dims)
@@ -125,9 +125,8 @@ def fully_shard(
     if auto_wrap_policy is not None:
         for root in modules:
             for inner, overrides in targets(root, auto_wrap_policy, theirs).items():
-                if inner is not root and unit_of(inner) is None:
+                if unit_of(inner) is None:
                     fully_shard(inner, **{**options, **overrides})
-    auto_reshard = reshard_after_forward is None
     after_forward = True if reshard_after_forward is None else reshard_after_forward
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
     if data.shards and type(after_forward) is int and after_forward == 1:
@@ -140,14 +139,15 @@ def fully_shard(
     _check_parameters(params, data, device)
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
-    unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), auto_reshard)
+    unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
         add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
     borrow(unit)
     attach(unit)
     for target in modules:
-        target.__class__ = sharded_class(type(target))
+        cls: type = type(target)
+        target.__class__ = sharded_class(cls)
     return module
 
 
@@ -200,7 +200,7 @@ def fully_shard_blocks(model: M, **options: Any) -> M:
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
     """The modules of the call, without those that lie inside another of them."""
-    modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else None
+    modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise ValueError(f"fully_shard expects a module or a list of modules, got {module!r}")
     for each in modules:
@@ -271,12 +271,12 @@ def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that no call on a submodule has taken, parents before children."""
     managed: dict[nn.Module, None] = {}
-    waiting = list(reversed(modules))
+    waiting = [*reversed(modules)]
     while waiting:
         module = waiting.pop()
         if module not in managed and (module in modules or unit_of(module) is None):
             managed[module] = None
-            waiting.extend(reversed(list(module.children())))
+            waiting += reversed([*module.children()])
     return list(managed)
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -23,52 +23,46 @@ from fullshard.comm.native import process_group_memory, symmetric_memory
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers
-from fullshard.schedule.schedule import Observer
+from fullshard.schedule.schedule import Observer, Schedule
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.torch_private import process_group_allocator
-
-if TYPE_CHECKING:
-    from fullshard.schedule.schedule import Schedule
-
-_sharded_classes: dict[type, type] = {}
+from fullshard.torch_private import allocating_backend
 
 
+@functools.cache
 def sharded_class(cls: type) -> type:
     """The class of a sharded module: ``FSDP<Name>(FSDPModule, <Name>)``, made once for each class."""
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    return _sharded_classes[cls]
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
 
 
-class UnshardHandle:
-    """A gather that was started by ``unshard(async_op=True)``."""
-
-    def __init__(self, unit: Unit | None = None) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Let the module show the unsharded parameters, for all that follows. Waiting twice is harmless."""
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            for group in unit.groups:
-                unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
-
-
-class GradientReductionHandle:
-    """Reductions that ``finalize_backward(async_op=True)`` started."""
+class _Handle:
+    """Communication that was started, and what it completes. Waiting twice is harmless."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
-        """Complete the gradients: they may then be used, and the next forward may run. Waiting twice is harmless.
-
-        Raises:
-            RuntimeError: ``reset_iter_state()`` was called before.
-        """
         if self._wait is not None:
             self._wait()
             self._wait = None
+
+    def _if(self, async_op: bool) -> Self | None:
+        """The handle, to be handed out; or ``None``, once it was waited for."""
+        if async_op:
+            return self
+        self.wait()
+        return None
+
+
+class UnshardHandle(_Handle):
+    """A gather that ``unshard(async_op=True)`` started. Once waited for, the module shows the unsharded parameters."""
+
+
+class GradientReductionHandle(_Handle):
+    """Reductions that ``finalize_backward(async_op=True)`` started.
+
+    Once they are waited for, the gradients may be used, and the next forward may run. ``wait()`` raises a RuntimeError
+    if ``reset_iter_state()`` was called before.
+    """
 
 
 class FSDPModule:
@@ -87,7 +81,7 @@ class FSDPModule:
         """Free the unsharded parameters and show the sharded ones. Not recursive."""
         unit = _unit(self)
         for group in unit.groups:
-            _schedule(self).reshard(group) if unit.schedule is not None else group.reshard()
+            unit.schedule.reshard(group) if unit.schedule is not None else group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
@@ -101,11 +95,7 @@ class FSDPModule:
             if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
                 group.check_in()
             schedule.gather(group) if schedule is not None else group.unshard()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
 
     def reset_iter_state(self) -> None:
         """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
@@ -115,10 +105,9 @@ class FSDPModule:
         Raises:
             RuntimeError: the module is not the root.
         """
-        unit = _unit(self)
-        if unit.schedule is not None:
-            _expect_root(unit, "reset_iter_state")
-            unit.schedule.reset()
+        schedule = _root_schedule(self, "reset_iter_state")
+        if schedule is not None:
+            schedule.reset()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -134,11 +123,10 @@ class FSDPModule:
             RuntimeError: the module is not the root; in a backward, or after one that was not finalized.
         """
         _expect_bool("set_manual_backward_finalization", enabled)
-        unit = _unit(self)
-        if unit.schedule is not None:
-            _expect_root(unit, "set_manual_backward_finalization")
-            unit.schedule.finalization.choose(enabled)
-        unit.finalizes_by_hand = enabled
+        schedule = _root_schedule(self, "set_manual_backward_finalization")
+        if schedule is not None:
+            schedule.finalization.choose(enabled)
+        _unit(self).finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Complete, after the backwards of a step, the reductions and reshardings that they left. Call it on the root.
@@ -154,25 +142,18 @@ class FSDPModule:
                 an earlier handle was not waited for, or a backward is running or still to come.
         """
         _expect_bool("finalize_backward", async_op)
-        unit = _unit(self)
-        schedule = unit.schedule
-        if schedule is None or not schedule.has_run:
-            return GradientReductionHandle() if async_op else None
-        _expect_root(unit, "finalize_backward")
-        wait = schedule.finalize()
-        if async_op:
-            return GradientReductionHandle(wait)
-        wait()
-        return None
+        schedule = _root_schedule(self, "finalize_backward")
+        wait = schedule.finalize() if schedule is not None and schedule.has_run else None
+        return GradientReductionHandle(wait)._if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
-        for option in ("reduce_gradients", "all_reduce_gradients"):
-            _set(_groups(self, recurse), option, requires_gradient_sync, "set_requires_gradient_sync")
+        sync = requires_gradient_sync
+        _set(self, recurse, "set_requires_gradient_sync", reduce_gradients=sync, all_reduce_gradients=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
-        _set(_groups(self, recurse), "all_reduce_gradients", requires_all_reduce, "set_requires_all_reduce")
+        _set(self, recurse, "set_requires_all_reduce", all_reduce_gradients=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
@@ -190,11 +171,11 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Reduce with plain sums only and scale apart, as zero-copy collectives need."""
-        _set(_unit(self).groups, "sum_only", enable, "set_force_sum_reduction_for_comms")
+        _set(self, False, "set_force_sum_reduction_for_comms", sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that got no gradient take part with zeros: needed if ranks use different parameters."""
-        _set(_groups(self, recurse), "reduce_unused", reduce_scatter_unused_params, "set_reduce_scatter_unused_params")
+        _set(self, recurse, "set_reduce_scatter_unused_params", reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory."""
@@ -234,7 +215,7 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
-        _set(_groups(self, recurse), "reshard_after_backward", reshard_after_backward, "set_reshard_after_backward")
+        _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
@@ -251,7 +232,7 @@ class FSDPModule:
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters of this module; an embedding's does not."""
-        _set(_unit(self).groups, "unshard_in_backward", unshard_in_backward, "set_unshard_in_backward")
+        _set(self, False, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these modules while this one runs its forward, in this order, in place of the recorded order."""
@@ -290,16 +271,14 @@ class FSDPModule:
         Where its backend has no allocator, as gloo's has none, nothing changes.
         """
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
-        for group in _unit(self).groups:
-            _refuse_custom(group, "set_allocate_memory_from_process_group_for_comm")
-            if process_group_allocator(group.data.shard_group, group.device) is not None:
+        for group in _native_groups(self, "set_allocate_memory_from_process_group_for_comm"):
+            if allocating_backend(group.data.shard_group, group.device) is not None:
                 native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
                 group.use_transport(gather=native, reduce=native)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Gather and reduce in symmetric memory, from which NCCL has faster algorithms."""
-        for group in _unit(self).groups:
-            _refuse_custom(group, "set_symm_mem_for_comm")
+        for group in _native_groups(self, "set_symm_mem_for_comm"):
             if (group.options.max_gradient_buffers or 1) > 1:
                 raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
             native = symmetric_memory(group.data.shard_group, backend)
@@ -388,20 +367,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module).__name__} does not have a method '{method_name}'")
-    setattr(module, method_name, _ForwardMethod(module, getattr(module, method_name)))
+    method = getattr(module, method_name)
+    setattr(module, method_name, functools.update_wrapper(functools.partial(_run_method, module, method), method))
 
 
-class _ForwardMethod:
-    """A method that runs between the hooks of its module's unit."""
-
-    __wrapped__: Callable[..., Any]
-
-    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        self._module = module
-        functools.update_wrapper(self, method)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _unit(self._module).run_method(self._module, self.__wrapped__, args, kwargs)
+def _run_method(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return _unit(module).run_method(module, method, args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -423,16 +394,25 @@ def _expect_bool(method: str, value: object) -> None:
         raise TypeError(f"{method} expects True or False, got {value!r}")
 
 
-def _set(groups: Iterable[Group], option: str, value: object, method: str) -> None:
-    _expect_bool(method, value)
-    for group in groups:
-        setattr(group.options, option, value)
+def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
+    """Set options of the groups of a module, with ``recurse`` of those inside too."""
+    for option, value in options.items():
+        _expect_bool(method, value)
+        for group in _groups(module, recurse):
+            setattr(group.options, option, value)
 
 
-def _expect_root(unit: Unit, method: str) -> None:
-    assert unit.schedule is not None
-    if unit.schedule.root is not unit:
+def _wait_for_unshard(unit: Unit) -> None:
+    for group in unit.groups:
+        unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
+
+
+def _root_schedule(module: Any, method: str) -> Schedule | None:
+    """The schedule of the tree of which a module is the root. ``None`` before there is one."""
+    unit = _unit(module)
+    if unit.schedule is not None and unit.schedule.root is not unit:
         raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
+    return unit.schedule
 
 
 def _use_custom(module: Any, method: str, comm: object, **transport: CollectiveTransport) -> None:
@@ -454,18 +434,13 @@ def _schedule(module: Any) -> Schedule:
     return unit.schedule or unit.start()
 
 
-def _units(module: Any, recurse: bool) -> Iterator[Unit]:
-    seen: set[int] = set()
-    for each in module.modules() if recurse else (module,):
-        unit = unit_of(each)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    units = map(unit_of, module.modules() if recurse else (module,))
+    return [unit for unit in dict.fromkeys(units) if unit is not None]
 
 
-def _groups(module: Any, recurse: bool) -> Iterator[Group]:
-    for unit in _units(module, recurse):
-        yield from unit.groups
+def _groups(module: Any, recurse: bool) -> list[Group]:
+    return [group for unit in _units(module, recurse) for group in unit.groups]
 
 
 def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
@@ -475,6 +450,9 @@ def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
     return list(dict.fromkeys(_unit(module) for module in modules))
 
 
-def _refuse_custom(group: Group, method: str) -> None:
-    if group.has_custom_communication:
+def _native_groups(module: Any, method: str) -> list[Group]:
+    """The groups of a module, if the user has not brought their communication."""
+    groups = _unit(module).groups
+    if any(group.has_custom_communication for group in groups):
         raise AssertionError(f"{method} cannot be combined with set_custom_all_gather or set_custom_reduce_scatter")
+    return groups

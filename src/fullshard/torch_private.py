@@ -17,21 +17,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem  # memory that all ranks can address
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
-from torch.distributed.tensor.placement_types import _StridedShard  # a second cut of a dim that tensor parallel cut
-from torch.nn.modules.batchnorm import _BatchNorm  # every batch norm: what mixed precision leaves alone
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # every batch norm: mixed precision leaves them alone
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_subclass  # quantized weights
 from torch.utils.hooks import RemovableHandle
 
-StridedShard = _StridedShard
-BatchNorm = _BatchNorm
-
-__all__ = ["DTensorSpec", "StridedShard", "pytree"]
+__all__ = ["BatchNorm", "DTensorSpec", "StridedShard", "is_traceable_subclass", "pytree", "symm_mem"]
 
 
 def sharding_spec(
@@ -39,9 +37,6 @@ def sharding_spec(
 ) -> DTensorSpec:
     """The spec of a DTensor. Without it every gradient would pay ``DTensor.from_local`` (about 40 µs)."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
-
-
-spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 
 def altered_spec(
@@ -53,18 +48,21 @@ def altered_spec(
     """``spec`` of a tensor of the same shape, placed otherwise or of another dtype."""
     meta = spec.tensor_meta
     assert meta is not None
-    return sharding_spec(
-        mesh or spec.mesh, spec.placements if placements is None else placements, *meta[:2], dtype or meta.dtype
-    )
+    placements = spec.placements if placements is None else placements
+    return sharding_spec(mesh or spec.mesh, placements, *meta[:2], dtype or meta.dtype)
 
+
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+
+#: The local tensor itself; ``to_local()`` gives a view that autograd follows.
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
 #: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
 make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
-
-#: The local tensor itself; ``to_local()`` gives a view that autograd follows.
-local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+#: While it is entered, attributes of DTensors are read in half the time: nobody looks for ``__torch_function__``.
+PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
@@ -72,16 +70,11 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-#: While it is entered, attributes of DTensors are read in half the time: nobody looks for ``__torch_function__``.
-PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
-
-
 def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
 
-    Returns whether all could be given: whether each DTensor still has that local tensor, and a gradient placed as the
-    spec says. One loop, without the look for ``__torch_function__`` that is most of what reading ``grad`` of a DTensor
-    takes: a step pays this for every parameter.
+    Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says. One loop, because
+    a step of an optimizer pays this for every parameter.
     """
     with PlainAttributes():
         try:
@@ -123,12 +116,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Call back at the end of the backward that runs now; without it the last reductions would never be waited for."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+#: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
+call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
-
-#: Hooks that a user registered with ``register_post_accumulate_grad_hook``, if any; we set gradients, so we call them.
+#: Hooks that a user registered on a tensor, if any: they go with a parameter to the one that takes its place.
+gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
+#: Those of ``register_post_accumulate_grad_hook``; we set gradients, so we call them.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 
 #: Whether gradients of torch's own sharding travel, unless told otherwise, in the dtype of their parameter and not in
@@ -162,7 +155,7 @@ def after_accumulation(params: Sequence[torch.Tensor]) -> bool:
     """Whether hooks or optimizers are to run when ``params`` have their gradients."""
     if any(map(post_accumulate_hooks, params)):
         return True
-    return any(map(contains, map(_attributes, params), repeat(IN_BACKWARD_OPTIMIZERS)))
+    return any(map(contains, map(vars, params), repeat(IN_BACKWARD_OPTIMIZERS)))
 
 
 def run_after_accumulation(param: torch.Tensor) -> None:
@@ -173,9 +166,6 @@ def run_after_accumulation(param: torch.Tensor) -> None:
         optimizer.step()
     if steps:
         param.grad = None
-
-
-_attributes: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -195,35 +185,35 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
     return whole
 
 
+#: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-
-
-def gradient_hooks(tensor: torch.Tensor) -> tuple[Callable[[torch.Tensor], torch.Tensor | None], ...]:
-    """The hooks that users registered on a tensor: those of a parameter go with the one that takes its place."""
-    return tuple((tensor._backward_hooks or {}).values())
-
-
-def is_persistent(module: torch.nn.Module, name: str) -> bool:
-    """Whether a buffer is in state dicts. Without it nobody is warned of buffers that ``to_empty()`` left undefined."""
-    return name not in module._non_persistent_buffers_set
-
 
 #: Sets these counters. Without it a saved tensor could be read while its memory holds something else. 0.7 µs for 8.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
-
 #: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 CAN_SWAP_MEMORY = swap_memory is not None
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identifies the storage of a tensor. Storages have no public identity but an address, which empty ones share."""
+    return tensor.untyped_storage()._cdata
 
 
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage that reads the same memory and does not own it."""
     construct: Any = torch._C._construct_storage_from_data_pointer
     return construct(storage.data_ptr(), storage.device, storage.nbytes())
+
+
+#: The names of buffers that are not in state dicts: users are warned of those that ``to_empty()`` left undefined.
+non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
 def replicated(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
@@ -234,16 +224,12 @@ def replicated(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
     return {inner for root in roots for inner in root.modules()}
 
 
-#: Whether a tensor is a wrapper subclass (quantized weights and the like), which ``.data`` cannot replace.
-is_traceable_subclass: Callable[[object], bool] = is_traceable_wrapper_subclass
-
-
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors of which a tensor consists."""
     if not is_traceable_subclass(tensor):
         yield tensor
         return
-    for attribute in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+    for attribute in tensor.__tensor_flatten__()[0]:
         if isinstance(part := getattr(tensor, attribute), torch.Tensor):
             yield from plain_parts(part)
 
@@ -253,15 +239,13 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
     return math.prod(
         spec.mesh.size(mesh_dim)
         for mesh_dim, placement in enumerate(spec.placements)
-        if mesh_dim > after and isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+        if mesh_dim > after and isinstance(placement, (Shard, StridedShard)) and placement.dim == dim
     )
 
 
 #: Container classes registered with pytree, and how each comes apart and together again (``flatten_fn``,
 #: ``unflatten_fn``); without it tensors inside registered objects would not be found. The public module cannot look up.
 PYTREE_NODES: dict[type, Any] = pytree.SUPPORTED_NODES
-
-
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
@@ -271,20 +255,9 @@ def foreach_copy(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def foreach_add(targets: Tensors, addends: Tensors) -> None:
-    """Many sums in place in one call."""
-    torch._foreach_add_(targets, addends)
-
-
-def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """The norm of each, computed in ``dtype``, in one call. None may be empty if the norm is that of the maximum."""
-    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
-
-
-def foreach_scale(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each in place by a 0-dim tensor, in one call."""
-    torch._foreach_mul_(tensors, factor)
-
+foreach_add: Callable[[Tensors, Tensors], None] = torch._foreach_add_  # in place
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm  # no tensor empty, if of the maximum
+foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # in place, with a 0-dim tensor
 
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -295,22 +268,13 @@ _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessG
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
-def _with_async(options: Any, async_op: bool) -> Any:
-    options.asyncOp = async_op
-    return options
-
-
-_gather_options = {async_op: _with_async(AllgatherOptions(), async_op) for async_op in (False, True)}
-#: By the operation too, which is kept: nothing else may have its id (sums with different factors compare equal).
-_reduce_options: dict[tuple[int, bool], tuple[Any, ReduceScatterOptions]] = {}
-_MOST_OPTIONS = 256
-
-
 def start_all_gather(
     output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``all_gather_single`` of plain tensors, outside of coalescing."""
-    work: dist.Work | None = _gather(group, output, source, _gather_options[async_op])
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    work: dist.Work | None = _gather(group, output, source, options)
     if work is None or async_op:
         return work
     work.wait()
@@ -321,13 +285,9 @@ def start_reduce_scatter(
     output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
-    known = _reduce_options.get((id(op), async_op))
-    if known is None:
-        if len(_reduce_options) >= _MOST_OPTIONS:  # who divides by another number in every step
-            _reduce_options.clear()
-        known = _reduce_options[id(op), async_op] = op, _with_async(ReduceScatterOptions(), async_op)
-        known[1].reduceOp = op
-    work: dist.Work | None = _reduce_scatter(group, output, source, known[1])
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    work: dist.Work | None = _reduce_scatter(group, output, source, options)
     if work is None or async_op:
         return work
     work.wait()
@@ -351,43 +311,10 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return _plain_apply.__get__(None, function)(*args)
 
 
-#: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Identifies the storage of a tensor. Storages have no public identity but an address, which empty ones share."""
-    return tensor.untyped_storage()._cdata
-
-
-def process_group_allocator(group: Any, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """How a process group allocates tensors for zero-copy transfers, if it does."""
-    if group is None:
-        return None
-    backend = group._get_backend(device)
-    if not getattr(backend, "supports_tensor_alloc", lambda _: False)(device):
-        return None
-
-    def allocate(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        count = torch.Size(tuple(size)).numel()
-        tensor: torch.Tensor = backend.allocate_tensor(count, dtype=dtype, device=device)
-        return tensor.view(tuple(size))
-
-    return allocate
-
-
-def symmetric_memory_pool(device: torch.device) -> Any:
-    """Memory that all ranks can address; torch has no public name for it yet."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    return symm_mem.get_mem_pool(device)
-
-
-def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> None:
-    """Make symmetric memory known to every rank of ``group``."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    symm_mem.rendezvous(tensor, group=group.group_name)
+def allocating_backend(group: Any, device: torch.device) -> Any:
+    """The backend of a process group if it allocates tensors for zero-copy transfers, or ``None``."""
+    backend = None if group is None else group._get_backend(device)
+    return backend if getattr(backend, "supports_tensor_alloc", lambda _: False)(device) else None
 
 
 class OpenGradScaler(torch.amp.GradScaler):

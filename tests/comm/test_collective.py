@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -270,8 +271,8 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
     """Divisors may change in every step, and on NCCL each makes an operation of its own."""
     with fake_world(2, 0):
         assert dist.group.WORLD is not None
-        for _ in range(600):
+        for _ in range(2):
             op = torch_private.premultiplied_sum(0.5)
+            before = sys.getrefcount(op)
             torch_private.start_reduce_scatter(torch.zeros(1), torch.zeros(2), op, dist.group.WORLD, async_op=True)
-            assert torch_private._reduce_options[id(op), True][1].reduceOp == op
-    assert len(torch_private._reduce_options) <= torch_private._MOST_OPTIONS
+            assert sys.getrefcount(op) == before

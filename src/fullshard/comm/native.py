@@ -6,6 +6,7 @@ group's own allocator and as symmetric memory; how buffers move stays that of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,7 @@ import torch.distributed as dist
 
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.policies import AllGather, Comm, ReduceScatter
-from fullshard.torch_private import (
-    all_gather_single,
-    process_group_allocator,
-    reduce_scatter_single,
-    symmetric_memory_pool,
-    symmetric_rendezvous,
-)
+from fullshard.torch_private import all_gather_single, allocating_backend, reduce_scatter_single, symm_mem
 
 
 def process_group_memory(group: dist.ProcessGroup | None) -> CollectiveTransport:
@@ -47,16 +42,16 @@ def symmetric_memory(group: dist.ProcessGroup | None, backend: str = "NCCL") -> 
 
 class _ProcessGroupMemory:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        self._group: Any = group
 
     def allocate(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        allocator = process_group_allocator(self._group, device)
-        if allocator is None:
+        backend = allocating_backend(self._group, device)
+        if backend is None:
             raise RuntimeError(
                 f"the process group has no allocator for {device}: set_allocate_memory_from_process_group_for_comm "
                 f"needs a backend with one, such as NCCL"
             )
-        return allocator(size, dtype, device)
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(tuple(size))
 
     def make_known(self, *tensors: torch.Tensor) -> None:
         """Does nothing: the process group knows what it allocated."""
@@ -68,14 +63,14 @@ class _SymmetricMemory(_ProcessGroupMemory):
         self._known: set[int] = set()
 
     def allocate(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symmetric_memory_pool(device)):
+        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def make_known(self, *tensors: torch.Tensor) -> None:
         """Every rank makes its memory known to the others, once for each piece."""
         for tensor in tensors:
             if tensor.data_ptr() not in self._known:
-                symmetric_rendezvous(tensor, self._group)
+                symm_mem.rendezvous(tensor, group=self._group)
                 self._known.add(tensor.data_ptr())
 
 

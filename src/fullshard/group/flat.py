@@ -184,7 +184,7 @@ class Fragment(ShardedParameter):
         self.placed = True
         if self.home is not None:
             if whole:
-                self._gradient_hooks = gradient_hooks(before)
+                self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
                 nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
                 self.stands_in = nothing.as_subclass(Hidden)
                 self.stands_in.param = self

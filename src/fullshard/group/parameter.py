@@ -296,7 +296,7 @@ class ShardedParameter:
         choose_grad_dtype(self.sharded, self.grad_dtype)
         for hook in tuple((post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
-        self._gradient_hooks = gradient_hooks(before)
+        self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
 
     def place_extension(self, rank: int, offload: bool) -> None:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from fullshard.group.group import Group
 from fullshard.group.verify import verify_order
-from fullshard.torch_private import is_persistent, version_of
+from fullshard.torch_private import non_persistent_buffers, version_of
 
 
 class EmptiedBuffers:
@@ -25,7 +25,7 @@ class EmptiedBuffers:
             (inner, name, f"{path}.{name}" if path else name)
             for path, inner in module.named_modules()
             for name, buffer in inner._buffers.items()
-            if buffer is not None and buffer.is_meta and not is_persistent(inner, name)
+            if buffer is not None and buffer.is_meta and name in non_persistent_buffers(inner)
         ]
 
     def names(self) -> list[str]:
