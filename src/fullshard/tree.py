@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -60,36 +60,26 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
     """
     if isinstance(tree, Tensor):
         return fn(tree)  # type: ignore[return-value]
-    if _is_empty(tree):
+    cls = type(tree)
+    if cls in _LEAVES or (cls in (tuple, dict, list) and not tree):
         return tree
     flat = _flat_tensors(tree)
     if flat is not None:
-        if len(flat) == 1:
-            new = fn(flat[0])
-            return tree if new is flat[0] else cast(T, (new,))
-        several = tuple(map(fn, flat))
-        return tree if all(map(is_, several, flat)) else cast(T, several)
+        mapped = tuple(map(fn, flat)) if len(flat) > 1 else (fn(flat[0]),)
+        return tree if mapped[0] is flat[0] and all(map(is_, mapped, flat)) else cast(T, mapped)
     walk = _Walk(fn)
-    mapped = walk.visit(tree)
-    return mapped if walk.changed else tree  # a cycle is rebuilt before it is known that nothing in it changes
+    result = walk.visit(tree)
+    return result if walk.changed else tree  # a cycle is rebuilt before it is known that nothing in it changes
 
 
 def tensors(tree: object) -> list[Tensor]:
     """The tensors in ``tree`` in the order in which they are met, each once."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    flat = _flat_tensors(tree)
+    flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
     if flat is not None:
         return list(flat)
-    found: list[Tensor] = []
-    if not _is_empty(tree):
-
-        def collect(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        _Walk(collect).visit(tree)
-    return found
+    walk = _Walk(lambda tensor: tensor)
+    walk.visit(tree)
+    return [node for node, _ in walk.done.values() if isinstance(node, Tensor)]
 
 
 def reachable_tensors(tree: object) -> list[Tensor]:
@@ -123,18 +113,14 @@ def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
     """``tree`` with its floating-point tensors in ``dtype``, or as they are if that is ``None``."""
     if dtype is None:
         return tree
-
-    def cast_one(tensor: Tensor) -> Tensor:
-        if tensor.dtype is dtype or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(dtype)
-
-    return map_tensors(cast_one, tree)
+    return map_tensors(
+        lambda tensor: tensor if tensor.dtype is dtype or not tensor.is_floating_point() else tensor.to(dtype), tree
+    )
 
 
 def to_device(tree: T, device: torch.device | str | int) -> T:
     """``tree`` with its tensors on ``device``; a tensor that lies there already is left as it is."""
-    target = device if isinstance(device, torch.device) else torch.device(device)
+    target = torch.device(device)
     return map_tensors(lambda tensor: tensor if tensor.device == target else tensor.to(target), tree)
 
 
@@ -148,13 +134,6 @@ def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
     return tree if is_flat else None
 
 
-def _is_empty(tree: Any) -> bool:
-    cls = type(tree)
-    if cls is tuple or cls is dict or cls is list:
-        return not tree
-    return cls in _LEAVES
-
-
 class _Kind(NamedTuple):
     """How the containers of one class come apart and together.
 
@@ -163,7 +142,7 @@ class _Kind(NamedTuple):
     the old container and makes a new one, and there are no such references.
     """
 
-    open: Callable[[Any], tuple[Sequence[Any], Any]]
+    open: Callable[[Any], tuple[Iterable[Any], Any]]
     build: Callable[[Any, list[Any], Any], Any]
     fills: bool = False
 
@@ -180,7 +159,7 @@ class _Walk:
         self.under_way: dict[int, Any] = {}
 
     def visit(self, node: Any) -> Any:
-        cls = type(node)
+        cls: type = type(node)
         if cls in _LEAVES:
             return node
         key = id(node)
@@ -194,30 +173,26 @@ class _Walk:
             if kind is None:
                 return node
             if key in self.under_way:
-                return self._refer_to(key, node, kind)
-            result = self._visit_container(key, node, kind)
+                if not kind.fills:  # a cycle that was entered at a tuple: it is cut where it passes something mutable
+                    return node
+                if self.under_way[key] is None:
+                    self.under_way[key] = _maker(cls)()
+                return self.under_way[key]
+            result = self._visit_container(cls, node, kind)
         self.done[key] = (node, result)
         return result
 
-    def _visit_container(self, key: int, node: Any, kind: _Kind) -> Any:
-        self.under_way[key] = None
-        old, context = kind.open(node)
+    def _visit_container(self, cls: type, node: Any, kind: _Kind) -> Any:
+        self.under_way[id(node)] = None
+        values, context = kind.open(node)
+        old = list(values)
         new = [self.visit(value) for value in old]
-        blank = self.under_way.pop(key)
+        blank = self.under_way.pop(id(node))  # something inside refers to it, if there is one
         if blank is None and all(map(is_, new, old)):
             return node
-        if kind.fills and blank is None:
-            blank = _new(type(node))
-        return kind.build(blank if kind.fills else node, new, context)
-
-    def _refer_to(self, key: int, node: Any, kind: _Kind) -> Any:
-        """The object that stands for a container inside itself. A cycle through a tuple also passes through something
-        mutable, at which it is cut; were it entered at the tuple, the old tuple stands there."""
         if not kind.fills:
-            return node
-        if self.under_way[key] is None:
-            self.under_way[key] = _new(type(node))
-        return self.under_way[key]
+            return kind.build(node, new, context)
+        return kind.build(_maker(cls)() if blank is None else blank, new, context)
 
 
 def _kind(cls: type) -> _Kind | None:
@@ -241,28 +216,22 @@ def _derived_kind(cls: type) -> _Kind | None:
     return None
 
 
-def _open_object(node: Any) -> tuple[Sequence[Any], Any]:
-    """Values of the items, if it is a list or a dict, then those of the attributes. Methods that the class overrides
-    are passed by, so that what is stored is seen."""
-    items: dict[Any, Any] = {}
-    if isinstance(node, dict):
-        items.update(OrderedDict.items(node) if isinstance(node, OrderedDict) else dict.items(node))
-    elif isinstance(node, list):
-        items.update(enumerate(list.__iter__(node)))
-    attributes = dict(_attributes(node))
-    return (*items.values(), *attributes.values()), (tuple(items), tuple(attributes))
+def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
+    """Values of the items, if it is a list or a dict, then those of the attributes; and how an empty object gets each.
+    Methods that the class overrides are passed by, so that what is stored is seen."""
+    places: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
+    if isinstance(node, list):
+        places += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
+    elif isinstance(node, dict):
+        base: Any = OrderedDict if isinstance(node, OrderedDict) else dict
+        places += [(base.__setitem__, key, value) for key, value in base.items(node)]
+    places += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
+    return [value for _, _, value in places], places
 
 
-def _fill_object(blank: Any, new: list[Any], context: Any) -> Any:
-    keys, names = context
-    if isinstance(blank, dict):
-        put = OrderedDict.__setitem__ if isinstance(blank, OrderedDict) else dict.__setitem__
-        for key, value in zip(keys, new, strict=False):
-            put(blank, key, value)
-    elif isinstance(blank, list):
-        list.extend(blank, new[: len(keys)])
-    for name, value in zip(names, new[len(keys) :], strict=True):
-        object.__setattr__(blank, name, value)  # works for frozen dataclasses too
+def _fill_object(blank: Any, new: list[Any], places: Any) -> Any:
+    for (put, key, _), value in zip(places, new, strict=True):
+        put(blank, key, value)
     return blank
 
 
@@ -287,29 +256,20 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     )
 
 
-def _new(cls: type, *args: Any) -> Any:
-    """An object made by the class of the interpreter from which ``cls`` derives, because constructors that users write
-    may want other arguments than we have."""
-    return _constructing_base(cls).__new__(cls, *args)
-
-
 @lru_cache(maxsize=1024)
-def _constructing_base(cls: type) -> Any:
-    return next(
-        base for base in cls.__mro__ if "__new__" in vars(base) and not isinstance(vars(base)["__new__"], staticmethod)
-    )
+def _maker(cls: type) -> Callable[..., Any]:
+    """Makes objects of ``cls`` by the class of the interpreter from which it derives, because constructors that users
+    write may want other arguments than we have."""
+    makers = (base.__dict__.get("__new__") for base in cls.__mro__)
+    return partial(next(make for make in makers if make is not None and not isinstance(make, staticmethod)), cls)
 
 
 def _build_tuple(node: Any, new: list[Any], context: Any) -> Any:
-    copy = _new(type(node), new)
+    cls: type = type(node)
+    copy = _maker(cls)(new)
     for name, value in getattr(node, "__dict__", {}).items():
         object.__setattr__(copy, name, value)
     return copy
-
-
-def _open_registered(node: Any) -> tuple[Sequence[Any], Any]:
-    values, context = PYTREE_NODES[type(node)].flatten_fn(node)
-    return list(values), context
 
 
 def _fill_dict(blank: dict[Any, Any], new: list[Any], keys: Any) -> dict[Any, Any]:
@@ -323,9 +283,12 @@ _PACKED = _Kind(
     lambda node: ((node.data, node.sorted_indices, node.unsorted_indices), node.batch_sizes),
     lambda node, new, batch_sizes: type(node)(new[0], batch_sizes, *new[1:]),
 )
-_REGISTERED = _Kind(_open_registered, lambda node, new, context: PYTREE_NODES[type(node)].unflatten_fn(new, context))
+_REGISTERED = _Kind(
+    lambda node: PYTREE_NODES[type(node)].flatten_fn(node),
+    lambda node, new, context: PYTREE_NODES[type(node)].unflatten_fn(new, context),
+)
 _BUILTIN_KINDS: dict[type, _Kind] = {
-    tuple: _Kind(lambda node: (node, None), lambda node, new, context: tuple(new)),
-    dict: _Kind(lambda node: (tuple(node.values()), tuple(node)), _fill_dict, fills=True),
+    tuple: _TUPLE,
+    dict: _Kind(lambda node: (node.values(), tuple(node)), _fill_dict, fills=True),
     **dict.fromkeys((list, OrderedDict, defaultdict), _OBJECT),
 }
