@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import reduce
-from operator import or_
 from typing import Any, cast
 
 from torch import nn
@@ -197,15 +195,17 @@ def targets(
             "(module, recurse, nonwrapped_numel) -> bool"
         )
     if hasattr(policy, "_run_policy"):
-        chosen = {module: dict(kwargs) for module, kwargs in policy._run_policy(root_module, skipped, {}).items()}
+        chosen = policy._run_policy(root_module, skipped, {})
     else:
         uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-        chosen = _ask(policy, root_module, skipped, uncounted, tuple(forced))
-    ordered = {}
+        chosen = {module: {} for module in _ask(policy, root_module, skipped, uncounted, tuple(forced))}
+    ordered: dict[nn.Module, Overrides] = {}
     for module in _post_order(root_module, {root_module}):
         overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
         if module is not root_module and (module in chosen or overriding):
-            ordered[module] = reduce(or_, overriding, chosen.get(module, {}))
+            ordered[module] = dict(chosen.get(module, {}))
+            for keywords in overriding:
+                ordered[module].update(keywords)
     return ordered
 
 
@@ -215,10 +215,10 @@ def _ask(
     skipped: set[nn.Module],
     uncounted: set[nn.Parameter],
     forced: tuple[type[nn.Module], ...],
-) -> dict[nn.Module, Overrides]:
+) -> set[nn.Module]:
     """The modules of a tree that a function wants. It is asked about a module where that is met first."""
     taken_by: dict[nn.Module, set[nn.Parameter]] = {}  # the targets in a module, itself included
-    chosen: dict[nn.Module, Overrides] = {}
+    chosen: set[nn.Module] = set()
 
     def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
         numel = sum(param.numel() for param in params)
@@ -229,18 +229,17 @@ def _ask(
             return taken_by[module]
         taken_by[module] = taken = set()
         own = set(module.parameters()) - uncounted
-        wanted = False
         if is_wanted(module, True, own):
             for child in module.children():
                 if child not in skipped:
                     taken |= visit(child)
-            wanted = module is not root and is_wanted(module, False, own - taken)
+            if module is not root and is_wanted(module, False, own - taken):
+                chosen.add(module)
         else:
             for inner in module.modules():  # some are wrapped even where the policy does not look
                 if isinstance(inner, forced) and inner not in skipped:
                     taken |= set(inner.parameters()) - uncounted
-        if wanted or (module is not root and isinstance(module, forced)):
-            chosen[module] = {}
+        if module in chosen or (module is not root and isinstance(module, forced)):
             taken |= own
         return taken
 
@@ -315,40 +314,35 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     Returns:
         Blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
     """
-    for may_be_block in (_is_composite, _has_matrix, _has_params):
-        blocks = _find_blocks(model, may_be_block)
-        if blocks:
-            return blocks
-    return []
+    found = (_find_blocks(model, may_be_block) for may_be_block in (_is_composite, _has_matrix, _has_params))
+    return next(filter(None, found), [])
 
 
 def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
     opened: set[nn.Module] = set()
     while True:
-        families = list(_families(model, opened, {model}, may_be_block))
-        counts = Counter(_look(member) for _, members in families for member in members)
-        to_open = {each for family in families for each in _members_to_open(*family, counts, may_be_block)}
+        families = _families(model, opened, may_be_block)
+        counts = Counter(_look(member) for members in families.values() for member in members)
+        to_open = {each for family in families.items() for each in _members_to_open(*family, counts, may_be_block)}
         if not to_open:
-            blocks = {member for _, members in families for member in members}
+            blocks = {member for members in families.values() for member in members}
             return [module for module in model.modules() if module in blocks]
         opened |= to_open
 
 
-def _families(
-    module: nn.Module, opened: set[nn.Module], seen: set[nn.Module], may_be_block: Predicate
-) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Containers, each with its candidates, met from ``module`` without looking into candidates that are not opened."""
-    members: list[nn.Module] = []
-    inside: list[nn.Module] = []
-    for child in _children(module):
-        if child not in seen:
-            seen.add(child)
-            is_candidate = _is_container(module) and child not in opened and may_be_block(child)
-            (members if is_candidate else inside).append(child)
-    if members:
-        yield module, members
-    for child in inside:
-        yield from _families(child, opened, seen, may_be_block)
+def _families(model: nn.Module, opened: set[nn.Module], may_be_block: Predicate) -> dict[nn.Module, list[nn.Module]]:
+    """Containers, each with its candidates, met without looking into candidates that are not opened."""
+    families: dict[nn.Module, list[nn.Module]] = {}
+    waiting, seen = [model], {model}
+    for module in waiting:  # which grows
+        for child in _children(module):
+            if child not in seen:
+                seen.add(child)
+                if _is_container(module) and child not in opened and may_be_block(child):
+                    families.setdefault(module, []).append(child)
+                else:
+                    waiting.append(child)
+    return families
 
 
 def _members_to_open(
