@@ -239,7 +239,7 @@ class TestShardPlacementResult:
     @pytest.mark.parametrize(
         ("dims", "message"),
         [
-            ({"shard_mesh_dim": None}, "without a shard_mesh_dim"),
+            ({"shard_mesh_dim": None}, "shard_mesh_dim=None of .*expected dimensions from 0 to 1"),
             ({"shard_mesh_dim": 2}, "expected dimensions from 0 to 1"),
             ({"shard_mesh_dim": 0, "replicate_mesh_dim": 1}, "that for replication before that for sharding"),
             ({"shard_mesh_dim": 1, "replicate_mesh_dim": 1}, "that for replication before that for sharding"),

@@ -57,11 +57,8 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         expect_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
         expect_bools(self, "cast_forward_inputs")
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise TypeError(
-                f"MixedPrecisionPolicy.param_dtype_override_fn is {describe(self.param_dtype_override_fn)}; expected a "
-                f"function of a parameter, or None"
-            )
+        override, name = self.param_dtype_override_fn, "MixedPrecisionPolicy.param_dtype_override_fn"
+        expect(override is None or callable(override), name, override, "a function of a parameter, or None")
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
         """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``.
@@ -89,9 +86,8 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keeps parameters, gradients and optimizer state in CPU memory while they are not used.
 
-    A gradient must lie where its parameter lies, and the optimizer runs there. So PyTorch's policy offloads all three.
-    The switches add one choice: ``parameters=False`` offloads the optimizer's state alone, which is copied to the
-    device for a step and back after it.
+    ``parameters=False``, which PyTorch's policy lacks, offloads the optimizer's state alone: it is copied to the device
+    for a step and back after it.
 
     Args:
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
@@ -135,15 +131,11 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         for field in ("shard", "replicate"):
-            names = getattr(self, field)
-            if names is None or isinstance(names, str):
-                continue
-            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-                raise TypeError(
-                    f"DataParallelMeshDims.{field} is {describe(names)}; expected the name of a mesh dimension, a "
-                    "tuple of names, or None"
-                )
-            object.__setattr__(self, field, tuple(names))
+            names, what = getattr(self, field), "the name of a mesh dimension, a tuple of names, or None"
+            if names is not None and not isinstance(names, str):
+                are_names = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
+                expect(are_names, f"DataParallelMeshDims.{field}", names, what)
+                object.__setattr__(self, field, tuple(names))
         if not self.names:
             raise ValueError("DataParallelMeshDims names no dimension: set shard, replicate or both")
         if len(set(self.names)) < len(self.names):
@@ -170,18 +162,10 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a buffer to communicate from or into.
+        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter.
 
-        Called before each use; whether to make new memory, to take it from a registered pool, or to hand out the same
-        buffer again is up to the implementation, as long as no two uses that overlap share it.
-
-        Args:
-            size: shape of the buffer, in elements.
-            dtype: dtype of the buffer.
-            device: where it must lie.
-
-        Returns:
-            A contiguous tensor of that shape; its contents do not matter.
+        Called before each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as
+        no two uses that overlap share it.
         """
 
 
@@ -256,11 +240,8 @@ class ShardPlacementResult:
     mesh: Any = None
 
     def __post_init__(self) -> None:
-        if self.placement is not None and not isinstance(self.placement, Shard):
-            raise InvalidShardPlacement(
-                f"ShardPlacementResult.placement is {describe(self.placement)}; expected a torch.distributed.tensor "
-                "Shard(dim) or None"
-            )
+        is_placement, what = self.placement is None or isinstance(self.placement, Shard), "a torch Shard(dim) or None"
+        expect(is_placement, "ShardPlacementResult.placement", self.placement, what, InvalidShardPlacement)
         _ = self.device_mesh  # a mesh that does not fit is refused here and not at first use
 
     @cached_property
@@ -269,17 +250,16 @@ class ShardPlacementResult:
         mesh = self.mesh
         if isinstance(getattr(mesh, "mesh", None), DeviceMesh) and hasattr(mesh, "shard_mesh_dim"):
             return _described_mesh(mesh)
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise InvalidShardPlacement(
-                f"ShardPlacementResult.mesh is {describe(mesh)}; expected a DeviceMesh, an FSDPMeshInfo-like object "
-                "with .mesh and .shard_mesh_dim, or None"
-            )
-        if mesh is not None and mesh.ndim not in (1, 2):
+        if mesh is None:
+            return None
+        what = "a DeviceMesh, an FSDPMeshInfo-like object with .mesh and .shard_mesh_dim, or None"
+        expect(isinstance(mesh, DeviceMesh), "ShardPlacementResult.mesh", mesh, what, InvalidShardPlacement)
+        if mesh.ndim not in (1, 2):
             raise ValueError(
                 f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
                 "shard). Slice the mesh by the names of its data-parallel dimensions"
             )
-        if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
             raise ValueError(
                 f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
                 'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
@@ -291,13 +271,8 @@ def _described_mesh(info: Any) -> DeviceMesh:
     """The data-parallel part of ``info.mesh``, replicate before shard."""
     mesh: DeviceMesh = info.mesh
     shard, replicate = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
-    if shard is None:
-        raise ValueError(
-            f"ShardPlacementResult.mesh is {describe(info)} without a shard_mesh_dim, over which nothing can be "
-            "sharded; give it the dimension to shard over"
-        )
     dims = (shard,) if replicate is None else (replicate, shard)
-    if not all(0 <= dim < mesh.ndim for dim in dims) or list(dims) != sorted(set(dims)):
+    if shard is None or not all(0 <= dim < mesh.ndim for dim in dims) or list(dims) != sorted(set(dims)):
         raise ValueError(
             f"ShardPlacementResult.mesh says replicate_mesh_dim={replicate} and shard_mesh_dim={shard} of {mesh}; "
             f"expected dimensions from 0 to {mesh.ndim - 1}, that for replication before that for sharding"
@@ -352,9 +327,8 @@ def as_ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
     """``setting`` itself if it is ours, ours with the same values if it is PyTorch's."""
     if isinstance(setting, cls):
         return setting
-    if not is_foreign(setting, cls.__name__, *fields):
-        names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
-        raise TypeError(f"{argument} is {describe(setting)}; expected {names} (fullshard's or PyTorch's)")
+    names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
+    expect(is_foreign(setting, cls.__name__, *fields), argument, setting, f"{names} (fullshard's or PyTorch's)")
     ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
     return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
 
@@ -372,12 +346,17 @@ def describe(obj: object) -> str:
     return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"
 
 
+def expect(holds: bool, name: str, found: object, expected: str, error: type[Exception] = TypeError) -> None:
+    """Raise an error that says what was found and what was expected, unless it ``holds``."""
+    if not holds:
+        raise error(f"{name} is {describe(found)}; expected {expected}")
+
+
 def expect_dtypes(policy: object, *fields: str) -> None:
     """Refuse what is neither a floating-point dtype nor ``None``."""
     for field in fields:
         dtype, name = getattr(policy, field), f"{type(policy).__name__}.{field}"
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} is {describe(dtype)}; expected a floating-point torch.dtype or None")
+        expect(dtype is None or isinstance(dtype, torch.dtype), name, dtype, "a floating-point torch.dtype or None")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(
                 f"{name} is {dtype}, which is not floating-point; expected a dtype such as torch.bfloat16, or None"
@@ -388,8 +367,7 @@ def expect_bools(policy: object, *fields: str) -> None:
     """Refuse what is not a bool."""
     for field in fields:
         value = getattr(policy, field)
-        if not isinstance(value, bool):
-            raise TypeError(f"{type(policy).__name__}.{field} is {describe(value)}; expected True or False")
+        expect(isinstance(value, bool), f"{type(policy).__name__}.{field}", value, "True or False")
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
