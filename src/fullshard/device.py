@@ -47,20 +47,19 @@ class Mark(Protocol):
 
 
 class HostMark:
-    """Communication that the host completes: waits for it, then does what follows it, once."""
+    """Steps by which the host completes communication. They are taken once, when the mark is first waited for."""
 
-    def __init__(self, pending: Pending, then: Callable[[], None] | None) -> None:
-        self._pending: Pending | None = pending
-        self._then = then
+    def __init__(self, steps: tuple[Callable[[], None], ...]) -> None:
+        self._steps = steps
 
     def wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        pending.finish()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        steps, self._steps = self._steps, ()
+        for step in steps:
+            step()
+
+
+#: A mark that has passed already.
+PASSED: Mark = HostMark(())
 
 
 class EventMark:
@@ -74,24 +73,12 @@ class EventMark:
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
-class Passed:
-    """A mark that has passed already."""
-
-    def wait(self) -> None:
-        return
-
-
-PASSED = Passed()
-
-
 class Lane:
     """Where one kind of work runs: all-gather with its copies, reduce-scatter, all-reduce."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.Stream | None = None
-        if device.type != "cpu":
-            self._stream = torch.Stream(device=device)
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     @property
     def is_host(self) -> bool:
@@ -107,14 +94,13 @@ class Lane:
         mark is first waited for: the communication in between is what overlaps.
         """
         if self._stream is None:
-            return HostMark(start(), then)
-        if after is not None:
-            with self._stream:
-                for mark in after:
-                    mark.wait()
-        else:
+            finish = start().finish
+            return HostMark((finish,) if then is None else (finish, then))
+        if after is None:
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
+            for mark in after or ():
+                mark.wait()
             start().finish()
             if then is not None:
                 then()
@@ -139,9 +125,7 @@ def mark_now(device: torch.device) -> Mark:
 
 def compute_device(device_type: str) -> torch.device:
     """The device of this process among those of a type: the current one."""
-    if device_type == "cpu":
-        return CPU
-    return torch.device(device_type, torch.accelerator.current_device_index())
+    return CPU if device_type == "cpu" else torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def default_device_type() -> str:
