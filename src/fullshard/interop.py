@@ -78,49 +78,41 @@ def _reduce(schedule: Schedule) -> None:
     nothing.backward()
 
 
-def _both_names_of(old: Callable[..., set[str]]) -> Callable[..., set[str]]:
+def _names_of(old: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
     """The names of what lies in a parameter of a model. Torch knows one flat parameter a module, and we several."""
-
-    def names_of(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-        names, (_, _, last) = old(model, name, *args, **kwargs), name.rpartition(".")
-        if last.startswith(f"{FLAT_NAME}_") and isinstance(flat := model.get_parameter(name), FlatParameter):
-            names = {path.removesuffix(last) + inside for path in names for inside in flat._fqns}
-        return names
-
-    return names_of
+    names, (_, _, last) = old(model, name, *args, **kwargs), name.rpartition(".")
+    if last.startswith(f"{FLAT_NAME}_") and isinstance(flat := model.get_parameter(name), FlatParameter):
+        names = {path.removesuffix(last) + inside for path in names for inside in flat._fqns}
+    return names
 
 
-def _both_unflatten(old: Callable[..., Any]) -> Callable[..., Any]:
+def _unflatten(old: Callable[..., Any], optimizer: Optimizer, flat: dict[str, Any], info: Any) -> Any:
     """Torch asks the optimizer which states there are; it has none for a parameter of which this rank has nothing."""
-
-    def unflatten(optimizer: Optimizer, flat: dict[str, Any], info: Any) -> Any:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            for name in info.fqn_param_mapping[param] if param.numel() == 0 and not optimizer.state.get(param) else ():
-                keys = [key.split(f"state.{name}.", 1)[1] for key in flat if key.startswith(f"state.{name}.")]
-                optimizer.state[param] = dict.fromkeys(key.partition(".")[0] for key in keys)
-        return old(optimizer, flat, info)
-
-    return unflatten
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        for name in info.fqn_param_mapping[param] if param.numel() == 0 and not optimizer.state.get(param) else ():
+            keys = [key.split(f"state.{name}.", 1)[1] for key in flat if key.startswith(f"state.{name}.")]
+            optimizer.state[param] = dict.fromkeys(key.partition(".")[0] for key in keys)
+    return old(optimizer, flat, info)
 
 
-def _both_registries(old: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+def _registry(old: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     """The composable functions of torch that prepared a module; our ``fully_shard`` counts as torch's."""
-    ours = FSDPModule, FullyShardedDataParallel
-    return lambda module: {**(old(module) or {}), "fully_shard": None} if isinstance(module, ours) else old(module)
+    is_ours = isinstance(module, (FSDPModule, FullyShardedDataParallel))
+    return {**(old(module) or {}), "fully_shard": None} if is_ours else old(module)
 
 
 #: Not in every release: before 2.13 state dicts looked for no process group, from 2.15 on stages call methods of ours.
 _NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
 #: By module of torch: names in it, and the function that makes the new value of each from the old one.
 _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "torch.distributed._composable.replicate": {"_get_registry": _both_registries},
-    "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": _both_registries},
+    "torch.distributed._composable.replicate": {"_get_registry": lambda old: partial(_registry, old)},
+    "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed.checkpoint.state_dict": {
         "FSDP": lambda theirs: _Both("FullyShardedDataParallel", (), {"theirs": theirs}),
         "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
-        "_get_fqns": _both_names_of,
+        "_get_fqns": lambda old: partial(_names_of, old),
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
-        "_unflatten_optim_state_dict": _both_unflatten,
+        "_unflatten_optim_state_dict": lambda old: partial(_unflatten, old),
     },
     "torch.distributed.pipelining.schedules": {"FSDPModule": lambda old: (old, FSDPModule)},  # for isinstance()
     "torch.distributed.pipelining.stage": {"FSDPModule": lambda old: (old, FSDPModule), "fully_shard": _FullyShard},

@@ -48,13 +48,12 @@ def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor
     """
     names = {module: name for root in modules for name, module in root.named_modules()}
     units = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit is not None]
-    places = {
-        id(tensor): (tensor, module, name)
+    found = {
+        tensor: list(_extents(tensor, module, name))
         for module in names
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and not is_lazy(tensor) and owner_of(tensor) is None
     }
-    found = {key: list(_extents(*place)) for key, place in places.items()}
     lie: dict[weakref.ref[torch.UntypedStorage], list[Span]] = {}
     for extents in (*found.values(), *(unit.extents for unit in units)):
         for extent in extents:
@@ -73,7 +72,7 @@ def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor
                         f"'{where}' and '{too}' are two tensors in one memory, which sharding would part: to tie them, "
                         f"let both modules have the same Parameter object; otherwise clone() one of them before"
                     )
-    return [extent for key, (tensor, _, _) in places.items() if tensor in params for extent in found[key]]
+    return [extent for tensor, extents in found.items() if tensor in params for extent in extents]
 
 
 def _extents(tensor: torch.Tensor, module: nn.Module, name: str) -> Iterator[Span]:
