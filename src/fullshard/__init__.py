@@ -2,77 +2,39 @@
 
 from fullshard import interop as interop
 from fullshard import optim as optim
-from fullshard.full_params import summon_full_params
-from fullshard.fully_shard import fully_shard, fully_shard_blocks
-from fullshard.group.flat import FlatParameter
-from fullshard.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from fullshard.policies import (
-    AllGather,
-    Comm,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ReduceScatter,
-    ShardPlacementResult,
-)
-from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.settings import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from fullshard.full_params import summon_full_params as summon_full_params
+from fullshard.fully_shard import fully_shard as fully_shard
+from fullshard.fully_shard import fully_shard_blocks as fully_shard_blocks
+from fullshard.group.flat import FlatParameter as FlatParameter
+from fullshard.module import FSDPModule as FSDPModule
+from fullshard.module import GradientReductionHandle as GradientReductionHandle
+from fullshard.module import UnshardHandle as UnshardHandle
+from fullshard.module import register_fsdp_forward_method as register_fsdp_forward_method
+from fullshard.module import share_comm_ctx as share_comm_ctx
+from fullshard.policies import AllGather as AllGather
+from fullshard.policies import Comm as Comm
+from fullshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
+from fullshard.policies import DataParallelMeshDims as DataParallelMeshDims
+from fullshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from fullshard.policies import OffloadPolicy as OffloadPolicy
+from fullshard.policies import ReduceScatter as ReduceScatter
+from fullshard.policies import ShardPlacementResult as ShardPlacementResult
+from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
+from fullshard.wrapper.settings import BackwardPrefetch as BackwardPrefetch
+from fullshard.wrapper.settings import CPUOffload as CPUOffload
+from fullshard.wrapper.settings import FullOptimStateDictConfig as FullOptimStateDictConfig
+from fullshard.wrapper.settings import FullStateDictConfig as FullStateDictConfig
+from fullshard.wrapper.settings import LocalOptimStateDictConfig as LocalOptimStateDictConfig
+from fullshard.wrapper.settings import LocalStateDictConfig as LocalStateDictConfig
+from fullshard.wrapper.settings import MixedPrecision as MixedPrecision
+from fullshard.wrapper.settings import OptimStateDictConfig as OptimStateDictConfig
+from fullshard.wrapper.settings import OptimStateKeyType as OptimStateKeyType
+from fullshard.wrapper.settings import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
+from fullshard.wrapper.settings import ShardedStateDictConfig as ShardedStateDictConfig
+from fullshard.wrapper.settings import ShardingStrategy as ShardingStrategy
+from fullshard.wrapper.settings import StateDictConfig as StateDictConfig
+from fullshard.wrapper.settings import StateDictSettings as StateDictSettings
+from fullshard.wrapper.settings import StateDictType as StateDictType
 
-__all__ = [
-    "AllGather",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Comm",
-    "DataParallelMeshDims",
-    "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "GradientReductionHandle",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ReduceScatter",
-    "ShardPlacementResult",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
-    "fully_shard",
-    "fully_shard_blocks",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "summon_full_params",
-]
+#: The classes and functions of these lines.
+__all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]
