@@ -19,7 +19,7 @@ from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, unit_of
-from fullshard.torch_private import foreach_copy, local_of, make_dtensor
+from fullshard.torch_private import foreach_copy, local_of
 
 
 @contextmanager
@@ -183,17 +183,13 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
     shown = {}
     for index, value in values.items():
         param = group.params[index]
-        full = nn.Parameter(_shown(value.to("cpu") if offload_to_cpu else value, param), param.sharded.requires_grad)
+        value = value.to("cpu") if offload_to_cpu else value
+        full = nn.Parameter(param.as_before(value), param.sharded.requires_grad)
         full.__dict__.update(param.attributes)
         if with_grads and has_grad[index]:
-            full.grad = _shown(grads[index], param)
+            full.grad = param.as_before(grads[index])
         shown[index] = full
     return shown
-
-
-def _shown(whole: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
-    """A parameter as the DTensor that it was before sharding, if tensor parallel has cut it."""
-    return whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

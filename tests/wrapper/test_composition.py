@@ -85,6 +85,27 @@ def test_a_flat_parameter_is_not_flattened_again(world: World, original: bool) -
         wrap(fullshard, module, original=original)
 
 
+class Shifted(nn.Linear):
+    """Adds a buffer to what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("shift", torch.ones(6))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.shift
+
+
+@ranks(2)
+@ORIGINAL
+def test_buffers_of_an_instance_inside_a_module_sharded_otherwise_are_cast(world: World, original: bool) -> None:
+    inner = wrap(fullshard, Shifted(), original=original, flags={"buffer_dtype": torch.bfloat16})
+    model = nn.Sequential(inner, nn.Linear(6, 5))
+    fullshard.fully_shard(model)
+    assert model(torch.ones(2, 6)).shape == (2, 5)
+    assert inner.module.shift.dtype == torch.bfloat16
+
+
 @ranks(2)
 @ORIGINAL
 def test_inner_instances_may_run_and_be_saved_before_the_root(world: World, original: bool) -> None:

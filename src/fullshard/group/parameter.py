@@ -344,13 +344,16 @@ class ShardedParameter:
     def make_unsharded(self, local: torch.Tensor) -> None:
         """Make the leaf over ``local``, a view of the full buffer, or of what an extension made of it."""
         self.unsharded_local = local
-        leaf: torch.Tensor = local
-        if self.unsharded_spec is not None:
-            leaf = make_dtensor(local, altered_spec(self.unsharded_spec, dtype=local.dtype))
-        self.unsharded = nn.Parameter(leaf, requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(self.as_before(local), requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
         for hook in self._gradient_hooks:
             self.unsharded.register_hook(hook)
+
+    def as_before(self, whole: torch.Tensor) -> torch.Tensor:
+        """A tensor of ``shape`` as what the parameter was before sharding: a DTensor, if tensor parallel has cut it."""
+        if self.unsharded_spec is None:
+            return whole
+        return make_dtensor(whole, altered_spec(self.unsharded_spec, dtype=whole.dtype))
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient that autograd computed, as a plain tensor of ``shape``."""

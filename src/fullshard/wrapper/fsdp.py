@@ -43,7 +43,7 @@ from fullshard.wrapper.settings import (
     ShardingStrategy,
     as_setting,
 )
-from fullshard.wrapper.state_dict import StateDictMethods
+from fullshard.wrapper.state_dict import StateDictMethods, paths_in
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 _PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
@@ -169,9 +169,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-            group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
-            group_options.keep_computed_dtype = precision.keep_low_precision_grads
-            add_group(unit, fragments, data, group_options)
+            keeps = precision.keep_low_precision_grads
+            add_group(
+                unit, fragments, data, GroupOptions(unit.mp_policy, policy, auto_reshard, keep_computed_dtype=keeps)
+            )
         borrow(unit)
         attach(unit)
 
@@ -347,11 +348,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     # -- as a module ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _has_params(self) -> bool:
-        """Whether there are parameters that no wrapper inside has."""
-        return bool(self._unit.groups)
-
     def _schedule(self) -> Schedule:
         return self._unit.schedule or self._unit.start()
 
@@ -377,12 +373,7 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
             raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' is wrapped already: do one of both")
     apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
     forced = {cls: {"mixed_precision": None} for cls in apart}
-    chosen = targets(root, policy, kept.modules, kept.params, forced)
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in chosen}
-    for module in root.modules():
-        for name, child in module._modules.items():
-            if child in places:
-                places[child].append((module, name))
+    chosen, paths = targets(root, policy, kept.modules, kept.params, forced), paths_in(root)
     precise = [module for module in chosen if isinstance(module, apart)]
     if precise:
         warnings.warn(
@@ -394,5 +385,5 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
         keep_precision(module)
     for module, overrides in chosen.items():
         wrapped = FullyShardedDataParallel(module, **{**options, **overrides})
-        for parent, name in places[module]:
-            parent._modules[name] = wrapped
+        for path in paths[module]:
+            root.set_submodule(path, wrapped)

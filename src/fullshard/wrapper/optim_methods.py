@@ -155,10 +155,10 @@ class OptimStateMethods:
             if len(shown[param]) > 1:
                 raise RuntimeError(f"{shown[param]} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
-            new.update({key: name} if wanted is str else {name: key})
-        expect(new, optim_state_dict["state"], "the optimizer has no such parameter of the state dict's")
-        state = {new[key]: value for key, value in optim_state_dict["state"].items()}
-        return with_groups(optim_state_dict, state, lambda keys: sorted(new[key] for key in keys))
+            new.update({key: [name]} if wanted is str else {name: [key]})
+        expect(new, optim_state_dict["state"], problem := "the optimizer has no such parameter of the state dict's")
+        state = {new[key][0]: value for key, value in optim_state_dict["state"].items()}
+        return with_groups(optim_state_dict, state, new, problem, sorted)
 
 
 def _is_named(state_dict: StateDict) -> bool:

@@ -134,13 +134,22 @@ def expect(known: Collection[Any], keys: Iterable[Any], problem: str) -> None:
         raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
 
 
-def with_groups(state_dict: Mapping[str, Any], state: Any, renamed: Callable[[Any], Any]) -> dict[str, Any]:
-    """A state dict of ``state`` with the parameter groups of another, if that has any."""
-    result = {"state": state}
-    if "param_groups" in state_dict:
-        groups = copy.deepcopy(state_dict["param_groups"])
-        result["param_groups"] = [{**options, "params": renamed(options["params"])} for options in groups]
-    return result
+def with_groups(
+    state_dict: Mapping[str, Any],
+    state: Any,
+    known: Mapping[Any, Sequence[Any]],
+    problem: str,
+    order: Callable[[Any], list[Any]] = list,
+) -> dict[str, Any]:
+    """A state dict of ``state`` with the parameter groups of another, if that has any. Each of their keys becomes those
+    that are ``known`` for it; a KeyError if there are none."""
+    if "param_groups" not in state_dict:
+        return {"state": state}
+    groups = copy.deepcopy(state_dict["param_groups"])
+    for options in groups:
+        expect(known, options["params"], problem)
+        options["params"] = order({new: None for key in options["params"] for new in known[key]})
+    return {"state": state, "param_groups": groups}
 
 
 # -- save ------------------------------------------------------------------------------------------------------------
@@ -190,12 +199,8 @@ def whole_state(
         if key not in params and key not in saved:
             warnings.warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it", stacklevel=4)
             saved[key] = value
-
-    def renamed(keys: Sequence[Key]) -> list[str]:
-        expect(params, keys, "the optimizer has no such parameter of its own parameter groups")
-        return [place.name for key in keys for place in shown[params[key]]]
-
-    return with_groups(state_dict, saved, renamed)
+    known = {key: [place.name for place in shown[param]] for key, param in params.items()}
+    return with_groups(state_dict, saved, known, "the optimizer has no such parameter of its own parameter groups")
 
 
 def _copied(state: State, to_cpu: bool) -> State:
@@ -326,15 +331,11 @@ def local_state(
                 warnings.warn(f"this rank has no state of '{first.name}' that it could keep", stacklevel=4)
         if state:
             loaded[keys[param]] = state
-    known: dict[str, Any] = {place.name: keys.get(param) for param, places in shown.items() for place in places}
-    loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in known)
-    known = {name: key for name, key in known.items() if key is not None}
-
-    def renamed(names: Sequence[str]) -> list[Key]:
-        expect(known, names, "the optimizer to load into has no such parameter of a parameter group")
-        return sorted({known[name] for name in names})
-
-    return with_groups(state_dict, loaded, renamed)
+    names = {place.name: [keys[param]] if param in keys else [] for param, places in shown.items() for place in places}
+    loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in names)
+    known = {name: key for name, key in names.items() if key}
+    problem = "the optimizer to load into has no such parameter of a parameter group"
+    return with_groups(state_dict, loaded, known, problem, sorted)
 
 
 def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Mapping[str, Any]:

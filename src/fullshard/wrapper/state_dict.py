@@ -159,7 +159,8 @@ class StateDictMethods(nn.Module):
 
     def _finish(self, saved: Any, prefix: str) -> None:
         """Finish the state dict that the module has made: local shards, buffers, and ranks that keep nothing."""
-        kind, config, paths = self._settings.state_dict_type, self._settings.state_dict_config, self._paths()
+        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        paths = paths_in(self.get_submodule(WRAPPED_NAME))
         drops = any(_is_dropped(config, group) for group in self._groups)
         unwanted: list[str] = []
         for group in self._groups:
@@ -181,13 +182,6 @@ class StateDictMethods(nn.Module):
                     saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
         for key in unwanted:
             saved.pop(key, None)
-
-    def _paths(self) -> dict[nn.Module, list[str]]:
-        """All names that each module inside of this one has there, one for each place if it is shared."""
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in self._modules[WRAPPED_NAME].named_modules(remove_duplicate=False):  # type: ignore[union-attr]
-            paths.setdefault(module, []).append(path)
-        return paths
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +209,7 @@ class StateDictMethods(nn.Module):
         if is_local or any(key.rpartition(".")[2].startswith(FLAT_NAME) for key in values):
             for inside in _wrappers(self):
                 inside._loads_local = True
-        paths = self._paths()
+        paths = paths_in(self.get_submodule(WRAPPED_NAME))
         for group in self._groups:
             plain = _keys(group, paths, inner)
             for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
@@ -306,9 +300,7 @@ def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cp
     if as_rows:
         rows = own_copy(param.rows_of(whole, param.data.shard_rank), to_cpu)
         return make_dtensor(rows, altered_spec(param.spec, dtype=whole.dtype))
-    if param.unsharded_spec is not None:
-        whole = make_dtensor(whole, altered_spec(param.unsharded_spec, dtype=whole.dtype)).full_tensor()
-    return own_copy(whole, to_cpu)
+    return own_copy(all_of(param.as_before(whole)), to_cpu)
 
 
 def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
@@ -367,11 +359,18 @@ def _blank(group: Group, index: int) -> nn.Parameter:
     whole = param.view(flat, param.plan_shape.shape)
     if not param.held.is_meta:
         param.chunk_of(whole, group.data.shard_rank).copy_(param.held)
-    shown = whole if param.unsharded_spec is None else make_dtensor(whole, param.unsharded_spec)
-    return nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
+    return nn.Parameter(param.as_before(whole), requires_grad=param.sharded.requires_grad)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
+
+
+def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """All names of each module inside of ``root``, one for each place if it is shared."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return paths
 
 
 def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
