@@ -226,7 +226,7 @@ class FSDPModule:
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.options.keep_unsharded_storage = keep
-                group.full.keep_memory(keep)
+                group.full.buffer.keep_memory(keep)
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 

@@ -126,7 +126,7 @@ def test_values_that_are_still_there_are_used_where_storages_cannot_exchange_mem
         for _ in range(3):
             pair.step()
         assert "reuse" in actions
-        freed, kept = groups_of(pair.sharded.blocks[0])[0].full, groups_of(pair.sharded.blocks[3])[0].full
+        freed, kept = [groups_of(pair.sharded.blocks[at])[0].full.buffer for at in (0, 3)]
         kept.take()
         assert kept.memory.untyped_storage().nbytes() >= kept.nbytes
         freed.lose()
@@ -140,7 +140,7 @@ def take_turns(limit: int) -> None:
     for _ in range(3):
         model(inputs()).sum().backward()
     pool = parameter_pool(model.blocks)
-    (size,) = {group.full.nbytes for group in groups_of(model.blocks)}
+    (size,) = {group.full.buffer.nbytes for group in groups_of(model.blocks)}
     assert pool.slots_in_use == 0
     assert pool.nbytes_free == (1 + limit) * size
 
@@ -210,7 +210,7 @@ def test_groups_of_different_sizes_take_turns_in_one_slot(world: World) -> None:
     pair = twins(world, lambda: seeded(build))
     for _ in range(4):
         pair.step()
-    largest = max(group.full.nbytes for group in groups_of(pair.sharded))
+    largest = max(group.full.buffer.nbytes for group in groups_of(pair.sharded))
     assert parameter_pool(pair.sharded.blocks).nbytes_free <= 3 * largest
 
 
@@ -219,7 +219,7 @@ def test_a_slot_that_is_in_use_is_not_taken_again(world: World) -> None:
     model = shard_mlp()
     model.blocks[0].unshard()
     with pytest.raises(RuntimeError, match="in use"):
-        groups_of(model.blocks[0])[0].full.take()
+        groups_of(model.blocks[0])[0].full.buffer.take()
 
 
 @ranks(2, transport="p2p")

@@ -69,7 +69,7 @@ def test_loading_into_an_unsharded_module(world: World, fsdp: Library) -> None:
 def test_state_dicts_hold_no_view_of_more_than_a_group(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
-    full = {group.full.storage_id for group in groups_of(model)}
+    full = {group.full.buffer.storage_id for group in groups_of(model)}
     for value in model.state_dict().values():
         held = local(value).untyped_storage()
         assert held._cdata not in full

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
 from fullshard.device import Done
 from fullshard.group import gradients as gradients_module
-from fullshard.group import group as group_module
+from fullshard.group.full_buffer import GatheredBuffer
 from fullshard.group.gradients import Gradients, _PendingReduction
 from fullshard.group.group import Group
-from fullshard.group.memory import Memory
+from fullshard.group.shared_chunks import SharedChunks
 from fullshard.schedule.unit import Unit
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -38,8 +39,15 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_slot(patch: pytest.MonkeyPatch) -> None:
     """Values that are still in a slot are used again, whatever was written since."""
-    patch.setattr(group_module, "in_backward", lambda: True)
-    patch.setattr(Group, "_current", lambda self: (0, 0))
+    fill = GatheredBuffer.fill
+
+    def reuse(self: Any) -> Any:
+        if not self.buffer.keeps_values:
+            return fill(self)
+        self.buffer.take()
+        return None
+
+    patch.setattr(GatheredBuffer, "fill", reuse)
 
 
 def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +57,7 @@ def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
 
 def _unpublished_chunks(patch: pytest.MonkeyPatch) -> None:
     """In shared memory, what a rank has written to its chunks is not shown to the others."""
-    patch.setattr(Memory, "publish", lambda self, whatever: None)
+    patch.setattr(SharedChunks, "publish", lambda self, version, whatever: None)
 
 
 def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +105,7 @@ def _lost_partial_sums(patch: pytest.MonkeyPatch) -> None:
 
 def _lasting_writes(patch: pytest.MonkeyPatch) -> None:
     """Writes to unsharded parameters are not looked for."""
-    patch.setattr(Group, "_look_for_writes", lambda self: False)
+    patch.setattr(SharedBuffer, "discard_writes", lambda self: None)
 
 
 PLANTS: dict[str, Plant] = {

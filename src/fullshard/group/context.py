@@ -37,6 +37,7 @@ class State(Enum):
     SHARDED = auto()
     GATHERING = auto()
     UNSHARDED = auto()
+    LEFT = auto()
     SHARDED_POST_FORWARD = auto()
 
     __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
@@ -45,7 +46,8 @@ class State(Enum):
 LEGAL = {
     State.SHARDED: {State.GATHERING, State.UNSHARDED},
     State.GATHERING: {State.UNSHARDED},
-    State.UNSHARDED: {State.SHARDED, State.SHARDED_POST_FORWARD},
+    State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
+    State.LEFT: {State.UNSHARDED, State.SHARDED},
     State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
 }
 
@@ -90,7 +92,7 @@ class GroupContext:
         sections: the parameters by stored dtype, without those that define how they are gathered.
         compute_dtypes: in which each section is gathered.
         is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
-        hidden: whether the modules show sharded parameters though the unsharded ones are there.
+        is_unsharded: whether the values of all ranks are there.
     """
 
     sections: tuple[Section, ...]
@@ -118,7 +120,8 @@ class GroupContext:
         self.tag = tag
         self.state = State.SHARDED
         self.is_unsharded = False
-        self.hidden = False
+        #: What modules show of each parameter between uses.
+        self.sharded: list[nn.Parameter] = []
         self.may_share = True
         self.writes = 0  # to the shard, as far as they were noticed
         self.clock = Clock()
@@ -126,6 +129,11 @@ class GroupContext:
 
     def __repr__(self) -> str:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"
+
+    @property
+    def shows_unsharded(self) -> bool:
+        """Whether the modules show the unsharded parameters."""
+        return self.state is State.UNSHARDED or (self.state is State.LEFT and not self.is_flat)
 
     def to_state(self, state: State) -> None:
         """Make a transition.
@@ -136,7 +144,7 @@ class GroupContext:
         if state not in LEGAL[self.state]:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
-        self.is_unsharded = state is State.UNSHARDED
+        self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
 
     # -- layout ------------------------------------------------------------------------------------------------------
 

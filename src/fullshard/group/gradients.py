@@ -480,7 +480,7 @@ class _PendingReduction:
         more = group.module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
-        if after_accumulation(group.module_params.sharded):
+        if after_accumulation(group.sharded):
             with torch.no_grad():
                 for index, _ in grads:
                     run_after_accumulation(group.params[index].sharded)

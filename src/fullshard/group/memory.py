@@ -91,10 +91,10 @@ class Memory:
             places.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
         return places
 
-    def version(self, sharded: Sequence[torch.Tensor]) -> int:
+    def version(self) -> int:
         """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
         with PlainAttributes():
-            versions = list(map(version_of, chain(sharded, self._written)))
+            versions = list(map(version_of, chain(self._group.sharded, self._written)))
         if versions != self._versions:
             self._versions = versions
             self._group.writes += 1  # a sum of versions could come back to what it was

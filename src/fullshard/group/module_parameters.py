@@ -44,11 +44,11 @@ class ModuleParameters:
     def prepare(self) -> None:
         """Prepare the updates anew: parameters, leaves or places have changed."""
         params = self._group.params
-        self.sharded = [param.sharded for param in params]
+        self._group.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
         #: Which of the parameters require gradients, as far as it was looked at.
-        self.trainable = tuple(map(_requires_grad, self.sharded))
+        self.trainable = tuple(map(_requires_grad, self._group.sharded))
         if not self._group.is_unsharded:
             self._train_leaves()
         self._prepare_updates()
@@ -117,8 +117,8 @@ class ModuleParameters:
     def check_in(self) -> bool:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
-            self.trainable = tuple(map(_requires_grad, self.sharded))
-        if not self._group.is_unsharded or self._group.hidden:
+            self.trainable = tuple(map(_requires_grad, self._group.sharded))
+        if not self._group.shows_unsharded:
             self._train_leaves()
         return not self._stand_ins and stand(self._shown) and self._keeps_place()
 
@@ -130,7 +130,7 @@ class ModuleParameters:
 
     def _keeps_place(self) -> bool:
         """Whether the parameters still hold their places in the shard."""
-        return all(map(is_, map(local_of, self.sharded), self._locals))  # type: ignore[arg-type]
+        return all(map(is_, map(local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
 
     def take_in(self) -> bool:
         """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.

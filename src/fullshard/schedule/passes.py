@@ -37,7 +37,7 @@ class Passes:
         self._groups = []
         for group in groups:
             if group.memory.shared is not None and not group.memory.is_apart:
-                group.publish(whatever=kind == "forward")
+                group.full.publish(whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), group.memory.shared.memory.barrier)
                 self._groups.append(group)
         self._kind, self.steps = kind, self._clock.steps
@@ -47,7 +47,7 @@ class Passes:
         self._clock.reading = True
         for group in self._groups:
             if not group.is_unsharded:
-                group.let_read(True)
+                group.full.let_read(True)
 
     def end(self, kind: Kind) -> None:
         """Wait until all ranks have read what they need."""
@@ -67,4 +67,4 @@ class Passes:
         self._kind, self._clock.reading = None, False
         for group in self._groups:
             if not group.is_unsharded:
-                group.let_read(False)
+                group.full.let_read(False)

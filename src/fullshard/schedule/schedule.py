@@ -159,17 +159,17 @@ class Schedule:
         self.size_slots()
         if self.device.type == "cpu":
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
-            largest = max([group.full.nbytes for group in self.groups()], default=0)
+            largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
             keep_freed(self, 2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
         for group in self.groups():
             options = group.options
-            group.full.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
-            if group.full.takes_turns:
+            group.full.buffer.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
+            if group.full.buffer.takes_turns:
                 pool = group.parameter_pool
-                pool.ordinary = max(pool.ordinary, group.full.nbytes)
+                pool.ordinary = max(pool.ordinary, group.full.buffer.nbytes)
 
     def free_buffers(self) -> int:
         """Free what is kept for the next step, and the staging of transports; returns the bytes."""

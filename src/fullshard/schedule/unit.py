@@ -220,10 +220,9 @@ class Unit:
             if not group.users:
                 if not self._is_opaque:
                     schedule.reshard_after_forward(group)
-                group.left_by_forward = (self.chose_to_keep or self._is_opaque) and group.is_unsharded
-                writes_stay = group.left_by_forward or group.data.shard_group is None  # the shown ones may be written
-                if group.is_flat and group.is_unsharded and (writes_stay or not torch.is_grad_enabled()):
-                    group.hide()
+                is_flat_and_idle = group.is_flat and (group.data.shard_group is None or not torch.is_grad_enabled())
+                if self.chose_to_keep or self._is_opaque or is_flat_and_idle:
+                    group.leave_unsharded()
         self.phase, self._is_opaque = Phase.IDLE, False
 
     def _hold(self) -> None:
@@ -252,7 +251,7 @@ class Unit:
 
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = {group.full.storage_id for group in self.needed}
+        storages = {group.full.buffer.storage_id for group in self.needed}
         return tree.map_tensors(partial(_owned, storages), output)
 
     # -- the marks in autograd's graph -------------------------------------------------------------------------------

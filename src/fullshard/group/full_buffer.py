@@ -1,0 +1,235 @@
+"""The full buffer of a group: how it is filled with the values of all ranks, and how it is let go.
+
+Owns the memory of the unsharded parameters, which are views of it, and the versions by which autograd knows whether
+what it saved of them is still there. :class:`GatheredBuffer` gathers into a slot; :class:`MappedBuffer` lies in memory
+that the ranks of a host share, and has nothing to gather. The group decides when, and what the modules show.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fullshard.buffer.sections import full_bytes, full_views
+from fullshard.buffer.shared import SharedBuffer
+from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.transport import GatherRoute, Transfer
+from fullshard.device import PASSED, Done, Mark, Pending, mark_now
+from fullshard.group.context import GroupContext
+from fullshard.group.extension import ExtensionGather
+from fullshard.group.memory import Memory
+from fullshard.group.parameter import whole_views
+from fullshard.group.post_forward import PostForwardShard
+from fullshard.group.shared_chunks import SharedChunks
+from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
+
+#: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
+RELEASED = 1 << 31
+
+
+class FullBuffer:
+    """What both kinds have: the leaves, and their versions."""
+
+    buffer: SlotBuffer | SharedBuffer
+
+    def __init__(self, group: GroupContext, memory: Memory) -> None:
+        self._group = group
+        self._memory = memory
+        self._extensions = ExtensionGather(group) if any(param.extends for param in group.params) else None
+        self._views: tuple[torch.Tensor, ...] = ()
+        self._values: tuple[int, int] | None = None  # epoch and version of the values that are there
+        self._leaves: tuple[torch.Tensor, ...] = ()  # and what they hold
+        self._versions: tuple[int, ...] = ()
+        self._released: tuple[int, ...] = ()
+        #: Where the values are between forward and backward, if they rest on a smaller mesh.
+        self.post_forward: PostForwardShard | None = None
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """The sections, once there is memory for them."""
+        if not self._views:
+            with torch.inference_mode(False):
+                self._views = full_views(self.buffer.memory, self._group.sections, self._group.compute_dtypes)
+        return self._views
+
+    @property
+    def can_rest(self) -> bool:
+        """Whether the values may rest on a smaller mesh."""
+        return self._extensions is None
+
+    def is_current(self) -> bool:
+        """Whether the values that are shown are those of the shards."""
+        raise NotImplementedError
+
+    def fill(self) -> Mark | None:
+        """Start to gather; ``None`` if the values of an earlier use are still there."""
+        raise NotImplementedError
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def make_leaves(self) -> dict[int, nn.Parameter]:
+        """Make the unsharded parameters, once the values are there; returns them by their index in the group."""
+        group = self._group
+        for section, full in zip(group.sections, self.views, strict=True):
+            for index, whole in whole_views(group.params, section, full):
+                # ``.data`` has a version of its own: a gather that writes the buffer is no write in place to autograd.
+                group.params[index].make_unsharded(whole.data)
+        if self._extensions is not None:
+            self._extensions.arrive()
+        leaves = {index: param.unsharded for index, param in enumerate(group.params) if param.unsharded is not None}
+        inside = [part for leaf in leaves.values() if is_traceable_subclass(leaf) for part in plain_parts(leaf)]
+        self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
+        self._versions = tuple(map(version_of, self._leaves))
+        self._released = (RELEASED,) * len(self._leaves)
+        return leaves
+
+    def arrive(self) -> None:
+        """The values are there: let autograd read what it saved of them."""
+        self.post_forward = None  # not before: until here the gather reads it
+        if self._extensions is not None:
+            self._extensions.arrive()
+        set_versions(self._leaves, self._versions)
+
+    def let_read(self, may: bool) -> None:
+        """Whether autograd may read what it saved of the leaves: whether the buffer has their values."""
+        set_versions(self._leaves, self._versions if may else self._released)
+
+    def accept_writes(self) -> None:
+        """Let what was written to the leaves so far be no reason to gather."""
+        self._versions = tuple(map(version_of, self._leaves))
+
+    def release(self) -> None:
+        """Let the buffer go, and what was written to the leaves."""
+        if self._group.is_unsharded:
+            versions = tuple(map(version_of, self._leaves))
+            if versions != self._versions:
+                # What autograd saved after a write is gone with it: the versions of these leaves never come again.
+                changed = zip(self._versions, versions, strict=True)
+                self._versions = tuple(now + (now != before) for before, now in changed)
+                self._discard_writes()
+        self.post_forward = None
+        if self._extensions is not None:
+            self._extensions.leave()
+            self._values = None
+        if self._memory.poisons and self.buffer.in_use:
+            self.buffer.poison()
+            self._values = None
+        self.buffer.give_back(mark_now(self._group.device))
+        if self._memory.shared is None or not self._group.clock.reading:
+            set_versions(self._leaves, self._released)
+
+    def rest(self, small: PostForwardShard) -> None:
+        """Let the buffer go, whose values ``small`` has from now on."""
+        self.release()
+        self.post_forward, self._values = small, None
+
+    def _discard_writes(self) -> None:
+        self._values = None
+
+    def publish(self, whatever: bool) -> None:
+        """Let ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
+
+    def join(self) -> None:
+        """Take memory from the pool that the group has now."""
+
+
+class GatheredBuffer(FullBuffer):
+    """A full buffer in a slot, which is gathered."""
+
+    buffer: SlotBuffer
+
+    def __init__(self, group: GroupContext, memory: Memory) -> None:
+        super().__init__(group, memory)
+        self.buffer = SlotBuffer(group.parameter_pool, full_bytes(group.sections, group.compute_dtypes))
+        self._route: GatherRoute | None = None
+        self._staging: SlotBuffer | None = None
+
+    def is_current(self) -> bool:
+        return self._values is None or self._values[1] == self._memory.version()
+
+    def fill(self) -> Mark | None:
+        clock, memory = self._group.clock, self._memory
+        values = clock.epoch, memory.version()
+        # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
+        reuses = self.buffer.keeps_values and in_backward() and self._values == values
+        ready = self.buffer.take()
+        if reuses:
+            return None
+        self._values = values
+        filled = self.post_forward.filled if self.post_forward is not None else PASSED
+        then = self._end_gather if memory.needs_staging else None
+        start = self._start if self._extensions is None else partial(self._extensions.start, self._start)
+        return self._group.comm.lanes.gather.run(start, then, (ready, filled, clock.written))
+
+    def _start(self) -> Pending:
+        """Start to gather the parameters that have no gather of their own."""
+        if self.post_forward is not None:
+            return self.post_forward.gather()
+        over, memory = self._group.data.shard_group, self._memory
+        if over is None:
+            with torch.no_grad():
+                for full, shard in zip(self.views, memory.views, strict=True):
+                    full.copy_(shard, non_blocking=True)
+            return Done()
+        if memory.needs_staging:
+            self._staging = memory.stage(self._staging)
+        return (self._route or self._make_route(over)).start()
+
+    def _make_route(self, over: dist.ProcessGroup) -> GatherRoute:
+        """Make the route of the gather; where dtype or device differ, it reads the shard's copy in staging."""
+        group, memory = self._group, self._memory
+        shards = memory.staged_views if memory.needs_staging else memory.views
+        transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, shards))
+        self._route = group.transport.private.gather_route(transfers, over, 2 * group.tag)
+        return self._route
+
+    def _end_gather(self) -> None:
+        if self._staging is not None:
+            self._staging.give_back(mark_now(self._group.device))
+
+    def join(self) -> None:
+        self.buffer.move(self._group.parameter_pool)
+        self._staging, self._memory.staged_views, self._route = None, (), None
+
+
+class MappedBuffer(FullBuffer):
+    """A full buffer in memory that the ranks of a host share; ``shared`` has this rank's chunks in it."""
+
+    buffer: SharedBuffer
+
+    def __init__(self, group: GroupContext, memory: Memory, shared: SharedChunks) -> None:
+        super().__init__(group, memory)
+        self._shared = shared
+        nbytes = full_bytes(group.sections, group.compute_dtypes)
+        self.buffer = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
+
+    def is_current(self) -> bool:
+        if not self._group.clock.reading or self._values is None or self._values[1] != self._memory.version():
+            return False
+        if self._versions == tuple(map(version_of, self._leaves)):
+            self.buffer.be_shared()  # otherwise what was written shows until it is resharded
+        return True
+
+    def fill(self) -> Mark | None:
+        """Nothing is gathered; but between passes, when other ranks may write to the buffer, the leaves show a copy."""
+        if not self._group.clock.reading:
+            self.publish(whatever=True)
+            barrier, doing = self._shared.memory.barrier, f"unshard() of {self._group.name or 'the root'}"
+            barrier.enter(doing)
+            self.buffer.be_private()
+            barrier.leave(doing)
+        self.buffer.take()
+        self._values = self._group.clock.epoch, self._memory.version()
+        return PASSED
+
+    def publish(self, whatever: bool) -> None:
+        if self._shared.must_publish:
+            self._shared.publish(self._memory.version(), whatever)
+
+    def _discard_writes(self) -> None:
+        self._values = None
+        self.buffer.discard_writes()
+        self.let_read(True)
