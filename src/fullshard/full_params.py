@@ -172,7 +172,7 @@ def gather(
 @torch.no_grad()
 def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
     if group.memory.has_meta:
-        raise RuntimeError(group.memory.meta_message())
+        group.memory.refuse_meta()
     values = gather(group, [param.held for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]

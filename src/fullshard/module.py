@@ -143,7 +143,7 @@ class FSDPModule:
         """
         _expect_bool("finalize_backward", async_op)
         schedule = _root_schedule(self, "finalize_backward")
-        wait = schedule.finalize() if schedule is not None and schedule.has_run else None
+        wait = schedule.finalize() if schedule is not None and schedule.step > 0 else None
         return GradientReductionHandle(wait)._if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

@@ -60,14 +60,14 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
     whole = COUNT * (WIDTH * WIDTH + WIDTH) * 4
     padding = COUNT * 64 * 2
     assert whole / world.size <= sharded_bytes(model.blocks) <= whole / world.size + padding
-    assert sharded_bytes(model.blocks) == sum(group.sharded_bytes for group in groups)
+    assert sharded_bytes(model.blocks) == sum(group.memory.nbytes for group in groups)
     parts = {p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
     assert sum(part.nbytes() for part in parts) == whole / world.size
     for group in groups:
         memory = group.memory.views[0].untyped_storage()
         ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
         assert all(param.local.data_ptr() in ends for param in group.params)
-    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.comm.pools)
+    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.comm.pools.values())
 
 
 @ranks(2, transport="p2p")
@@ -156,7 +156,7 @@ def test_nothing_of_a_deleted_model_is_left(world: World, how: str) -> None:
         for _ in range(3 if how == "prefetch" else 1):
             model(batch()).sum().backward()
     left: list[Any] = [weakref.ref(group) for group in groups_of(model)]
-    left += [weakref.ref(pool) for group in groups_of(model) for pool in (group.comm.pools, *group.comm.pools)]
+    left += [weakref.ref(pool) for group in groups_of(model) for pool in (group.comm, *group.comm.pools.values())]
     left += [weakref.ref(parameter) for parameter in model.parameters()]
     left += [weakref.ref(module) for module in model.modules()]
     left += [

@@ -6,9 +6,11 @@ them. Owns the sections, the dtypes in which they are computed, and the state.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,10 +20,75 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.group.comm_context import Clock, CommContext
+from fullshard.device import PASSED, Lanes, Mark
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+
+@dataclass
+class Clock:
+    """The clock of a tree of modules: values gathered in an earlier epoch may have been written since."""
+
+    epoch: int = 0
+    #: Is called when a backward reaches any of its groups.
+    begin_backward: Callable[[], None] = lambda: None
+    #: The optimizer's writes, for gathers that start before the current lane would have come to them.
+    written: Mark = PASSED
+    #: Whether ranks that share memory read it now: in a forward or backward.
+    reading: bool = False
+    #: Steps of optimizers on the groups of the tree.
+    steps: int = 0
+
+
+class Reductions:
+    """The reductions that are under way, the oldest first."""
+
+    def __init__(self) -> None:
+        self._marks: deque[Mark] = deque()
+        self.drops = 0  # how often reductions that were under way were lost
+
+    def add(self, mark: Mark) -> None:
+        self._marks.append(mark)
+
+    def keep_at_most(self, count: int) -> None:
+        """Wait for the oldest until no more than ``count`` are under way."""
+        while len(self._marks) > count:
+            self._marks.popleft().wait()
+
+    def drop(self) -> None:
+        """Wait for all, and lose what they reduce."""
+        self.drops += 1
+        while self._marks:
+            try:
+                self._marks.popleft().wait()
+            except RuntimeError:  # an error is being recovered from: what was under way is lost anyway
+                continue
+
+
+class CommContext:
+    """The context that groups share which communicate in turn; several trees may share one (``share_comm_ctx``).
+
+    It has the slots, in a pool for each kind of buffer and transport. A tree has its own: whether values are still in a
+    slot depends on what else used the pool, and every rank must come to the same answer, whatever models it has too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.reductions = Reductions()
+        self.pools: dict[tuple[str, int], SlotPool] = {}
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """Made when something runs in them: on a device they are streams."""
+        return Lanes(self._device)
+
+    def pool(self, kind: str, transport: Transport) -> SlotPool:
+        """The pool of buffers of a kind that ``transport`` moves."""
+        key = (kind, id(transport))
+        if key not in self.pools:
+            self.pools[key] = SlotPool(self._device, transport.allocate)
+        return self.pools[key]
 
 
 class State(Enum):
@@ -32,6 +99,9 @@ class State(Enum):
         SHARDED ──unshard──▶ GATHERING ──wait──▶ UNSHARDED ──reshard──▶ SHARDED
                                  ▲                    └────rest────▶ SHARDED_POST_FORWARD (sharded over a smaller mesh)
                                  └──────────unshard────────────────────┘
+
+    LEFT is UNSHARDED between a forward that left it so unasked and the next, which reshards first: it may have been
+    written without a trace. There the modules of flat parameters show the sharded ones.
     """
 
     SHARDED = auto()
@@ -93,6 +163,7 @@ class GroupContext:
         compute_dtypes: in which each section is gathered.
         is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
         is_unsharded: whether the values of all ranks are there.
+        shows_unsharded: whether the modules show the unsharded parameters.
     """
 
     sections: tuple[Section, ...]
@@ -119,7 +190,7 @@ class GroupContext:
         self.name = ""
         self.tag = tag
         self.state = State.SHARDED
-        self.is_unsharded = False
+        self.is_unsharded = self.shows_unsharded = False
         #: What modules show of each parameter between uses.
         self.sharded: list[nn.Parameter] = []
         self.may_share = True
@@ -129,11 +200,6 @@ class GroupContext:
 
     def __repr__(self) -> str:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"
-
-    @property
-    def shows_unsharded(self) -> bool:
-        """Whether the modules show the unsharded parameters."""
-        return self.state is State.UNSHARDED or (self.state is State.LEFT and not self.is_flat)
 
     def to_state(self, state: State) -> None:
         """Make a transition.
@@ -145,6 +211,7 @@ class GroupContext:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
         self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
+        self.shows_unsharded = state is State.UNSHARDED or (state is State.LEFT and not self.is_flat)
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
@@ -196,12 +263,12 @@ class GroupContext:
 
     @property
     def parameter_pool(self) -> SlotPool:
-        return self.comm.pools.pool("parameters", self.transport.private)
+        return self.comm.pool("parameters", self.transport.private)
 
     @property
     def gradient_pool(self) -> SlotPool:
-        return self.comm.pools.pool("gradients", self.reduce_transport)
+        return self.comm.pool("gradients", self.reduce_transport)
 
     @property
     def staging_pool(self) -> SlotPool:
-        return self.comm.pools.pool("staging", self.transport.private)
+        return self.comm.pool("staging", self.transport.private)

@@ -12,8 +12,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import Replicate, Shard
 
-from fullshard.buffer.sections import full_bytes, full_views
+from fullshard.buffer.plan import make_plan
+from fullshard.buffer.sections import Section, full_bytes, full_views, shard_bytes, shard_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import GatherRoute, Transfer
@@ -21,13 +23,62 @@ from fullshard.device import PASSED, Done, Mark, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.memory import Memory
-from fullshard.group.parameter import whole_views
-from fullshard.group.post_forward import PostForwardShard
+from fullshard.group.mesh import DataMesh
+from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.group.shared_chunks import SharedChunks
-from fullshard.torch_private import in_backward, is_traceable_subclass, plain_parts, set_versions, version_of
+from fullshard.torch_private import (
+    in_backward,
+    is_traceable_subclass,
+    make_dtensor,
+    plain_parts,
+    set_versions,
+    sharding_spec,
+    version_of,
+)
 
 #: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
 RELEASED = 1 << 31
+
+
+class PostForwardShard:
+    """The gathered values of ``group``, of which each rank of a smaller mesh keeps a part."""
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(self, group: GroupContext, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
+        self._group = group
+        self._mesh = mesh
+        sections = [
+            Section(section.dtype, section.members, make_plan(section.plan.params, mesh.shard_size))
+            for section in group.sections
+        ]
+        nbytes = shard_bytes(sections, group.compute_dtypes)
+        views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
+        transfers = []
+        #: What the modules show of it, by index: beside tensor parallel the small mesh has no DTensor.
+        self.shown: dict[int, nn.Parameter] = {}
+        for section, full, shard in zip(sections, full_views, views, strict=True):
+            transfers.append(Transfer(section.plan, full, shard))
+            for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
+                param = group.params[index]
+                assert param.unsharded_local is not None
+                local.copy_(param.chunk_of(param.unsharded_local, mesh.shard_rank, mesh.shard_size))
+                if param.unsharded_spec is None:
+                    self.shown[index] = self._as_parameter(param, local)
+        assert mesh.shard_group is not None
+        self._route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
+        #: A reader of the small shard waits for the copies that filled it.
+        self.filled = mark_now(group.device)
+
+    def _as_parameter(self, param: ShardedParameter, local: torch.Tensor) -> nn.Parameter:
+        assert param.unsharded_local is not None
+        placement = Replicate() if param.dim is None else Shard(param.dim)
+        stride = param.unsharded_local.stride()
+        spec = sharding_spec(self._mesh.mesh, (Replicate(), placement), param.shape, stride, local.dtype)
+        return nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
+
+    def gather(self) -> Pending:
+        return self._route.start()
 
 
 class FullBuffer:
@@ -45,7 +96,7 @@ class FullBuffer:
         self._versions: tuple[int, ...] = ()
         self._released: tuple[int, ...] = ()
         #: Where the values are between forward and backward, if they rest on a smaller mesh.
-        self.post_forward: PostForwardShard | None = None
+        self._post_forward: PostForwardShard | None = None
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:
@@ -88,7 +139,7 @@ class FullBuffer:
 
     def arrive(self) -> None:
         """The values are there: let autograd read what it saved of them."""
-        self.post_forward = None  # not before: until here the gather reads it
+        self._post_forward = None  # not before: until here the gather reads it
         if self._extensions is not None:
             self._extensions.arrive()
         set_versions(self._leaves, self._versions)
@@ -110,7 +161,7 @@ class FullBuffer:
                 changed = zip(self._versions, versions, strict=True)
                 self._versions = tuple(now + (now != before) for before, now in changed)
                 self._discard_writes()
-        self.post_forward = None
+        self._post_forward = None
         if self._extensions is not None:
             self._extensions.leave()
             self._values = None
@@ -121,10 +172,12 @@ class FullBuffer:
         if self._memory.shared is None or not self._group.clock.reading:
             set_versions(self._leaves, self._released)
 
-    def rest(self, small: PostForwardShard) -> None:
-        """Let the buffer go, whose values ``small`` has from now on."""
+    def rest(self, mesh: DataMesh) -> dict[int, nn.Parameter]:
+        """Let the values rest on a smaller mesh; returns what stands for parameters there, by their index."""
+        small = PostForwardShard(self._group, mesh, self.views)
         self.release()
-        self.post_forward, self._values = small, None
+        self._post_forward, self._values = small, None
+        return small.shown
 
     def _discard_writes(self) -> None:
         self._values = None
@@ -159,15 +212,15 @@ class GatheredBuffer(FullBuffer):
         if reuses:
             return None
         self._values = values
-        filled = self.post_forward.filled if self.post_forward is not None else PASSED
+        filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._end_gather if memory.needs_staging else None
         start = self._start if self._extensions is None else partial(self._extensions.start, self._start)
         return self._group.comm.lanes.gather.run(start, then, (ready, filled, clock.written))
 
     def _start(self) -> Pending:
         """Start to gather the parameters that have no gather of their own."""
-        if self.post_forward is not None:
-            return self.post_forward.gather()
+        if self._post_forward is not None:
+            return self._post_forward.gather()
         over, memory = self._group.data.shard_group, self._memory
         if over is None:
             with torch.no_grad():

@@ -18,8 +18,7 @@ import torch.nn as nn
 
 from fullshard.comm.transport import Transport
 from fullshard.device import Mark
-from fullshard.group.comm_context import CommContext
-from fullshard.group.context import State
+from fullshard.group.context import CommContext, State
 from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer
 from fullshard.group.gradients import Gradients, TrainedGroup
@@ -27,7 +26,6 @@ from fullshard.group.memory import Memory
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.owners import register, register_sharded
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.post_forward import PostForwardShard
 
 _TAGS_APART = 1 << 16
 
@@ -65,11 +63,6 @@ class Group(TrainedGroup):
             self.module_params = ModuleParameters(self)
         self.module_params.show_sharded()
         register_sharded(self)
-
-    @property
-    def sharded_bytes(self) -> int:
-        """Bytes of this rank's shard."""
-        return self.memory.nbytes
 
     def check_in(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
@@ -141,7 +134,7 @@ class Group(TrainedGroup):
                 return False
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
-            raise RuntimeError(self.memory.meta_message())
+            self.memory.refuse_meta()
         self._gather = self.full.fill()
         if self._gather is None:
             self._show_unsharded()
@@ -188,10 +181,9 @@ class Group(TrainedGroup):
         mesh = self.options.post_forward_mesh
         if mesh is not None and self.full.can_rest:
             self.module_params.show_sharded()
-            small = PostForwardShard(self, mesh, self.full.views)
-            register(self, small.shown.items())
-            self.module_params.show_post_forward(small.shown)
-            self.full.rest(small)
+            small = self.full.rest(mesh)
+            register(self, small.items())
+            self.module_params.show_post_forward(small)
             self.to_state(State.SHARDED_POST_FORWARD)
         elif self.options.reshard_after_forward:
             self.reshard()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import chain
+from typing import NoReturn
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -136,9 +137,9 @@ class Memory:
             foreach_copy(self.staged_views, self.views)
         return staging
 
-    def meta_message(self) -> str:
+    def refuse_meta(self) -> NoReturn:
         names = [param.name for param in self._group.params if param.held.is_meta]
-        return (
+        raise RuntimeError(
             f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
             f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
         )

@@ -1,9 +1,15 @@
-"""When the ranks of a host may read the parameters that they share.
+"""The passes of a step: when the ranks of a host may read what they share, and whether all ranks ran the same.
 
 A *pass* is an outermost forward or a backward. In a pass every rank reads what all of them wrote before it, and nobody
 writes; between passes everybody may write its shards (optimizers, checkpoints, averages, plain assignments) and nobody
 reads those of others. Owns the beginnings and ends of passes, at which ranks wait for each other; with ranks that have
 memory of their own there is nothing to do.
+
+A collective knows sizes and no names: ranks that run different groups would take each other's values for their own. So
+ranks compare what they communicated about in a pass. That is one all-gather of three integers over each process group.
+It starts when a pass ends; its result is looked at before the next pass begins, and at once where the results of this
+pass may be used: after a backward, and after a forward without gradients. On devices with streams nobody waits: the
+result is looked at as soon as it is there.
 """
 
 from __future__ import annotations
@@ -11,9 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.routes import wait_for
 from fullshard.comm.transport import PassBarrier
-from fullshard.group.comm_context import Clock
+from fullshard.group.context import Clock
 from fullshard.group.group import Group
+from fullshard.group.verify import first_difference
+from fullshard.torch_private import all_gather_single
 
 Kind = Literal["forward", "backward"]
 
@@ -68,3 +80,103 @@ class Passes:
         for group in self._groups:
             if not group.is_unsharded:
                 group.full.let_read(False)
+
+
+#: A group that was gathered, or those of its parameters that were reduced.
+Call = tuple[Group, frozenset[int]]
+NOTHING: frozenset[int] = frozenset()
+
+
+class Consistency:
+    """The comparisons of one tree of modules on ``device``.
+
+    Attributes:
+        calls: what this rank has started to communicate about in this pass, in order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process_groups: list[dist.ProcessGroup] = []
+        self._under_way: list[_Comparison] = []
+        self.calls: list[Call] = []
+
+    def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
+        """Compare with the ranks of these groups, over which the tree communicates."""
+        self._process_groups = [each for each in process_groups if each.size() > 1 and dist.get_backend(each) != "fake"]
+
+    def start(self, kind: Kind, steps: int) -> None:
+        """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
+        for process_group in self._process_groups:
+            # Ranks that share memory compare while they wait for one another.
+            calls = [
+                (group, reduced)
+                for group, reduced in self.calls
+                if group.memory.shared is None
+                and (
+                    group.data.shard_group is process_group
+                    or (reduced and group.data.replicate_group is process_group and group.options.all_reduce_gradients)
+                )
+            ]
+            if calls:
+                self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device))
+        self.calls.clear()
+
+    def check(self) -> None:
+        """Raise on every rank if the ranks differed in the passes that have ended.
+
+        Raises:
+            RuntimeError: names the first difference and the ranks.
+        """
+        while self._under_way and self._under_way[0].is_there():
+            self._under_way.pop(0).check()
+
+    def forget(self) -> None:
+        """Forget a pass that an error cut short."""
+        self.calls.clear()
+        self._under_way.clear()
+
+
+class _Comparison:
+    """What the ranks of a process group communicated about in one pass."""
+
+    def __init__(
+        self, calls: list[Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._calls, self._kind, self._steps, self._process_group = calls, kind, steps, process_group
+        said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))
+        is_host = device.type == "cpu"
+        mine = torch.tensor(said, dtype=torch.int64, device="cpu", pin_memory=not is_host)
+        every = torch.empty(process_group.size() * len(said), dtype=torch.int64, device=device)
+        self._work = all_gather_single(every, mine.to(device, non_blocking=True), group=process_group, async_op=True)
+        self._every, self._event = every, None
+        if not is_host:
+            self._work.wait()  # on the stream
+            self._every = torch.empty(every.shape, dtype=every.dtype, pin_memory=True)
+            self._every.copy_(every, non_blocking=True)
+            self._event = torch.accelerator.current_stream(device).record_event()
+
+    def is_there(self) -> bool:
+        if self._event is not None:
+            return self._event.query()
+        wait_for(self._work, f"the comparison after a {self._kind}")
+        return True
+
+    def check(self) -> None:
+        said = self._every.view(self._process_group.size(), -1)
+        if bool((said == said[0]).all()):
+            return
+        one, here, other, there = first_difference([*self._described()], self._process_group)
+        raise RuntimeError(
+            f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
+            f"in this {self._kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
+            f"as many micro-batches for each step of the optimizer; where ranks use different parameters of a module, "
+            f"call set_reduce_scatter_unused_params(True)"
+        )
+
+    def _described(self) -> list[str]:
+        described = [f"a {self._kind} after {self._steps} steps of optimizers"]
+        for group, reduced in self._calls:
+            names = [group.params[index].name for index in sorted(reduced)]
+            where = f"'{group.name}'" if group.name else "the root"
+            described.append(f"the reduction of {names} in {where}" if names else f"the gather of {where}")
+        return described

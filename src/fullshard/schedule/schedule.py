@@ -19,8 +19,7 @@ import torch.nn as nn
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.comm.staging import SHARED
 from fullshard.device import EventMark, mark_now
-from fullshard.group.comm_context import Clock, CommContext
-from fullshard.group.context import State
+from fullshard.group.context import Clock, CommContext, State
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.group.verify import verify_next
@@ -31,10 +30,9 @@ from fullshard.schedule.checks import (
     warn_of_emptied,
     warn_of_strangers,
 )
-from fullshard.schedule.consistency import NOTHING, Consistency
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
-from fullshard.schedule.passes import Passes
+from fullshard.schedule.passes import NOTHING, Consistency, Kind, Passes
 from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
 
 T = TypeVar("T")
@@ -47,7 +45,6 @@ _unshards_in_backward = attrgetter("options.unshard_in_backward")
 
 
 Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
-Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class Event:
 
     action: Action
     group: str
-    during: Pass
+    during: Kind
     step: int
 
 
@@ -132,9 +129,9 @@ class Schedule:
         self._checked = False
         self._is_profiled = False  # in the pass that runs; outside of passes each gather asks
         self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
-        self._in_backward = False
+        self.is_in_backward = False  # one has begun that has not ended
         self.backwards = 0
-        self._step = 0
+        self.step = 0  # counts forwards
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -160,7 +157,7 @@ class Schedule:
         if self.device.type == "cpu":
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
             largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
-            keep_freed(self, 2 * sum(group.sharded_bytes for group in self.groups()) + 4 * largest)
+            keep_freed(self, 2 * sum(group.memory.nbytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
@@ -173,7 +170,7 @@ class Schedule:
 
     def free_buffers(self) -> int:
         """Free what is kept for the next step, and the staging of transports; returns the bytes."""
-        nbytes = self.comm.pools.drop() + SHARED.drop()
+        nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.let_go()
         if self.device.type == "cpu":
@@ -191,7 +188,7 @@ class Schedule:
         Raises:
             RuntimeError: an earlier forward or backward was cut short by an error.
         """
-        if self._in_backward:
+        if self.is_in_backward:
             raise RuntimeError(
                 f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
                 f"{_RESET}. The gradients of that step are lost"
@@ -213,7 +210,7 @@ class Schedule:
             warn_of_emptied(emptied)
         self._forward_root = unit
         self._is_profiled = profiler_listens()
-        self._step += 1
+        self.step += 1
         self.clock.epoch += 1
         if self.after_optimizer is not None:
             self.clock.written = EventMark(self.after_optimizer, self.device)
@@ -237,17 +234,7 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward runs, or was cut short by an error."""
-        return self._forward_root is None and not self._in_backward
-
-    @property
-    def has_run(self) -> bool:
-        """Whether there was a forward."""
-        return self._step > 0
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun that has not ended."""
-        return self._in_backward
+        return self._forward_root is None and not self.is_in_backward
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
         """Raise: ``unit`` is still in an earlier forward."""
@@ -285,9 +272,9 @@ class Schedule:
 
     def begin_backward(self) -> None:
         """Begin a backward that reached the tree, and ask to be called when it ends."""
-        if not self._in_backward:
+        if not self.is_in_backward:
             self.consistency.check()
-            self._in_backward = True
+            self.is_in_backward = True
             self._is_profiled = profiler_listens()
             self.backwards += 1
             self.finalization.begin_backward()
@@ -306,7 +293,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
-        self._in_backward = False
+        self.is_in_backward = False
         for unit in reversed(self.units):
             unit.end_backward()
         self.consistency.start("backward", self.passes.steps)
@@ -325,16 +312,16 @@ class Schedule:
         Raises:
             RuntimeError: it is not to be done by hand, or not yet.
         """
-        self.finalization.check_by_hand(self._in_backward)
+        self.finalization.check_by_hand(self.is_in_backward)
         self._is_profiled = profiler_listens()
-        self._in_backward = True  # an error leaves it so
+        self.is_in_backward = True  # an error leaves it so
         for group in reversed(self.groups()):
             group.gradients.take_left()
             if group.options.reduce_gradients:
                 self.reduce(group)
             if group.options.reshard_after_backward:
                 self.reshard(group)
-        self._in_backward = False
+        self.is_in_backward = False
         self.consistency.start("backward", self.passes.steps)
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
         self.finalization.is_awaited = True
@@ -360,7 +347,7 @@ class Schedule:
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
         self._forward_root = None
-        self._in_backward = False
+        self.is_in_backward = False
         self.finalization.reset()
         self.passes.give_up()
         for transport in {group.reduce_transport: None for group in self.groups()}:
@@ -389,7 +376,7 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group, self.device)
-        profiled = profiler_listens() if self._forward_root is None and not self._in_backward else self._is_profiled
+        profiled = profiler_listens() if self._forward_root is None and not self.is_in_backward else self._is_profiled
         started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
@@ -433,7 +420,7 @@ class Schedule:
             return do()
 
     def tell(self, action: Action, group: Group) -> None:
-        during = "backward" if in_backward() or self._in_backward else "forward"
-        event = Event(action, group.name, during, self._step)  # type: ignore[arg-type]
+        during: Kind = "backward" if in_backward() or self.is_in_backward else "forward"
+        event = Event(action, group.name, during, self.step)
         for observer in self.observers:
             observer(event)
