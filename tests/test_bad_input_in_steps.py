@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.group.group import RELEASED
+from fullshard.group.full_buffer import RELEASED
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 from tests.harness.wrapper import wrap

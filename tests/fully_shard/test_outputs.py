@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.group import RELEASED
+from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.compare import whole

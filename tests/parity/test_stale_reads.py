@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import fullshard
-from fullshard.group.group import RELEASED
+from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
 from tests.harness import World, everywhere, ranks
 from tests.harness.models import seeded

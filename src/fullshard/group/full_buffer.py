@@ -106,11 +106,6 @@ class FullBuffer:
                 self._views = full_views(self.buffer.memory, self._group.sections, self._group.compute_dtypes)
         return self._views
 
-    @property
-    def can_rest(self) -> bool:
-        """Whether the values may rest on a smaller mesh."""
-        return self._extensions is None
-
     def is_current(self) -> bool:
         """Whether the values that are shown are those of the shards."""
         raise NotImplementedError
@@ -172,8 +167,10 @@ class FullBuffer:
         if self._memory.shared is None or not self._group.clock.reading:
             set_versions(self._leaves, self._released)
 
-    def rest(self, mesh: DataMesh) -> dict[int, nn.Parameter]:
-        """Let the values rest on a smaller mesh; returns what stands for parameters there, by their index."""
+    def rest(self, mesh: DataMesh) -> dict[int, nn.Parameter] | None:
+        """Let the values rest on a smaller mesh, if they can; returns what stands for parameters there, by index."""
+        if self._extensions is not None:
+            return None
         small = PostForwardShard(self._group, mesh, self.views)
         self.release()
         self._post_forward, self._values = small, None
@@ -186,7 +183,7 @@ class FullBuffer:
         """Let ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
 
     def join(self) -> None:
-        """Take memory from the pool that the group has now."""
+        """Take memory from the pool that the group has now, where it comes from one."""
 
 
 class GatheredBuffer(FullBuffer):

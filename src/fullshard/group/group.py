@@ -179,9 +179,8 @@ class Group(TrainedGroup):
         if self.state is not State.UNSHARDED:
             return
         mesh = self.options.post_forward_mesh
-        if mesh is not None and self.full.can_rest:
-            self.module_params.show_sharded()
-            small = self.full.rest(mesh)
+        small = self.full.rest(mesh) if mesh is not None else None
+        if small is not None:
             register(self, small.items())
             self.module_params.show_post_forward(small)
             self.to_state(State.SHARDED_POST_FORWARD)

@@ -87,6 +87,7 @@ class ModuleParameters:
 
     def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:
         """Show parameters, by index, as they are sharded over a smaller mesh, and all others as sharded ones."""
+        self.show_sharded()
         self._shown = updates([(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free])
         show(self._shown)
 
