@@ -24,6 +24,7 @@ from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.memory import Memory
 from fullshard.group.mesh import DataMesh
+from fullshard.group.owners import register
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.group.shared_chunks import SharedChunks
 from fullshard.torch_private import (
@@ -116,8 +117,8 @@ class FullBuffer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def make_leaves(self) -> dict[int, nn.Parameter]:
-        """Make the unsharded parameters, once the values are there; returns them by their index in the group."""
+    def make_leaves(self) -> None:
+        """Make the unsharded parameters, once the values are there."""
         group = self._group
         for section, full in zip(group.sections, self.views, strict=True):
             for index, whole in whole_views(group.params, section, full):
@@ -130,7 +131,7 @@ class FullBuffer:
         self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
         self._versions = tuple(map(version_of, self._leaves))
         self._released = (RELEASED,) * len(self._leaves)
-        return leaves
+        register(group, leaves.items())
 
     def arrive(self) -> None:
         """The values are there: let autograd read what it saved of them."""
@@ -172,6 +173,7 @@ class FullBuffer:
         if self._extensions is not None:
             return None
         small = PostForwardShard(self._group, mesh, self.views)
+        register(self._group, small.shown.items())
         self.release()
         self._post_forward, self._values = small, None
         return small.shown

@@ -24,7 +24,7 @@ from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer
 from fullshard.group.gradients import Gradients, TrainedGroup
 from fullshard.group.memory import Memory
 from fullshard.group.module_parameters import ModuleParameters
-from fullshard.group.owners import register, register_sharded
+from fullshard.group.owners import register_sharded
 from fullshard.group.parameter import Location, ShardedParameter
 
 _TAGS_APART = 1 << 16
@@ -158,10 +158,9 @@ class Group(TrainedGroup):
         self.module_params.show_unsharded()
 
     def _make_leaves(self) -> None:
-        leaves = self.full.make_leaves()
+        self.full.make_leaves()
         for index, param in enumerate(self.params):
             self.gradients.listen(index, param)
-        register(self, leaves.items())
         self.module_params.prepare()
 
     def reshard(self) -> None:
@@ -181,7 +180,6 @@ class Group(TrainedGroup):
         mesh = self.options.post_forward_mesh
         small = self.full.rest(mesh) if mesh is not None else None
         if small is not None:
-            register(self, small.items())
             self.module_params.show_post_forward(small)
             self.to_state(State.SHARDED_POST_FORWARD)
         elif self.options.reshard_after_forward:
