@@ -67,7 +67,7 @@ class PostForwardShard:
                 if param.unsharded_spec is None:
                     self.shown[index] = self._as_parameter(param, local)
         assert mesh.shard_group is not None
-        self._route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
+        self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
         #: A reader of the small shard waits for the copies that filled it.
         self.filled = mark_now(group.device)
 
@@ -77,9 +77,6 @@ class PostForwardShard:
         stride = param.unsharded_local.stride()
         spec = sharding_spec(self._mesh.mesh, (Replicate(), placement), param.shape, stride, local.dtype)
         return nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
-
-    def gather(self) -> Pending:
-        return self._route.start()
 
 
 class FullBuffer:
@@ -117,7 +114,7 @@ class FullBuffer:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def make_leaves(self) -> None:
+    def _make_leaves(self) -> None:
         """Make the unsharded parameters, once the values are there."""
         group = self._group
         for section, full in zip(group.sections, self.views, strict=True):
@@ -133,12 +130,16 @@ class FullBuffer:
         self._released = (RELEASED,) * len(self._leaves)
         register(group, leaves.items())
 
-    def arrive(self) -> None:
-        """The values are there: let autograd read what it saved of them."""
+    def arrive(self) -> bool:
+        """The values are there: let autograd read what it saved of them. Returns whether the leaves are new."""
         self._post_forward = None  # not before: until here the gather reads it
-        if self._extensions is not None:
+        is_first = bool(self._group.params) and self._group.params[0].unsharded is None
+        if is_first:
+            self._make_leaves()
+        elif self._extensions is not None:
             self._extensions.arrive()
         set_versions(self._leaves, self._versions)
+        return is_first
 
     def let_read(self, may: bool) -> None:
         """Whether autograd may read what it saved of the leaves: whether the buffer has their values."""
@@ -219,7 +220,7 @@ class GatheredBuffer(FullBuffer):
     def _start(self) -> Pending:
         """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
-            return self._post_forward.gather()
+            return self._post_forward.route.start()
         over, memory = self._group.data.shard_group, self._memory
         if over is None:
             with torch.no_grad():

@@ -152,16 +152,11 @@ class Group(TrainedGroup):
 
     def _show_unsharded(self) -> None:
         self.to_state(State.UNSHARDED)
-        if self.params and self.params[0].unsharded is None:
-            self._make_leaves()
-        self.full.arrive()
+        if self.full.arrive():
+            for index, param in enumerate(self.params):
+                self.gradients.listen(index, param)
+            self.module_params.prepare()
         self.module_params.show_unsharded()
-
-    def _make_leaves(self) -> None:
-        self.full.make_leaves()
-        for index, param in enumerate(self.params):
-            self.gradients.listen(index, param)
-        self.module_params.prepare()
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""

@@ -366,7 +366,7 @@ class Schedule:
         if before is not State.GATHERING:
             self.gather(group)
         group.wait_for_unshard()
-        if self.observers and before is not State.UNSHARDED:
+        if self.observers and before is not State.UNSHARDED and before is not State.LEFT:
             self.tell("unshard", group)
 
     def gather(self, group: Group) -> None:
@@ -380,7 +380,7 @@ class Schedule:
         started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
-        if self.observers and before is not group.state:
+        if self.observers and before is not group.state and before is not State.LEFT:
             self.tell("gather" if started else "reuse", group)
 
     def _gather_ahead(self, targets: Iterable[Group], most: int) -> None:
