@@ -41,8 +41,8 @@ MUTATIONS = (
     # where parameters lie
     Mutation("buffer/plan.py", "step = -(-size // world_size)", "step = max(1, size // world_size)"),
     Mutation("buffer/plan.py", "return -(-numel // alignment) * alignment", "return numel"),
-    Mutation("buffer/plan.py", "length = min(start + plan.shard_numel, plan.end) - start", "length = plan.shard_numel"),
-    Mutation("buffer/plan.py", "length, outer, size * inner))", "length, outer, length))"),
+    Mutation("buffer/plan.py", "(plan.end,)", "(plan.full_numel,)"),
+    Mutation("buffer/plan.py", "(outer, row, numel)", "(outer, numel, numel)"),
     Mutation("buffer/plan.py", "in edges if end < start]", "in edges if end > start]"),
     Mutation(
         "buffer/plan.py", "begin = self.full_offsets[index] + start - rank", "begin = self.full_offsets[index] - rank"

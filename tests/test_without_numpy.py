@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from fullshard import FullyShardedDataParallel as FSDP
 from fullshard import ShardingStrategy, fully_shard
-from fullshard.comm.objects import broadcast_object
+from fullshard.comm.process_group import broadcast_object
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")

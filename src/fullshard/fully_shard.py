@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.backend import backend_name
+from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions

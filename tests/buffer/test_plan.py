@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import Extent, LayoutName, ParamShape, Plan, make_plan
+from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31])
 WORLD_SIZES = st.sampled_from([1, 2, 3, 4, 7, 8, 64, 100, 1024])
@@ -42,21 +42,18 @@ def flat_plans() -> st.SearchStrategy[Plan]:
     return plans(st.just("flat"))
 
 
-def places(extent: Extent) -> list[tuple[int, int]]:
+def places(plan: Plan, piece: Piece) -> list[tuple[int, int]]:
     """Where every element lies in the full buffer and in the shard."""
-    return [
-        (extent.full_start + row * extent.stride + i, extent.shard_start + row * extent.length + i)
-        for row in range(extent.rows)
-        for i in range(extent.length)
-    ]
+    full, shard = piece.of_full(torch.arange(plan.full_numel)), piece.of_shard(torch.arange(plan.shard_numel))
+    return list(zip(full.flatten().tolist(), shard.flatten().tolist(), strict=True))
 
 
 def times_owned(plan: Plan) -> torch.Tensor:
     """How many ranks own each element of the full buffer."""
     counts = torch.zeros(plan.full_numel, dtype=torch.int32)
     for rank in range(plan.world_size):
-        for extent in plan.extents(rank):
-            counts.as_strided((extent.rows, extent.length), (extent.stride, 1), extent.full_start).add_(1)
+        for piece in plan.pieces(rank):
+            piece.of_full(counts).add_(1)
     return counts
 
 
@@ -84,20 +81,20 @@ def test_nobody_owns_padding_in_even(plan: Plan) -> None:
 
 @unhurried
 @given(flat_plans())
-def test_flat_is_one_extent_for_each_rank_up_to_the_last_parameter(plan: Plan) -> None:
+def test_flat_is_one_piece_for_each_rank_up_to_the_last_parameter(plan: Plan) -> None:
     end = plan.full_offsets[-1] + plan.params[-1].numel if plan.params else 0
     assert times_owned(plan).tolist() == [1] * end + [0] * (plan.full_numel - end)
     for rank in range(plan.world_size):
-        for extent in plan.extents(rank):
-            assert (extent.full_start, extent.shard_start, extent.rows) == (rank * plan.shard_numel, 0, 1)
-        assert len(plan.extents(rank)) <= 1
+        for piece in plan.pieces(rank):
+            assert (piece.full_start, piece.shard_start, piece.is_run) == (rank * plan.shard_numel, 0, True)
+        assert len(plan.pieces(rank)) <= 1
 
 
 @unhurried
 @given(plans())
 def test_no_two_elements_share_a_place_in_a_shard(plan: Plan) -> None:
     for rank in range(plan.world_size):
-        taken = [place for extent in plan.extents(rank) for _, place in places(extent)]
+        taken = [place for piece in plan.pieces(rank) for _, place in places(plan, piece)]
         assert len(set(taken)) == len(taken)
         assert all(0 <= place < plan.shard_numel for place in taken)
 
@@ -153,10 +150,62 @@ def some_shards(plan: Plan, full: torch.Tensor) -> Iterator[tuple[int, torch.Ten
     """What the first rank, the last and one in the middle hold of a full buffer; -1 where they hold nothing of it."""
     for rank in {0, plan.world_size // 2, plan.world_size - 1}:
         shard = torch.full((plan.shard_numel,), -1)
-        for extent in plan.extents(rank):
-            for source, target in places(extent):
-                shard[target] = full[source]
+        for piece in plan.pieces(rank):
+            piece.of_shard(shard).copy_(piece.of_full(full))
         yield rank, shard
+
+
+@unhurried
+@given(plans())
+def test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer(plan: Plan) -> None:
+    full, shards = torch.arange(plan.full_numel), torch.full((plan.world_size * plan.shard_numel,), -1)
+    for piece in plan.pieces_of_all(plan.shard_numel):
+        piece.of_shard(shards).copy_(piece.of_full(full))
+    filled = shards >= 0
+    same = len(full) == len(shards) and torch.equal(shards[filled], full[filled])
+    assert plan.is_rank_major == same
+    assert same or plan.layout == "even"
+
+
+@unhurried
+@given(plans())
+def test_there_are_at_most_two_pieces_for_each_parameter(plan: Plan) -> None:
+    assert len(plan.pieces_of_all(plan.shard_numel)) <= 2 * len(plan.params)
+
+
+def test_equal_parameters_at_equal_distances_are_one_piece() -> None:
+    norms = [ParamShape("p", (1024,))]
+    plan = make_plan([*norms * 32, ParamShape("w", (2048,)), *norms * 3], 64)
+    assert [piece.numel for piece in plan.pieces_of_all(plan.shard_numel)] == [32 * 1024, 3 * 1024, 2048]
+
+
+@unhurried
+@given(plans(), st.integers(1, 20))
+def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:
+    for piece in plan.pieces(0):
+        head, rest = piece.split(numel)
+        assert [*filter(None, (head, rest))]
+        assert head is None or head.numel <= max(numel, piece.row)
+        parts = [place for part in (head, rest) if part is not None for place in places(plan, part)]
+        assert parts == places(plan, piece)
+        rows = [piece.part(row, row + 1) for row in range(piece.shape[0])]
+        assert [place for row in rows for place in places(plan, row)] == places(plan, piece)
+
+
+@unhurried
+@given(plans(), st.sampled_from([0, 5, 48]))
+def test_the_pieces_of_all_ranks_are_those_of_each_rank(plan: Plan, apart: int) -> None:
+    """Of what all own, the shards are filled alike, whatever lies between them; and each element once."""
+    full, pitch = torch.arange(plan.full_numel), plan.shard_numel + apart
+    shards, times = torch.full((plan.world_size * pitch + 1,), -1), torch.zeros(plan.world_size * pitch + 1)
+    for piece in plan.pieces_of_all(pitch):
+        piece.of_shard(shards).copy_(piece.of_full(full))
+        piece.of_shard(times).add_(1)
+    assert int(times.sum()) == sum(plan.held(rank) for rank in range(plan.world_size))
+    assert times.le(1).all()
+    assert shards[-1] == -1
+    for rank, shard in some_shards(plan, full):
+        assert torch.equal(shards[rank * pitch : (rank + 1) * pitch][: plan.shard_numel], shard)
 
 
 @unhurried
@@ -217,9 +266,9 @@ def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
 
 @unhurried
 @given(flat_plans())
-def test_fragments_of_flat_are_what_the_extents_say(plan: Plan) -> None:
+def test_fragments_of_flat_are_what_the_pieces_say(plan: Plan) -> None:
     for rank in range(plan.world_size):
-        owned = {place for extent in plan.extents(rank) for place, _ in places(extent)}
+        owned = {place for piece in plan.pieces(rank) for place, _ in places(plan, piece)}
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
             start, stop = plan.fragment(index, rank)
             assert 0 <= start <= stop <= param.numel
@@ -248,8 +297,8 @@ def test_a_selection_keeps_cuts_and_places_in_the_full_buffer(plan: Plan, data: 
     for index in chosen:
         inside.update(param_places(plan, plan.params[index], plan.full_offsets[index]))
     for rank in {0, plan.world_size - 1}:
-        before = [place for extent in plan.extents(rank) for place, _ in places(extent) if place in inside]
-        after = [place for extent in selected.extents(rank) for place, _ in places(extent)]
+        before = [place for piece in plan.pieces(rank) for place, _ in places(plan, piece) if place in inside]
+        after = [place for piece in selected.pieces(rank) for place, _ in places(selected, piece)]
         assert before == after
 
 
@@ -272,7 +321,11 @@ def test_the_example_of_the_docstring() -> None:
     assert [even.place(1, rank)[1] for rank in range(2)] == [(2, 5), (1, 5)]
     assert even.full_offsets == (0, 32, 48)
     assert even.shard_offsets == (0, 12, 24)
-    assert even.extents(1) == (Extent(10, 0, 10, 1, 20), Extent(42, 12, 5, 1, 15), Extent(53, 24, 5, 1, 10))
+    assert even.pieces(1) == (
+        Piece((10,), 10, (1,), 0, (1,)),
+        Piece((5,), 42, (1,), 12, (1,)),
+        Piece((5,), 53, (1,), 24, (1,)),
+    )
     flat = make_plan(params, 2, "flat")
     assert (flat.full_numel, flat.shard_numel) == (58, 29)
     assert [flat.fragment(1, rank) for rank in range(2)] == [(0, 0), (0, 15)]
@@ -282,12 +335,12 @@ def test_the_example_of_the_docstring() -> None:
 
 def test_a_cut_along_another_dim_is_strided() -> None:
     plan = make_plan([ParamShape("w", (3, 8), 1)], 4)
-    assert plan.extents(2) == (Extent(full_start=4, shard_start=0, length=2, rows=3, stride=8),)
+    assert plan.pieces(2) == (Piece((3, 2), full_start=4, full_stride=(8, 1), shard_start=0, shard_stride=(2, 1)),)
 
 
 def test_a_parameter_that_one_rank_has_all_of_is_contiguous() -> None:
-    assert make_plan([ParamShape("w", (3, 1), 1)], 4).extents(0) == (Extent(0, 0, 3, 1, 1),)
-    assert make_plan([ParamShape("w", (3, 1), 1)], 4).extents(1) == ()
+    assert make_plan([ParamShape("w", (3, 1), 1)], 4).pieces(0) == (Piece((3,), 0, (1,), 0, (1,)),)
+    assert make_plan([ParamShape("w", (3, 1), 1)], 4).pieces(1) == ()
 
 
 def test_mistakes_are_named() -> None:
@@ -302,4 +355,4 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="layout must be 'even' or 'flat', got 'odd'"):
         make_plan([], 1, "odd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank 2 is not one of the plan's 2"):
-        make_plan([], 2).extents(2)
+        make_plan([], 2).pieces(2)

@@ -63,6 +63,9 @@ EQUAL: Shapes = (
 )
 """Runs of equal parameters, of which some go on after others that lie in between."""
 
+WIDE: Shapes = (((2, 600_000), 1),)
+"""Rows of which each is longer than what is added up at a time."""
+
 SCALARS: Shapes = (((), None), ((), None))
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.buffer.plan import LayoutName, ParamShape, Plan, make_plan
-from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds
+from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
+from fullshard.comm.messages import Direction, Round, Staged, plan_rounds
 
 LARGE = 64 * 1024
 # Elements of many bytes make pieces of few elements large.
 ITEMSIZES = st.sampled_from([1, 8, LARGE // 16, LARGE // 2])
 CAPACITIES = st.sampled_from([LARGE, LARGE + 192, 4 * LARGE, 2**40])
-Rounds = Callable[[tuple[Plan, ...], tuple[int, ...], int, int, int], tuple[Round, ...]]
 
 unhurried = settings(deadline=None)
 """How long an example takes says nothing on a busy machine."""
-each_direction = pytest.mark.parametrize("rounds_of", [gather_rounds, reduce_rounds])
+each_direction = pytest.mark.parametrize("direction", ["gather", "reduce"])
 
 
 @st.composite
@@ -39,16 +38,14 @@ def sections(draw: st.DrawFn) -> tuple[tuple[Plan, ...], tuple[int, ...]]:
     return plans, tuple(draw(ITEMSIZES) for _ in plans)
 
 
-def elements(piece: Piece) -> list[tuple[int, int, int]]:
+def elements(plans: tuple[Plan, ...], piece: Piece) -> list[tuple[int, int, int]]:
     """Section, place in the full buffer and place in the shard of every element."""
-    return [
-        (piece.section, piece.full_start + row * piece.stride + i, piece.shard_start + row * piece.length + i)
-        for row in range(piece.rows)
-        for i in range(piece.length)
-    ]
+    plan = plans[piece.section]
+    full, shard = piece.of_full(torch.arange(plan.full_numel)), piece.of_shard(torch.arange(plan.shard_numel))
+    return [(piece.section, *place) for place in zip(full.flatten().tolist(), shard.flatten().tolist(), strict=True)]
 
 
-def owned(plans: tuple[Plan, ...], owner: int, with_kept_whole: bool) -> list[tuple[int, int, int]]:
+def owned(plans: tuple[Plan, ...], owner: int, with_kept: bool) -> list[tuple[int, int, int]]:
     """The same of all that `owner` owns, from the plans."""
     found = []
     for section, plan in enumerate(plans):
@@ -56,42 +53,42 @@ def owned(plans: tuple[Plan, ...], owner: int, with_kept_whole: bool) -> list[tu
         for param, offset in zip(plan.params, plan.full_offsets, strict=True):
             if plan.kept_whole(param):
                 whole.update(range(offset, offset + param.numel))
-        for extent in plan.extents(owner):
-            for row in range(extent.rows):
-                for i in range(extent.length):
-                    place = extent.full_start + row * extent.stride + i
-                    if with_kept_whole or place not in whole:
-                        found.append((section, place, extent.shard_start + row * extent.length + i))
+        of_section = [element for piece in plan.pieces(owner, section) for element in elements(plans, piece)]
+        found += [element for element in of_section if with_kept or element[1] not in whole]
     return found
+
+
+def staged(one: Round) -> list[Staged]:
+    return [*one.whole, *one.packed]
 
 
 @unhurried
 @given(sections(), CAPACITIES)
 @each_direction
 def test_every_element_travels_once(
-    rounds_of: Rounds, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
+    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
 ) -> None:
     plans, itemsizes = chosen
     for owner in range(plans[0].world_size):
-        rounds = rounds_of(plans, itemsizes, owner, LARGE, capacity)
-        pieces = [piece for one in rounds for piece in (*one.straight, *one.whole, *one.packed)]
-        travelling = [element for piece in pieces for element in elements(piece)]
-        assert Counter(travelling) == Counter(owned(plans, owner, rounds_of is reduce_rounds))
+        rounds = plan_rounds(plans, itemsizes, owner, LARGE, capacity, direction)
+        pieces = [piece for one in rounds for piece in (*one.straight, *(piece for piece, _ in staged(one)))]
+        travelling = [element for piece in pieces for element in elements(plans, piece)]
+        assert Counter(travelling) == Counter(owned(plans, owner, direction == "reduce"))
 
 
 @unhurried
 @given(sections(), CAPACITIES)
 @each_direction
 def test_no_round_needs_more_staging_than_there_is(
-    rounds_of: Rounds, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
+    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]], capacity: int
 ) -> None:
     plans, itemsizes = chosen
-    for one in rounds_of(plans, itemsizes, 0, LARGE, capacity):
+    for one in plan_rounds(plans, itemsizes, 0, LARGE, capacity, direction):
         end = 0
-        for piece in (*one.whole, *one.packed):
-            assert piece.offset >= end, "pieces overlap in staging"
-            assert piece.offset % 64 == 0
-            end = piece.offset + piece.numel * itemsizes[piece.section]
+        for piece, offset in staged(one):
+            assert offset >= end, "pieces overlap in staging"
+            assert offset % 64 == 0
+            end = offset + piece.numel * itemsizes[piece.section]
         assert one.nbytes >= end
         assert one.nbytes <= capacity + 63
         if one.packed:
@@ -102,11 +99,12 @@ def test_no_round_needs_more_staging_than_there_is(
 @given(sections())
 @each_direction
 def test_only_what_is_large_has_a_message_of_its_own(
-    rounds_of: Rounds, chosen: tuple[tuple[Plan, ...], tuple[int, ...]]
+    direction: Direction, chosen: tuple[tuple[Plan, ...], tuple[int, ...]]
 ) -> None:
     plans, itemsizes = chosen
-    for one in rounds_of(plans, itemsizes, 0, LARGE, 2**40):
-        small = [p for p in (*one.straight, *one.whole) if p.numel * itemsizes[p.section] < LARGE]
+    for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, direction):
+        alone = [*one.straight, *(piece for piece, _ in one.whole)]
+        small = [piece for piece in alone if piece.numel * itemsizes[piece.section] < LARGE]
         assert len(small) <= (0 if one.packed else 1), "only one that has nothing to be packed with"
 
 
@@ -114,17 +112,17 @@ def test_only_what_is_large_has_a_message_of_its_own(
 @given(sections())
 def test_a_gather_stages_no_large_contiguous_piece(chosen: tuple[tuple[Plan, ...], tuple[int, ...]]) -> None:
     plans, itemsizes = chosen
-    for one in gather_rounds(plans, itemsizes, 0, LARGE, 2**40):
-        assert all(piece.rows > 1 for piece in one.whole)
-        assert all(piece.numel * itemsizes[piece.section] < LARGE for piece in one.packed)
-        assert all(piece.rows == 1 for piece in one.straight)
+    for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, "gather"):
+        assert not any(piece.is_run for piece, _ in one.whole)
+        assert all(piece.numel * itemsizes[piece.section] < LARGE for piece, _ in one.packed)
+        assert all(piece.is_run for piece in one.straight)
 
 
-def test_a_transformer_block_takes_few_messages() -> None:
+@each_direction
+def test_a_transformer_block_takes_few_messages(direction: Direction) -> None:
     """Four large weights, and biases and norms among them."""
     shapes = [(1024, 1024), (1024,), (3072, 1024), (3072,), (4096, 1024), (4096,), (1024, 4096), (1024,), (1024,)]
     plan = make_plan([ParamShape("p", shape) for shape in shapes], 2)
-    for rounds in (gather_rounds((plan,), (4,), 0, LARGE, 2**30), reduce_rounds((plan,), (4,), 0, LARGE, 2**30)):
-        (one,) = rounds
-        assert len(one.straight) + len(one.whole) == 4
-        assert len(one.packed) == 5
+    (one,) = plan_rounds((plan,), (4,), 0, LARGE, 2**30, direction)
+    assert len(one.straight) + len(one.whole) == 4
+    assert len(one.packed) == 5

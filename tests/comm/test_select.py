@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backend import backend_name
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
 from fullshard.comm.transport import Reduction
 from tests.comm.cases import (

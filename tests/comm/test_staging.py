@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fullshard.comm.staging import ALIGNMENT, Lease, Staging, align
+from fullshard.buffer.sections import ALIGNMENT, align
+from fullshard.comm.staging import Lease, Staging
 
 CPU = torch.device("cpu")
 
@@ -59,9 +60,9 @@ def test_a_buffer_in_use_is_not_dropped() -> None:
     assert lease.storage.nbytes() == 64
 
 
-def test_views_may_be_strided_and_of_any_dtype() -> None:
+def test_views_may_have_any_shape_and_dtype() -> None:
     lease = Lease(torch.arange(64, dtype=torch.uint8)[8:])
-    assert lease.view(torch.uint8, 2, (2, 3), (10, 1)).tolist() == [[10, 11, 12], [20, 21, 22]]
+    assert lease.view(torch.uint8, 2, (2, 3)).tolist() == [[10, 11, 12], [13, 14, 15]]
     assert lease.view(torch.int16, 0, (2,)).view(torch.uint8).tolist() == [8, 9, 10, 11]
 
 

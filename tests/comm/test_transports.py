@@ -12,7 +12,7 @@ from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import Reduction, Transport
+from fullshard.comm.transport import Reduction, Transport, alias
 from tests.comm.cases import (
     EMPTY,
     EQUAL,
@@ -20,6 +20,7 @@ from tests.comm.cases import (
     ODD,
     SCALARS,
     TINY,
+    WIDE,
     Case,
     Section,
     Shapes,
@@ -42,7 +43,16 @@ TRANSPORTS = {
     "p2p-rounds": lambda: PointToPointTransport(staging=1),
     "collective": CollectiveTransport,
 }
-SHAPES = {"odd": ODD, "equal": EQUAL, "large": LARGE, "empty": EMPTY, "tiny": TINY, "scalars": SCALARS, "none": ()}
+SHAPES = {
+    "odd": ODD,
+    "equal": EQUAL,
+    "large": LARGE,
+    "empty": EMPTY,
+    "tiny": TINY,
+    "wide": WIDE,
+    "scalars": SCALARS,
+    "none": (),
+}
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: The ranks of a host gather as messages what does not lie in memory that they share.
@@ -340,3 +350,13 @@ def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> No
     gather(transport, [], group(), 0).finish()
     complete(reduce(transport, [], group(), 1, Reduction()))
     assert transport.allocate(48, torch.device("cpu")).numel() == 48
+
+
+def test_an_alias_follows_the_memory_and_counts_its_own_versions() -> None:
+    tensor = torch.zeros(3)
+    other = alias(tensor)
+    other.fill_(5)
+    assert tensor.tolist() == [5] * 3
+    assert tensor._version == 0
+    tensor.untyped_storage().resize_(0)
+    assert other.untyped_storage().nbytes() == 0

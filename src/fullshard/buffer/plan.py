@@ -10,11 +10,11 @@ The full buffer is parameter-major in every layout, so that an unsharded paramet
 
     full buffer    a a a a | b b b . | c c .        the same in both layouts (up to the padding)
 
-    even           0 0 1 1 | 0 0 1 . | 0 1 .        one extent for each parameter: its chunk, as torch.chunk cuts
+    even           0 0 1 1 | 0 0 1 . | 0 1 .        one piece for each parameter: its chunk, as torch.chunk cuts
     shard of 0     a0 a1 | b0 b1 | c0
     shard of 1     a2 a3 | b2 .. | c1               every rank has the same offsets, those of rank 0, the largest
 
-    flat           0 0 0 0   0 1 1     1 1          one extent for each rank, wherever it falls
+    flat           0 0 0 0   0 1 1     1 1          one piece for each rank, wherever it falls
     shard of 0     a0 a1 a2 a3 b0
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
@@ -25,11 +25,13 @@ takes 10 elements in each shard (12 with the alignment), of which rank 1 uses 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, takewhile
 from typing import Literal
+
+import torch
 
 LayoutName = Literal["even", "flat"]
 
@@ -82,23 +84,68 @@ class ParamShape:
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
-@dataclass(frozen=True)
-class Extent:
-    """A part of the full buffer that one rank owns, in elements.
+#: The size of a dim, its stride in the full buffer and its stride in shards.
+_Dim = tuple[int, int, int]
 
-    ``rows`` runs of ``length`` elements, ``stride`` elements apart in the full buffer and end to end in the shard. One
-    row, which is contiguous in both, is the rule: more come only from a cut along a dim other than the first.
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements that lie regularly in the full buffer and in a shard, or in the shards of all ranks: a strided copy.
+
+    Everything is in elements. Shapes have as few dims as both sides allow: most pieces are contiguous and have one.
+
+    Args:
+        shape: of the elements.
+        full_start: where the first lies in the full buffer.
+        full_stride: strides in the full buffer.
+        shard_start: where the first lies in the shard; if it is one of all ranks, in the shard of rank 0.
+        shard_stride: strides in the shard, or from rank to rank in memory with the shards of all ranks.
+        is_kept: whether every rank has all of it, so that a gather takes nothing from other ranks.
+        section: which section of a group it belongs to, where there are several plans.
     """
 
+    shape: tuple[int, ...]
     full_start: int
+    full_stride: tuple[int, ...]
     shard_start: int
-    length: int
-    rows: int = 1
-    stride: int = 0
+    shard_stride: tuple[int, ...]
+    is_kept: bool = False
+    section: int = 0
 
     @property
     def numel(self) -> int:
-        return self.rows * self.length
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """The elements of one index along the first dim."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is contiguous in the full buffer."""
+        return self.full_stride == (1,)
+
+    def of_full(self, full: torch.Tensor) -> torch.Tensor:
+        """The piece in a full buffer, as a view."""
+        return full.as_strided(self.shape, self.full_stride, full.storage_offset() + self.full_start)
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """The piece in a shard, as a view; ``shard`` is that of rank 0 if it is one of all ranks."""
+        return shard.as_strided(self.shape, self.shard_stride, shard.storage_offset() + self.shard_start)
+
+    def part(self, first: int, stop: int) -> Piece:
+        """The indices from ``first`` to ``stop`` along the first dim."""
+        (_, full, shard), *others = zip(self.shape, self.full_stride, self.shard_stride, strict=True)
+        starts = self.full_start + first * full, self.shard_start + first * shard
+        return _piece([(stop - first, full, shard), *others], *starts, self.is_kept, self.section)
+
+    def split(self, numel: int) -> tuple[Piece | None, Piece | None]:
+        """The largest part of at most ``numel`` elements from the front, cut along the first dim; the rest."""
+        count, size = numel // self.row, self.shape[0]
+        if count >= size:
+            return self, None
+        return (self.part(0, count), self.part(count, size)) if count else (None, self)
 
 
 @dataclass(frozen=True)
@@ -142,14 +189,34 @@ class Plan:
 
     def held(self, rank: int) -> int:
         """Elements of the full buffer that ``rank`` owns."""
-        return sum(extent.numel for extent in self.extents(rank))
+        return sum(piece.numel for piece in self.pieces(rank))
 
     def kept_whole(self, param: ParamShape) -> bool:
         return self.layout == "even" and param.dim is None
 
-    def extents(self, rank: int) -> tuple[Extent, ...]:
-        """The extents of the full buffer that ``rank`` owns, in the order of its shard, without padding."""
-        return _extents(self, rank)
+    def pieces(self, rank: int, section: int = 0) -> tuple[Piece, ...]:
+        """What ``rank`` owns of the full buffer, in the order of its shard, without padding."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of the plan's {self.world_size}")
+        return _pieces(self, range(rank, rank + 1), 0, section)
+
+    def pieces_of_all(self, pitch: int) -> tuple[Piece, ...]:
+        """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
+
+        At most two pieces for each parameter, whatever the number of ranks: ``torch.chunk`` gives some ranks chunks of
+        equal size, at most one rank a smaller one and the rest none. Parameters of one shape at equal distances, as
+        norms and projections often are, are one piece.
+        """
+        return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
+
+    @property
+    def is_rank_major(self) -> bool:
+        """Whether the shards of all ranks, end to end, are the full buffer."""
+        same = all(
+            (piece.full_start, piece.full_stride) == (piece.shard_start, piece.shard_stride)
+            for piece in self.pieces_of_all(self.shard_numel)
+        )
+        return same and self.full_numel == self.world_size * self.shard_numel
 
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part.
@@ -253,25 +320,54 @@ def _align(numel: int, alignment: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _extents(plan: Plan, rank: int) -> tuple[Extent, ...]:
-    if not 0 <= rank < plan.world_size:
-        raise ValueError(f"rank {rank} is not one of the plan's {plan.world_size}")
-    if plan.layout == "flat":  # padding between parameters travels with them, padding at the tail does not
-        start = rank * plan.shard_numel
-        length = min(start + plan.shard_numel, plan.end) - start
-        return (Extent(start, 0, length),) if length > 0 else ()
-    extents = []
-    for param, full_offset, shard_offset in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
-        start, stop = param.chunk(rank, plan.world_size)
-        outer, inner, size = 1, param.numel, 1
-        if param.dim is not None:
-            outer = math.prod(param.shape[: param.dim])
-            inner = math.prod(param.shape[param.dim + 1 :])
-            size = param.shape[param.dim]
-        length = (stop - start) * inner
+def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Piece, ...]:
+    """What ``ranks`` own, when their shards begin ``pitch`` elements apart: two pieces for each parameter, or fewer."""
+    params = zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=plan.layout == "even")
+    if plan.layout == "flat":  # cut like one parameter, with the padding between parameters and not that at the tail
+        params = zip((ParamShape("all", (plan.end,)),), (0,), (0,), strict=True)
+    pieces = []
+    for param, full_start, shard_start in params:
+        if param.dim is None:
+            dims = [(len(ranks), 0, pitch), (param.numel, 1, 1)]
+            pieces += [_piece(dims, full_start, shard_start, True, section)] if param.numel else []
+            continue
+        outer, inner = math.prod(param.shape[: param.dim]), math.prod(param.shape[param.dim + 1 :])
+        row, length = param.shape[param.dim] * inner, param.chunk(0, plan.world_size)[1] * inner
         if length * outer == 0:
             continue
-        if length == size * inner:  # the whole parameter: contiguous whatever the dim
-            outer, length = 1, length * outer
-        extents.append(Extent(full_offset + start * inner, shard_offset, length, outer, size * inner))
-    return tuple(extents)
+        count, rest = divmod(row, length)  # so many ranks have chunks with rows of this length, and one has the rest
+        for numel, first, stop in ((length, 0, count), (rest, count, count + 1)):
+            first, stop = max(first, ranks.start), min(stop, ranks.stop)
+            if numel and first < stop:
+                dims = [(stop - first, length, pitch), (outer, row, numel), (numel, 1, 1)]
+                starts = full_start + first * length, shard_start + (first - ranks.start) * pitch
+                pieces.append(_piece(dims, *starts, False, section))
+    return tuple(pieces)
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Joins pieces of one form at equal distances."""
+    forms: dict[Piece, list[Piece]] = {}
+    for piece in pieces:
+        forms.setdefault(replace(piece, full_start=0, shard_start=0), []).append(piece)
+    for form, alike in forms.items():
+        dims = list(zip(form.shape, form.full_stride, form.shard_stride, strict=True))
+        while alike:
+            first, *others = alike
+            steps = [(b.full_start - a.full_start, b.shard_start - a.shard_start) for a, b in pairwise(alike)]
+            count = sum(1 for _ in takewhile(steps[:1].__contains__, steps))
+            step = steps[0] if steps else (0, 0)
+            yield _piece([(count + 1, *step), *dims], first.full_start, first.shard_start, first.is_kept)
+            alike = others[count:]
+
+
+def _piece(dims: Iterable[_Dim], full_start: int, shard_start: int, is_kept: bool = False, section: int = 0) -> Piece:
+    """A piece with as few dims as can be."""
+    fewest: list[_Dim] = []
+    for size, full, shard in dims:
+        if fewest and fewest[-1][1:] == (size * full, size * shard):
+            fewest[-1] = (fewest[-1][0] * size, full, shard)
+        elif size != 1:
+            fewest.append((size, full, shard))
+    shape, full_stride, shard_stride = zip(*fewest or [(1, 1, 1)], strict=True)
+    return Piece(shape, full_start, full_stride, shard_start, shard_stride, is_kept, section)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from fullshard.buffer.plan import Plan
 
-_SECTION_ALIGNMENT = 64  # bytes
+#: Bytes to which sections, and everything on its way, are aligned: a cache line, and more than any dtype asks for.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -34,44 +36,46 @@ class Section:
 
 def full_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
     """Size in bytes of the full buffer when the sections have these dtypes."""
-    return _ends([section.plan.full_numel for section in sections], dtypes)[-1]
+    return full_starts(sections, dtypes)[-1]
 
 
 def full_starts(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """Where in the full buffer each section begins, in bytes, when the sections have these dtypes."""
-    return _ends([section.plan.full_numel for section in sections], dtypes)[:-1]
+    """Where in the full buffer each section begins, and where the last ends, in bytes."""
+    return starts([section.plan.full_numel for section in sections], dtypes)
 
 
 def shard_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
     """Size in bytes of a shard when the sections have these dtypes."""
-    return _ends([section.plan.shard_numel for section in sections], dtypes)[-1]
+    return starts([section.plan.shard_numel for section in sections], dtypes)[-1]
 
 
 def full_views(
     memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, ...]:
     """The sections of a full buffer: 1-D tensors of ``plan.full_numel`` elements in ``memory`` (1-D, uint8)."""
-    return _views(memory, [section.plan.full_numel for section in sections], dtypes)
+    return views(memory, [section.plan.full_numel for section in sections], dtypes)
 
 
 def shard_views(
     memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, ...]:
     """The sections of a shard: 1-D tensors of ``plan.shard_numel`` elements in ``memory`` (1-D, uint8)."""
-    return _views(memory, [section.plan.shard_numel for section in sections], dtypes)
+    return views(memory, [section.plan.shard_numel for section in sections], dtypes)
 
 
-def _ends(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
-    ends = [0]
-    for numel, dtype in zip(numels, dtypes, strict=True):
-        nbytes = numel * dtype.itemsize
-        ends.append(ends[-1] + -(-nbytes // _SECTION_ALIGNMENT) * _SECTION_ALIGNMENT)
-    return ends
+def starts(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+    """Where tensors that lie end to end begin, each on a boundary, and where the last ends, in bytes."""
+    nbytes = (align(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True))
+    return list(accumulate(nbytes, initial=0))
 
 
-def _views(memory: torch.Tensor, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
-    starts = _ends(numels, dtypes)[:-1]
+def views(memory: torch.Tensor, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
+    """Such tensors in ``memory`` (1-D, uint8)."""
     return tuple(
         memory[start : start + numel * dtype.itemsize].view(dtype)
-        for start, numel, dtype in zip(starts, numels, dtypes, strict=True)
+        for start, numel, dtype in zip(starts(numels, dtypes), numels, dtypes, strict=False)
     )
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

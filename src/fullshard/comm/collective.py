@@ -1,31 +1,47 @@
 """The native collectives, on any backend and device: the reference for all transports.
 
-Owns the copies between buffers and the one tensor that a collective wants, with the ranks' parts end to end. The *flat*
-layout has it already, and one transfer moves without a copy. Everything else is staged, so that one gather serves
-sections of several dtypes as bytes (a reduction: one for each dtype)::
+Owns the copies between buffers and the one tensor that a collective wants, with the *messages* of all ranks end to end.
+A message is the sections of a shard end to end. Where the full buffer is such a tensor already, as in the *flat*
+layout, one transfer moves without a copy. Everything else is staged, so that one gather serves sections of several
+dtypes as bytes (a reduction: one for each dtype)::
 
     shard of rank r    a_r | b_r                            two sections, the message of rank r
     staging            a_0 b_0 | a_1 b_1 | a_2 b_2          rank-major
     full buffers       a_0 a_1 a_2     b_0 b_1 b_2          parameter-major
 
-The copies between the last two are strided, at most two for each parameter, whatever the number of ranks.
+The copies between the last two are the pieces of the plans: few, whatever the number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.packing import Batch, Gather, GatherPacking, ReducePacking, as_real
-from fullshard.comm.routes import check_transfers, wait_for
-from fullshard.comm.scaling import Scaling, choose_scaling, divide_
-from fullshard.comm.staging import SHARED, Lease
-from fullshard.comm.transport import GatherRoute, MovesPrivately, Nowhere, ReduceRoute, Reduction, Transfer
+from fullshard.buffer.sections import starts, views
+from fullshard.comm.process_group import backend_name, wait_for
+from fullshard.comm.staging import NO_LEASE, SHARED, Lease
+from fullshard.comm.sums import Scaling, choose_scaling, divide_
+from fullshard.comm.transport import (
+    Copies,
+    GatherRoute,
+    MovesPrivately,
+    Nowhere,
+    ReduceRoute,
+    Reduction,
+    Transfer,
+    alias,
+    check_transfers,
+)
 from fullshard.device import Pending
-from fullshard.policies import AllGather, ReduceScatter
-from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter
+from fullshard.policies import AllGather, Comm, ReduceScatter
+from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter, storage_id
+
+_LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 
 
 class CollectiveTransport(MovesPrivately):
@@ -50,8 +66,9 @@ class CollectiveTransport(MovesPrivately):
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        route = _AllGatherRoute(transfers, process_group, self._all_gather) if transfers else None
-        return Nowhere() if route is None or route.is_empty else route
+        if not any(transfer.shard.numel() for transfer in transfers):
+            return Nowhere()
+        return _AllGatherRoute(transfers, process_group, self._all_gather)
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
@@ -59,98 +76,264 @@ class CollectiveTransport(MovesPrivately):
         return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
 
 
-class _AllGatherRoute(GatherPacking):
-    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
-        super().__init__(transfers, process_group.rank(), comm)
-        self._group = process_group
-        self._collective = comm or start_all_gather
+class _Messages:
+    """The messages of all ranks that one collective moves.
 
-    def start(self) -> Pending:
-        lease, gather = self.bind()
-        if gather.before[0]:
-            foreach_copy(*gather.before)
-        work = self._collective(gather.output, gather.input, group=self._group, async_op=self.is_host)
-        return _PendingAllGather(work, gather, lease)
+    Args:
+        transfers: of the route.
+        members: which of them travel in these messages.
+        comm: the user's collective, which allocates what it works on; any other may work on the buffers themselves.
+        as_bytes: whether to hide the dtype also if there is only one: bytes move in dtypes that a backend lacks, too.
 
+    Attributes:
+        dtype: what the collective sees.
+        numel: elements of one message.
+        is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
+        is_shard: whether the shard is the message of this rank.
+    """
 
-class _PendingAllGather:
-    """An all-gather on its way."""
-
-    __slots__ = ("_gather", "_lease", "_work")
-
-    def __init__(self, work: dist.Work | None, gather: Gather, lease: Lease | None) -> None:
-        self._work = work
-        self._gather = gather
-        self._lease = lease
-
-    def finish(self) -> None:
-        if self._work is not None:
-            wait_for(self._work, "an all-gather")
-        if self._gather.after[0]:
-            foreach_copy(*self._gather.after)
-        if self._lease is not None:
-            SHARED.give_back(self._lease)
-
-
-class _ReduceScatterRoute(ReducePacking):
     def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: ReduceScatter | None
+        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | None, as_bytes: bool
     ) -> None:
-        super().__init__(transfers, process_group, comm)
-        self._group = process_group
-        self._collective = comm or start_reduce_scatter
+        self.members = members
+        self._plans = [transfers[i].plan for i in members]
+        self._fulls = [alias(transfers[i].full) for i in members]
+        self._numels = [plan.shard_numel for plan in self._plans]
+        self._dtypes = [full.dtype for full in self._fulls]
+        *self._starts, _ = starts(self._numels, self._dtypes)
+        self._nbytes = self._starts[-1] + self._numels[-1] * self._dtypes[-1].itemsize
+        self.dtype = self._dtypes[0]
+        if as_bytes or len(set(self._dtypes)) > 1:
+            self.dtype = torch.uint8
+            self._nbytes = -(-self._nbytes // _LARGEST_ITEM) * _LARGEST_ITEM
+        self.numel = self._nbytes // self.dtype.itemsize
+        is_alone = comm is None and len(members) == 1
+        self.is_full = is_alone and self._plans[0].is_rank_major
+        self.is_shard = is_alone and transfers[members[0]].shard.dtype == self._dtypes[0]
 
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        lease, batches = self.bind()
-        divisor, sum_only = reduction
-        started = []
-        for batch in batches:
-            scaling = choose_scaling(batch.dtype, self.world_size, divisor, sum_only, self.backend)
-            if batch.before[0]:
-                foreach_copy(*batch.before)
-            divide_(batch.input, scaling.before)
-            output = shards[batch.members[0]] if batch.output is None else batch.output
-            source = batch.input
-            if batch.dtype.is_complex:
-                output, source = as_real(output), as_real(source)
-            work = self._collective(output, source, op=scaling.op, group=self._group, async_op=self.is_host)
-            started.append((work, batch, scaling))
-        return _PendingReduceScatter(shards, started, lease)
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer, as the messages of all ranks."""
+        return self._fulls[0].view(self.dtype)
+
+    def sections(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return views(message.view(torch.uint8), self._numels, self._dtypes)
+
+    def pieces(self, messages: torch.Tensor, with_kept: bool) -> Copies:
+        """The views of the pieces in the messages of all ranks, and those in the full buffers."""
+        there, here = [], []
+        for plan, full, section in zip(self._plans, self._fulls, self.sections(messages), strict=True):
+            for piece in plan.pieces_of_all(self._nbytes // full.itemsize):
+                if with_kept or not piece.is_kept:
+                    there.append(piece.of_shard(section))
+                    here.append(piece.of_full(full))
+        return there, here
+
+    def in_shards(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The shards as one message of bytes, if they lie in memory as sections do in one."""
+        first, *_ = shards
+        origin = first.storage_offset() * first.itemsize
+        for shard, start in zip(shards, self._starts, strict=True):
+            if storage_id(shard) != storage_id(first) or shard.storage_offset() * shard.itemsize != origin + start:
+                return None
+        is_inside = origin + self._nbytes <= first.untyped_storage().nbytes()
+        return Lease(first).view(torch.uint8, 0, (self._nbytes,)) if is_inside else None
 
 
-class _PendingReduceScatter:
-    """Reduce-scatters on their way, one for each dtype."""
+@dataclass(frozen=True)
+class _Call:
+    """The tensors of one call of a collective.
 
-    __slots__ = ("_lease", "_shards", "_started")
+    Args:
+        members: which of the transfers it serves.
+        before: copies before it.
+        input: what it reads.
+        output: what it writes; ``None`` for the shard of the only member itself.
+        after: makes the copies after a gather.
+        parts: the parts of ``output`` that are reduced for each member.
+    """
+
+    members: Sequence[int]
+    before: Copies
+    input: torch.Tensor
+    output: torch.Tensor | None
+    after: Callable[[], None] | None = None
+    parts: Sequence[torch.Tensor] = ()
+
+
+class _Route:
+    """Collectives, as many as there are ``messages`` of different kinds, and the memory that they work on.
+
+    ``staging`` has the number of elements and the dtype of each piece of memory that is needed beside the buffers.
+    """
 
     def __init__(
         self,
-        shards: Sequence[torch.Tensor],
-        started: Sequence[tuple[dist.Work | None, Batch, Scaling]],
-        lease: Lease | None,
+        messages: Sequence[_Messages],
+        staging: Sequence[tuple[int, torch.dtype]],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        comm: Comm | None,
     ) -> None:
-        self._shards = shards
+        self._messages = messages
+        self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
+        self._nbytes = starts(self._numels, self._dtypes)[-1]
+        self._group = process_group
+        self._device = device
+        self._is_host = device.type == "cpu"
+        self._comm = comm
+        self._bound: dict[int, list[_Call]] = {}
+
+    def _bind(self) -> tuple[Lease, list[_Call]]:
+        """The tensors to work on, in memory that the user's collective brings or in that of a lease.
+
+        They are kept for the next time that the same memory is leased, or if none is needed.
+        """
+        if self._comm is not None and self._numels:
+            each = zip(self._numels, self._dtypes, strict=True)
+            memory = [self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each]
+            return NO_LEASE, self._make(iter(memory))
+        lease = SHARED.lease(self._nbytes, self._device) if self._numels else NO_LEASE
+        calls = self._bound.get(lease.index)
+        if calls is None:
+            with torch.inference_mode(False):
+                staging = views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes)
+                calls = self._bound[lease.index] = self._make(iter(staging))
+        return lease, calls
+
+    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
+        """The calls; ``memory`` has the pieces of staging."""
+        raise NotImplementedError
+
+
+class _AllGatherRoute(_Route):
+    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
+        messages = _Messages(transfers, range(len(transfers)), comm, as_bytes=comm is None)
+        staging = [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
+        super().__init__([messages], staging, process_group, transfers[0].full.device, comm)
+        self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in transfers]
+        self._collective = comm or start_all_gather
+
+    def start(self) -> Pending:
+        lease, (call,) = self._bind()
+        assert call.output is not None
+        if call.before[0]:
+            foreach_copy(*call.before)
+        work = self._collective(call.output, call.input, group=self._group, async_op=self._is_host)
+        return _PendingCollectives("an all-gather", [(work, call)], call.after, lease)
+
+    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
+        (messages,), shards, rank = self._messages, [transfer.shard for transfer in self._transfers], self._group.rank()
+        before: Copies = ([], [])
+        if messages.is_full:
+            return [_Call(messages.members, before, shards[0].view(torch.uint8), messages.full)]
+        output = next(memory)
+        source = messages.in_shards(shards) if self._comm is None else None
+        if source is None:
+            source = output[rank * messages.numel : (rank + 1) * messages.numel]
+            before = list(messages.sections(source)), shards
+        there, here = messages.pieces(output, with_kept=False)
+        for plan, full, shard in self._transfers:
+            kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
+            there += [piece.of_shard(shard) for piece in kept]
+            here += [piece.of_full(full) for piece in kept]
+        after = partial(foreach_copy, here, there)
+        return [_Call(messages.members, before, as_real(source), as_real(output), after)]
+
+
+class _ReduceScatterRoute(_Route):
+    """Of the shards of ``transfers`` only the dtype matters: each start brings others."""
+
+    def __init__(
+        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: ReduceScatter | None
+    ) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, transfer in enumerate(transfers):
+            by_dtype.setdefault(transfer.full.dtype, []).append(index)
+        sent = [_Messages(transfers, members, comm, as_bytes=False) for members in by_dtype.values()]
+        sent = [messages for messages in sent if messages.numel]
+        staging = []
+        for messages in sent:
+            if not messages.is_full:
+                staging.append((process_group.size() * messages.numel, messages.dtype))
+            if not messages.is_shard:
+                staging.append((messages.numel, messages.dtype))
+        super().__init__(sent, staging, process_group, transfers[0].full.device, comm)
+        self._collective = comm or start_reduce_scatter
+        self._size, self._backend = process_group.size(), backend_name(process_group, self._device)
+
+    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+        lease, calls = self._bind()
+        divisor, sum_only = reduction
+        started = []
+        for call in calls:
+            dtype = call.input.dtype
+            scaling = choose_scaling(dtype, self._size, divisor, sum_only, self._backend)
+            if call.before[0]:
+                foreach_copy(*call.before)
+            if scaling.before != 1:
+                divide_(call.input, scaling.before)
+            output = shards[call.members[0]] if call.output is None else call.output
+            source = call.input
+            if dtype.is_complex:
+                output, source = as_real(output), as_real(source)
+            work = self._collective(output, source, op=scaling.op, group=self._group, async_op=self._is_host)
+            started.append((work, call, scaling))
+        return _PendingCollectives("a reduce-scatter", started, partial(_divide, started, shards), lease)
+
+    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
+        calls = []
+        for messages in self._messages:
+            source = messages.full if messages.is_full else next(memory)
+            before: Copies = ([], []) if messages.is_full else messages.pieces(source, with_kept=True)
+            output = None if messages.is_shard else next(memory)
+            parts = () if output is None else messages.sections(output)
+            calls.append(_Call(messages.members, before, source, output, parts=parts))
+        return calls
+
+
+class _PendingCollectives:
+    """Collectives on their way, ``started`` as tuples that begin with their works, and what follows them."""
+
+    __slots__ = ("_complete", "_lease", "_started", "_what")
+
+    def __init__(
+        self,
+        what: str,
+        started: Sequence[tuple[Any, ...]],
+        complete: Callable[[], None] | None,
+        lease: Lease,
+    ) -> None:
+        self._what = what
         self._started = started
+        self._complete = complete
         self._lease = lease
 
     def finish(self) -> None:
-        for work, batch, scaling in self._started:
+        for work, *_ in self._started:
             if work is not None:
-                wait_for(work, "a reduce-scatter")
-            if batch.output is None:
-                divide_(self._shards[batch.members[0]], scaling.after)
-                continue
-            for member, part in zip(batch.members, batch.parts, strict=True):
-                _move(part, self._shards[member], scaling.after)
-        if self._lease is not None:
+                wait_for(work, self._what)
+        if self._complete is not None:
+            self._complete()
+        if self._lease is not NO_LEASE:
             SHARED.give_back(self._lease)
 
 
-def _move(part: torch.Tensor, shard: torch.Tensor, divisor: float) -> None:
-    """Copy a part to its shard, and divide it in the dtype that has more bits."""
-    if part.itemsize < shard.itemsize:
-        shard.copy_(part)
-        divide_(shard, divisor)
-    else:
-        divide_(part, divisor)
-        shard.copy_(part)
+def _divide(started: Sequence[tuple[object, _Call, Scaling]], shards: Sequence[torch.Tensor]) -> None:
+    """Copy what was reduced to its shards, and divide it in the dtype that has more bits."""
+    for _, call, scaling in started:
+        if call.output is None:
+            divide_(shards[call.members[0]], scaling.after)
+        for member, part in zip(call.members, call.parts, strict=False):
+            shard = shards[member]
+            if part.itemsize < shard.itemsize:
+                shard.copy_(part)
+                divide_(shard, scaling.after)
+            else:
+                divide_(part, scaling.after)
+                shard.copy_(part)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: not every backend moves and adds them as they are."""
+    return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor

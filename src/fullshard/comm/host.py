@@ -21,14 +21,23 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
+from fullshard.buffer.sections import align
 from fullshard.buffer.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
-from fullshard.comm.messages import whole_extent
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.routes import alias, check_transfers
-from fullshard.comm.staging import Lease, align
-from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable, view_piece
-from fullshard.comm.transport import GatherRoute, Nowhere, ReduceRoute, Reduction, SharedMemory, StillRead, Transfer
+from fullshard.comm.staging import Lease
+from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable
+from fullshard.comm.transport import (
+    GatherRoute,
+    Nowhere,
+    ReduceRoute,
+    Reduction,
+    SharedMemory,
+    StillRead,
+    Transfer,
+    alias,
+    check_transfers,
+)
 from fullshard.device import Pending
 
 #: Reductions that a rank may be ahead of the slowest one.
@@ -337,8 +346,8 @@ class _HostReduceRoute:
                 full if segment is None else segment.tensor(self._starts[section], full.numel(), full.dtype)
                 for segment in segments
             ]
-            for extent in self._plans[section].extents(self._rank):
-                for block in blocks(whole_extent(section, extent), full.itemsize):
-                    terms = [view_piece(each, block) for each in fulls]
+            for piece in self._plans[section].pieces(self._rank, section):
+                for block in blocks(piece):
+                    terms = [block.of_full(each) for each in fulls]
                     sums.append(block_sum(block, terms, self._shard_dtypes[section], self._scratch.view))
         return sums

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
-from fullshard.comm.objects import gather_objects
+from fullshard.comm.process_group import gather_objects
 from fullshard.torch_private import all_gather_single, timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The

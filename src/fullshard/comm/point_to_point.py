@@ -14,19 +14,29 @@ A reduction with more than two goes on in ``finish``, which ranks must therefore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Plan
-from fullshard.comm.messages import Piece, Round, gather_rounds, reduce_rounds, whole_extent
-from fullshard.comm.routes import Copies, alias, check_transfers
-from fullshard.comm.staging import SHARED, Lease, align
-from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes, view_piece
-from fullshard.comm.transport import GatherRoute, MovesPrivately, Nowhere, ReduceRoute, Reduction, Transfer, Transport
+from fullshard.buffer.plan import Piece
+from fullshard.buffer.sections import align
+from fullshard.comm.messages import Direction, Round, plan_rounds
+from fullshard.comm.staging import NO_LEASE, SHARED, Lease
+from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes
+from fullshard.comm.transport import (
+    Copies,
+    GatherRoute,
+    MovesPrivately,
+    Nowhere,
+    ReduceRoute,
+    Reduction,
+    Transfer,
+    Transport,
+    alias,
+    check_transfers,
+)
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
 
@@ -46,9 +56,10 @@ _DEPTH = 2
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
+_SUM = Reduction()
+
 #: A message as the process group wants it, and the rank at its other end.
 Message = tuple[list[torch.Tensor], int]
-_Where = Callable[[Piece], torch.Tensor]
 
 
 class PointToPointTransport(MovesPrivately):
@@ -74,7 +85,7 @@ class PointToPointTransport(MovesPrivately):
         if self._native is not None and _is_small(transfers, process_group):
             return self._native.gather_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        return _MessageGatherRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageRoute("gather", transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """See :class:`~fullshard.comm.transport.Transport`; ``Reduction.sum_only`` is always so.
@@ -86,7 +97,7 @@ class PointToPointTransport(MovesPrivately):
             return self._native.reduce_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
-        return _MessageReduceRoute(transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageRoute("reduce", transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
 
 def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -> bool:
@@ -104,12 +115,14 @@ class _BoundRound:
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
-def _copy_arrived(arrived: _BoundRound) -> None:
-    foreach_copy(*arrived.after)
-
-
 class _Exchange:
-    """Rounds of messages on their way; ``complete`` follows the arrival of each, ``what`` is its name in errors."""
+    """Rounds of messages on their way.
+
+    Args:
+        what: its name in errors.
+        rounds: in the memory of ``lease``.
+        shards: where a reduction writes its sums, divided by ``divisor``.
+    """
 
     def __init__(
         self,
@@ -117,19 +130,19 @@ class _Exchange:
         process_group: dist.ProcessGroup,
         tag: int,
         rounds: Sequence[_BoundRound],
-        lease: Lease | None,
-        complete: Callable[[_BoundRound], None],
+        lease: Lease,
+        shards: Sequence[torch.Tensor],
+        divisor: float,
     ) -> None:
         self._what = what
         self._process_group = process_group
         self._tag = _FIRST_TAG + tag
         self._rounds = rounds
         self._lease = lease
-        self._complete = complete
+        self._shards = shards
+        self._divisor = divisor
         self._works: list[list[tuple[dist.Work, int]]] = []
-
-    def start(self) -> None:
-        for planned in self._rounds[:_DEPTH]:
+        for planned in rounds[:_DEPTH]:
             self._post(planned)
 
     def _post(self, planned: _BoundRound) -> None:
@@ -145,12 +158,14 @@ class _Exchange:
             self._wait(self._works[index])
             if failure is None:
                 try:
-                    self._complete(arrived)
+                    foreach_copy(*arrived.after)
+                    for total in arrived.sums:
+                        total.write(self._shards, self._divisor)
                 except Exception as error:
                     failure = error  # the peers wait for the other rounds: raised when they have them
             if index + _DEPTH < len(self._rounds):
                 self._post(self._rounds[index + _DEPTH])
-        if self._lease is not None:
+        if self._lease is not NO_LEASE:
             SHARED.give_back(self._lease)
         if failure is not None:
             raise failure
@@ -171,183 +186,126 @@ class _Exchange:
 
 
 class _MessageRoute:
-    """How some sections travel, as ``plan_rounds`` lays them out."""
+    """How sections travel: a gather brings this rank's shards to all ranks, a reduction this rank's values to owners.
+
+    Args:
+        staging: bytes for what is received from all ranks together.
+        large: bytes from which a piece gets a message of its own.
+    """
 
     def __init__(
         self,
+        direction: Direction,
         transfers: Sequence[Transfer],
         process_group: dist.ProcessGroup,
         tag: int,
         staging: int,
         large: int,
-        plan_rounds: Callable[[tuple[Plan, ...], tuple[int, ...], int, int, int], tuple[Round, ...]],
     ) -> None:
+        self._gathers = direction == "gather"
         self._process_group = process_group
         self._tag = tag
-        world_size = process_group.size()
-        self._rank = process_group.rank()
+        self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
+        plans = tuple(transfer.plan for transfer in transfers)
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._dtypes = [full.dtype for full in self._fulls]
-        plans = tuple(transfer.plan for transfer in transfers)
+        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
+        self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
+        self._shards: list[torch.Tensor] = []  # those that are gathered: each reduction brings others
+        self._own: Copies = ([], [])  # what this rank has, into its own full buffers
+        if self._gathers:
+            self._shards = [alias(transfer.shard) for transfer in transfers]
+            with torch.inference_mode(False):
+                pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self._rank, i)]
+                self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
         capacity = max(_LEAST_STAGING, staging // (_DEPTH * max(1, len(self._peers))))
         large = min(large, capacity)
-        self._rounds = [plan_rounds(plans, itemsizes, owner, large, capacity) for owner in range(world_size)]
+        #: In which what each rank owns is sent by it (gather) or to it.
+        self._rounds = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
         self._count = max(map(len, self._rounds))
-        self._bound: dict[int, list[_BoundRound]] = {}
-        self._scratch = 0
         self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
+        self._bound: dict[int, list[_BoundRound]] = {}
 
-    def _exchange(self, what: str, complete: Callable[[_BoundRound], None]) -> _Exchange:
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = _SUM) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         nbytes = self._scratch + min(_DEPTH, self._count) * self._turn
-        lease = SHARED.lease(nbytes, CPU) if nbytes else None
-        index = -1 if lease is None else lease.index
-        rounds = self._bound.get(index)
+        lease = SHARED.lease(nbytes, CPU) if nbytes else NO_LEASE
+        rounds = self._bound.get(lease.index)
         if rounds is None:
             with torch.inference_mode(False):
                 starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
-                rounds = self._bound[index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
-        return _Exchange(what, self._process_group, self._tag, rounds, lease, complete)
-
-    def _round_bytes(self, index: int) -> int:
-        """Bytes of staging of a round on this rank."""
-        raise NotImplementedError
-
-    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
-        """A round whose staging begins ``start`` bytes into ``lease``."""
-        raise NotImplementedError
+                rounds = [self._make(number, lease, at) for number, at in enumerate(starts)]
+                self._bound[lease.index] = rounds
+        what = "all-gather" if self._gathers else "reduce-scatter"
+        exchange = _Exchange(what, self._process_group, self._tag, rounds, lease, shards, reduction.divisor)
+        foreach_copy(*self._own)
+        return exchange
 
     def _round(self, owner: int, index: int) -> Round:
         return self._rounds[owner][index] if index < len(self._rounds[owner]) else Round()
 
-    def _full(self, piece: Piece) -> torch.Tensor:
-        """Where a piece lies in the full buffer."""
-        return view_piece(self._fulls[piece.section], piece)
+    def _arriving(self, index: int) -> list[tuple[int, Round]]:
+        """Which rank sends what."""
+        return [(peer, self._round(peer if self._gathers else self._rank, index)) for peer in self._peers]
 
-    def _staged(self, lease: Lease | None, start: int, piece: Piece) -> torch.Tensor:
-        """Where a piece lies in staging, when that of its message begins at ``start``."""
-        return _view(lease, self._dtypes[piece.section], start + piece.offset, piece.shape)
-
-    def _receive(self, bound: _BoundRound, arriving: Round, peer: int, lease: Lease | None, start: int) -> None:
-        """Receive the pieces that need staging there, from ``start`` on."""
-        bound.receives += [([self._staged(lease, start, piece)], peer) for piece in arriving.whole]
-        if arriving.packed:
-            bound.receives.append(([_bytes(lease, start + arriving.packed_start, arriving.packed_bytes)], peer))
-
-    def _messages(
-        self, bound: _BoundRound, leaving: Round, where: _Where, lease: Lease | None, start: int
-    ) -> list[list[torch.Tensor]]:
-        """The messages of a round. ``where`` finds its pieces; packed ones are copied to staging, from ``start`` on."""
-        messages = [[where(piece)] for piece in (*leaving.straight, *leaving.whole)]
-        if leaving.packed:
-            messages.append([_bytes(lease, start, leaving.packed_bytes)])
-            for piece in leaving.packed:
-                bound.before[0].append(self._staged(lease, start - leaving.packed_start, piece))
-                bound.before[1].append(where(piece))
-        return messages
-
-
-class _MessageGatherRoute(_MessageRoute):
-    """How this rank's shards get to all ranks, and theirs to this one."""
-
-    def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, staging: int, large: int
-    ) -> None:
-        super().__init__(transfers, process_group, tag, staging, large, gather_rounds)
-        self._shards = [alias(transfer.shard) for transfer in transfers]
-        self._own: Copies = ([], [])  # what this rank has, into its own full buffers
-        with torch.inference_mode(False):
-            for section, transfer in enumerate(transfers):
-                for extent in transfer.plan.extents(self._rank):
-                    piece = whole_extent(section, extent)
-                    self._own[0].append(self._full(piece))
-                    self._own[1].append(self._shard(piece))
-
-    def start(self) -> Pending:
-        exchange = self._exchange("all-gather", _copy_arrived)
-        exchange.start()
-        foreach_copy(*self._own)
-        return exchange
-
-    def _shard(self, piece: Piece) -> torch.Tensor:
-        """Where a piece of this rank lies in its shard."""
-        shard = self._shards[piece.section]
-        return shard[piece.shard_start : piece.shard_start + piece.numel].view(piece.shape)
+    def _leaving(self, index: int) -> list[tuple[list[int], Round]]:
+        """What is sent to which ranks."""
+        if self._gathers:
+            return [(self._peers, self._round(self._rank, index))]
+        return [([peer], self._round(peer, index)) for peer in self._peers]
 
     def _round_bytes(self, index: int) -> int:
-        received = sum(align(self._round(peer, index).nbytes) for peer in self._peers)
-        return received + align(self._round(self._rank, index).packed_bytes)
+        """Bytes of staging of a round on this rank."""
+        received = sum(align(arriving.nbytes) for _, arriving in self._arriving(index))
+        return received + sum(align(leaving.packed_bytes) for _, leaving in self._leaving(index))
 
-    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
+    def _make(self, index: int, lease: Lease, start: int) -> _BoundRound:
+        """A round whose staging begins ``start`` bytes into ``lease``."""
         bound = _BoundRound()
-        for peer in self._peers:
-            arriving = self._round(peer, index)
-            bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
-            self._receive(bound, arriving, peer, lease, start)
-            for piece in (*arriving.whole, *arriving.packed):
-                bound.after[0].append(self._full(piece))
-                bound.after[1].append(self._staged(lease, start, piece))
-            start += align(arriving.nbytes)
-        messages = self._messages(bound, self._round(self._rank, index), self._shard, lease, start)
-        bound.sends = [(message, peer) for peer in self._peers for message in messages]
-        return bound
-
-
-class _MessageReduceRoute(_MessageRoute):
-    """How this rank's values get to the ranks that own them, and theirs to this one."""
-
-    def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int, staging: int, large: int
-    ) -> None:
-        super().__init__(transfers, process_group, tag, staging, large, reduce_rounds)
-        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
-        self._scratch = max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
-
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        def add_arrived(arrived: _BoundRound) -> None:
-            for total in arrived.sums:
-                total.write(shards, reduction.divisor)
-
-        exchange = self._exchange("reduce-scatter", add_arrived)
-        exchange.start()
-        return exchange
-
-    def _round_bytes(self, index: int) -> int:
-        received = len(self._peers) * align(self._round(self._rank, index).nbytes)
-        return received + sum(align(self._round(peer, index).packed_bytes) for peer in self._peers)
-
-    def _make(self, index: int, lease: Lease | None, start: int) -> _BoundRound:
-        bound = _BoundRound()
-        arriving = self._round(self._rank, index)
         starts = {}
-        for peer in self._peers:
+        for peer, arriving in self._arriving(index):
+            bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
+            bound.receives += [([self._staged(lease, start, *each)], peer) for each in arriving.whole]
+            if arriving.packed:
+                packed = lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,))
+                bound.receives.append(([packed], peer))
+            if self._gathers:
+                bound.after[0].extend(self._full(piece) for piece, _ in arriving.staged)
+                bound.after[1].extend(self._staged(lease, start, *each) for each in arriving.staged)
             starts[peer] = start
-            self._receive(bound, arriving, peer, lease, start)
             start += align(arriving.nbytes)
-        for peer in self._peers:
-            leaving = self._round(peer, index)
-            bound.sends += [(each, peer) for each in self._messages(bound, leaving, self._full, lease, start)]
+        for peers, leaving in self._leaving(index):
+            messages = [[self._source(piece)] for piece in (*leaving.straight, *(piece for piece, _ in leaving.whole))]
+            if leaving.packed:
+                messages.append([lease.view(torch.uint8, start, (leaving.packed_bytes,))])
+                first = start - leaving.packed_start
+                bound.before[0].extend(self._staged(lease, first, *each) for each in leaving.packed)
+                bound.before[1].extend(self._source(piece) for piece, _ in leaving.packed)
+            bound.sends += [(message, peer) for peer in peers for message in messages]
             start += align(leaving.packed_bytes)
-        for piece in (*arriving.whole, *arriving.packed):
-            for block in blocks(piece, self._dtypes[piece.section].itemsize):
-                bound.sums.append(self._sum(block, lease, starts))
+        if not self._gathers:
+            for piece, offset in self._round(self._rank, index).staged:
+                bound.sums += [self._sum(piece, block, offset, lease, starts) for block in blocks(piece)]
         return bound
 
-    def _sum(self, piece: Piece, lease: Lease | None, starts: dict[int, int]) -> Sum:
-        """The sum of a piece over all ranks, whose parts lie in staging from ``starts`` on."""
+    def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int]) -> Sum:
+        """The sum of a block of a piece over all ranks, of which the others' lies ``offset`` bytes into staging."""
+        offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize
         terms = [
-            self._full(piece) if rank == self._rank else self._staged(lease, starts[rank], piece)
+            self._full(block) if rank == self._rank else self._staged(lease, starts[rank], block, offset)
             for rank in range(len(self._peers) + 1)
         ]
-        return block_sum(piece, terms, self._shard_dtypes[piece.section], partial(_view, lease))
+        return block_sum(block, terms, self._shard_dtypes[piece.section], lease.view)
 
+    def _full(self, piece: Piece) -> torch.Tensor:
+        return piece.of_full(self._fulls[piece.section])
 
-def _bytes(lease: Lease | None, start: int, nbytes: int) -> torch.Tensor:
-    return _view(lease, torch.uint8, start, (nbytes,))
+    def _source(self, piece: Piece) -> torch.Tensor:
+        """Where this rank has a piece that it sends."""
+        return piece.of_shard(self._shards[piece.section]) if self._gathers else self._full(piece)
 
-
-def _view(lease: Lease | None, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    assert lease is not None, "what needs staging was counted as needing none"
-    return lease.view(dtype, start, shape)
+    def _staged(self, lease: Lease, start: int, piece: Piece, offset: int) -> torch.Tensor:
+        """A piece in staging, which begins at ``start``."""
+        return lease.view(self._dtypes[piece.section], start + offset, piece.shape)

@@ -14,10 +14,10 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backend import backend_name
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.process_group import backend_name
 from fullshard.comm.transport import Transport
 
 _log = logging.getLogger("fullshard")

@@ -16,13 +16,6 @@ import torch
 
 from fullshard.device import CPU
 
-#: Bytes to which everything in a buffer is aligned: a cache line, and more than any dtype asks for.
-ALIGNMENT = 64
-
-
-def align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
 
 class Lease:
     """A buffer that belongs to one exchange until it goes back to its ``place``: ``memory`` and what follows it there.
@@ -42,14 +35,11 @@ class Lease:
     def __lt__(self, other: Lease) -> bool:
         return self.index < other.index
 
-    def view(
-        self, dtype: torch.dtype, start: int, shape: Sequence[int], stride: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """A tensor in the buffer that begins ``start`` bytes into it; contiguous unless a stride is given."""
-        if stride is None:
-            stride = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    def view(self, dtype: torch.dtype, start: int, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor in the buffer that begins ``start`` bytes into it."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
-        return empty.set_(self.storage, (self._start + start) // dtype.itemsize, tuple(shape), tuple(stride))
+        flat = empty.set_(self.storage, (self._start + start) // dtype.itemsize, (math.prod(shape),), (1,))
+        return flat.view(tuple(shape))
 
 
 #: Bytes of a small buffer.
@@ -105,3 +95,5 @@ class Staging:
 
 #: The buffers of this process, which all transports share. ``SHARED.drop()`` gives their memory back.
 SHARED = Staging()
+#: Stands for the lease of an exchange that needs no memory. It is not given back.
+NO_LEASE = Lease(torch.empty(0, dtype=torch.uint8, device="cpu"))

@@ -1,18 +1,24 @@
-"""Sums of the values of all ranks, block by block, in a precision that does not depend on which rank is first.
+"""Sums of the values of all ranks: how they become means, and how they are added where no backend does it.
 
-Low precision is added in fp32, in the order of ranks. Owns the arithmetic; transports bring the terms here.
+Owns the choice of what is divided before values travel, by the backend and after (:func:`choose_scaling`), and sums
+block by block in a precision that does not depend on which rank is first: low precision is added in fp32, in the order
+of ranks. Transports bring the terms here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from fullshard.comm.messages import Piece
-from fullshard.comm.scaling import divide_
+from fullshard.buffer.plan import Piece
 from fullshard.comm.transport import Transfer
+from fullshard.torch_private import premultiplied_sum
 
 #: Elements that are added up at a time: what is added and its sum fit in a cache.
 BLOCK = 2**17
@@ -27,19 +33,57 @@ SUM_DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """A division in three places."""
+
+    before: float  # of this rank's values, before they travel
+    op: Any  # what the collective does
+    after: float  # of the result
+
+
+@lru_cache(maxsize=256)
+def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, backend: str) -> Scaling:
+    """Divide by ``divisor`` where it costs least and loses nothing.
+
+    NCCL divides while it reduces. fp16 is divided in two steps of about the square root, because the sum could
+    overflow without the first and small values would vanish if it were the only one. The first is the smallest power of
+    two that is not below the square root, as in torch, and so exact.
+
+    ``world_size`` ranks reduce in ``dtype``; with ``sum_only`` the collective can do nothing but sum.
+    """
+    if dtype == torch.float16:
+        before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
+        return Scaling(before, dist.ReduceOp.SUM, divisor / before)
+    if backend != "nccl" or sum_only or divisor == 1 or not dtype.is_floating_point:
+        return Scaling(1.0, dist.ReduceOp.SUM, divisor)
+    if divisor == world_size:
+        return Scaling(1.0, dist.ReduceOp.AVG, 1.0)
+    return Scaling(1.0, premultiplied_sum(1 / divisor), 1.0)
+
+
+def divide_(tensor: torch.Tensor, divisor: float) -> None:
+    """``tensor /= divisor``, by a multiplication, which takes half the time, where that gives the same bits."""
+    if divisor == 1:
+        return
+    if math.frexp(divisor)[0] == 0.5:
+        tensor.mul_(1 / divisor)
+    else:
+        tensor.div_(divisor)
+
+
 @dataclass
 class Sum:
     """One block of a shard: the sum of as many terms as there are ranks, in their order."""
 
-    section: int  # which of the shards
-    start: int  # where in the shard
+    block: Piece
     terms: list[torch.Tensor]
     total: torch.Tensor | None  # where to add them up, if not in the shard itself
     term: torch.Tensor | None  # where to convert each to the dtype of the sum, if it is another
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
         first, *others = self.terms
-        place = shards[self.section][self.start : self.start + first.numel()].view(first.shape)
+        place = self.block.of_shard(shards[self.block.section])
         total = place if self.total is None else self.total
         if self.term is None and others:
             torch.add(first, others[0], out=total)
@@ -53,15 +97,12 @@ class Sum:
             place.copy_(total)
 
 
-def blocks(piece: Piece, itemsize: int) -> Iterator[Piece]:
-    """A piece in parts that fit in a cache; those of one in staging follow each other there."""
-    offset = piece.offset
-    rest: Piece | None = piece
-    while rest is not None:
-        block, rest = rest.split(BLOCK)
-        assert block is not None
-        yield replace(block, offset=offset)
-        offset += block.numel * itemsize
+def blocks(piece: Piece) -> Iterator[Piece]:
+    """A piece in parts that fit in a cache, in the order of the shard."""
+    rows = BLOCK // piece.row
+    for first in range(0, piece.shape[0], max(1, rows)):
+        block = piece.part(first, min(first + max(1, rows), piece.shape[0]))
+        yield from [block] if rows else blocks(block)
 
 
 def check_summable(transfers: Sequence[Transfer]) -> None:
@@ -79,7 +120,7 @@ def check_summable(transfers: Sequence[Transfer]) -> None:
 
 
 def block_sum(
-    piece: Piece,
+    block: Piece,
     terms: list[torch.Tensor],
     shard_dtype: torch.dtype,
     scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
@@ -90,19 +131,12 @@ def block_sum(
         scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
     """
     dtype, sum_dtype = terms[0].dtype, SUM_DTYPES[terms[0].dtype]
-    total = scratch(sum_dtype, 0, piece.shape) if sum_dtype != shard_dtype else None
-    term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, piece.shape) if sum_dtype != dtype else None
-    return Sum(piece.section, piece.shard_start, terms, total, term)
+    total = scratch(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
+    term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
+    return Sum(block, terms, total, term)
 
 
 def scratch_bytes(dtype: torch.dtype, shard_dtype: torch.dtype) -> int:
     """Bytes for one block of a sum and one of a term, where they cannot be added up in the shard itself."""
     sum_dtype = SUM_DTYPES[dtype]
     return 0 if shard_dtype == sum_dtype == dtype else 2 * BLOCK * sum_dtype.itemsize
-
-
-def view_piece(full: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Where a piece lies in a full buffer."""
-    if piece.rows == 1:
-        return full[piece.full_start : piece.full_start + piece.length]
-    return full.as_strided(piece.shape, (piece.stride, 1), full.storage_offset() + piece.full_start)

@@ -55,6 +55,47 @@ class Transfer(NamedTuple):
     shard: torch.Tensor
 
 
+#: Targets and sources, for one call that copies all of them.
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same storage that counts its versions apart.
+
+    A copy into a view of ``tensor`` itself would look to autograd like a change of what it saved from it.
+    """
+    return tensor.data
+
+
+def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:
+    """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``.
+
+    Raises:
+        ValueError: names the first parameter of the plan, what was found and what the plan asks for.
+    """
+    for transfer in transfers:
+        plan, full, shard = transfer.plan, transfer.full, transfer.shard
+        where = f"of the group of parameter '{plan.params[0].name}'" if plan.params else "of a group without parameters"
+        if plan.world_size != world_size:
+            raise ValueError(
+                f"the plan {where} is for {plan.world_size} ranks, but the process group has {world_size}: "
+                f"make a plan for {world_size} ranks"
+            )
+        for what, tensor, numel in (("full buffer", full, plan.full_numel), ("shard", shard, plan.shard_numel)):
+            if tensor.ndim != 1 or tensor.numel() != numel or not tensor.is_contiguous():
+                raise ValueError(
+                    f"the {what} {where} must be a contiguous 1-D tensor of {numel} elements, "
+                    f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+        if full.device != shard.device:
+            raise ValueError(f"the full buffer {where} is on {full.device}, but its shard is on {shard.device}")
+        if one_dtype and full.dtype != shard.dtype:
+            raise ValueError(
+                f"an all-gather {where} moves bytes and casts nothing, but its full buffer has dtype {full.dtype} and "
+                f"its shard {shard.dtype}: cast the shard first"
+            )
+
+
 class Reduction(NamedTuple):
     """How the ranks' values are combined: their sum divided by ``divisor``.
 
@@ -200,7 +241,7 @@ class Transport(Protocol):
         ...
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """Sharded to replicated: to write every rank's ``shard`` to its extents of every rank's ``full``.
+        """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``.
 
         ``full`` and ``shard`` of one transfer have one dtype. Padding of ``full`` is left undefined. Parameters that
         every rank keeps whole (``dim=None``) are taken from this rank's own shard.
@@ -211,7 +252,7 @@ class Transport(Protocol):
         ...
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """Partial to sharded: to write the reduced extents of this rank to a shard, overwriting it.
+        """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. ``tag`` is a small

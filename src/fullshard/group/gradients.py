@@ -413,9 +413,8 @@ class _PendingReduction:
             self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only))
             return self._pending
         for part, full, output in zip(choice.parts, choice.fulls, outputs, strict=True):  # the shard is the whole
-            for extent in part.plan.extents(0):
-                source = full[extent.full_start : extent.full_start + extent.length]
-                output[extent.shard_start : extent.shard_start + extent.length] = source / divisor
+            for piece in part.plan.pieces(0):
+                piece.of_shard(output).copy_(piece.of_full(full) / divisor)
         return Done()
 
     def scattered(self) -> None:

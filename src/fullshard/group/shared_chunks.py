@@ -7,6 +7,8 @@ this rank and is *published*: copied to its place in the full buffer when a pass
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fullshard.buffer.sections import full_starts
@@ -36,39 +38,30 @@ class SharedChunks:
         self.shards: tuple[torch.Tensor, ...] = ()
         self._published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._version: int | None = None
-        rank, size = group.data.shard_rank, group.data.shard_size
-        starts = full_starts(group.sections, group.compute_dtypes)
+        rank = group.data.shard_rank
+        *starts, _ = full_starts(group.sections, group.compute_dtypes)
         for section, start, dtype in zip(group.sections, starts, group.compute_dtypes, strict=True):
-            if group.is_flat:
-                numel = section.plan.shard_numel
-                begin = start + rank * numel * dtype.itemsize
-                if section.dtype == dtype:
-                    shard = memory.own(begin, numel, dtype)
-                else:
-                    shard = torch.zeros(numel, dtype=section.dtype, device="cpu")
-                    self._published.append((memory.tensor(begin, numel, dtype), shard))
-                self.shards += (shard,)
-                self.places.update(chunk_views(group.params, section.members, section.plan, shard, rank))
-                continue
             apart = []
-            published: dict[int, torch.Tensor] = {}
-            for position, (index, shape) in enumerate(zip(section.members, section.plan.params, strict=True)):
-                param, begin = group.params[index], start + section.plan.full_offsets[position] * dtype.itemsize
-                if section.dtype == dtype and shape.dim == 0:
-                    first, stop = shape.chunk(rank, size)
-                    row = dtype.itemsize * shape.numel // max(1, shape.shape[0])
-                    chunk = memory.own(begin + first * row, (stop - first) * row // dtype.itemsize, dtype)
-                    self.places[index] = param.view(chunk, shape.chunk_shape(rank, size))
+            first = {piece.shard_start: piece.full_start for piece in section.plan.pieces(rank)}
+            for position, (index, param) in enumerate(zip(section.members, section.plan.params, strict=True)):
+                if group.is_flat or section.dtype != dtype or param.dim != 0:
+                    apart.append(position)
                     continue
-                apart.append(position)
-                if shape.dim is not None or rank == 0:
-                    whole = param.view(memory.tensor(begin, shape.numel, dtype), shape.shape)
-                    published[index] = param.chunk_of(whole, rank)
+                at, shape = section.plan.place(position, rank)
+                chunk = memory.own(start + first.get(at, 0) * dtype.itemsize, math.prod(shape), dtype)
+                self.places[index] = group.params[index].view(chunk, shape)
             plan = section.plan.select(apart)
-            own = torch.zeros(plan.shard_numel if apart else 0, dtype=section.dtype, device="cpu")
+            numel = plan.shard_numel if apart else 0
+            if section.dtype == dtype and group.is_flat:
+                shard = memory.own(start + rank * numel * dtype.itemsize, numel, dtype)
+            else:
+                shard = torch.zeros(numel, dtype=section.dtype, device="cpu")
+                full = memory.tensor(start, plan.full_numel, dtype)
+                pieces = [piece for piece in plan.pieces(rank) if rank == 0 or not piece.is_kept]
+                self._published += [(piece.of_full(full), piece.of_shard(shard)) for piece in pieces]
+            self.shards += (shard,) if group.is_flat else ()
             members = [section.members[position] for position in apart]
-            self.places.update(chunk_views(group.params, members, plan, own, rank))
-            self._published += [(shown, self.places[index]) for index, shown in published.items()]
+            self.places.update(chunk_views(group.params, members, plan, shard, rank))
 
     @property
     def must_publish(self) -> bool:

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.objects import gather_objects
+from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import all_gather_single

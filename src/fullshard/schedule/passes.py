@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.routes import wait_for
+from fullshard.comm.process_group import wait_for
 from fullshard.comm.transport import PassBarrier
 from fullshard.group.context import Clock
 from fullshard.group.group import Group

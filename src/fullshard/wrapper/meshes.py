@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.comm.objects import gather_objects
+from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh, data_mesh
 from fullshard.wrapper.settings import ShardingStrategy
 

@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.comm.objects import broadcast_object, gather_objects
+from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group

@@ -1,6 +1,6 @@
-"""Objects of Python that the ranks of a process group send to one another.
+"""What is asked of a process group: its backends, waits that say what was lost, and objects of Python for its ranks.
 
-torch has calls for it too, but they need numpy, on which this library does not depend.
+torch has calls for objects too, but they need numpy, on which this library does not depend.
 """
 
 from __future__ import annotations
@@ -12,8 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.backend import device_types
 from fullshard.torch_private import all_gather_single
+
+
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it.
+
+    A process group may have several, one for each type of device.
+    """
+    return _backends(process_group).get(device.type, "")
+
+
+def device_types(process_group: dist.ProcessGroup | None) -> list[str]:
+    """The types of devices whose tensors a process group moves."""
+    return list(_backends(process_group))
+
+
+def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The name of each backend, by the type of device that it serves."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
+    return {device_type: name for device_type, _, name in pairs}
+
+
+def wait_for(work: dist.Work, what: str) -> None:
+    """Wait for a collective. If another rank was lost, backends say so, but not where to look."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} lost another rank in {what}, look on the others for the first error: {error}"
+        ) from error
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-from fullshard.comm.scaling import choose_scaling, divide_
+from fullshard.comm.sums import choose_scaling, divide_
 
 LOW_AND_HIGH = [torch.float32, torch.bfloat16, torch.float64]
 
