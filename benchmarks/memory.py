@@ -150,9 +150,10 @@ def _flat_padding(least: int, most: int, world_size: int) -> dict[str, Any]:
     for width in range(8, 2048, 8):
         with torch.device("meta"):
             params = [ParamShape(name, tuple(param.shape)) for name, param in Block(width).named_parameters()]
-        if not least <= 4 * sum(param.numel for param in params) / 2**20 < most:
+        numel = sum(param.numel for param in params)
+        if not least <= 4 * numel / 2**20 < most:
             continue
         for alignment in found:
             plan = make_plan(params, world_size, "flat", alignment)
-            found[alignment] = max(found[alignment], plan.padding / plan.numel)
+            found[alignment] = max(found[alignment], world_size * plan.shard_numel / numel - 1)
     return {"groups": f"{least} to {most} MiB", "alignments": found}

@@ -68,7 +68,7 @@ MUTATIONS = (
     Mutation("schedule/unit.py", "self._is_opaque |= not found", "pass"),
     Mutation("schedule/order.py", "self._uses.clear()", "pass"),
     # memory that the ranks of a host share
-    Mutation("comm/host.py", "self._done.set(number)\n\n", "\n"),
+    Mutation("comm/host.py", "self.done.set(number)\n\n", "\n"),
     Mutation("comm/host.py", "if subject != route.subject:", "if False:"),
     Mutation("comm/host.py", "if (number, tag) != (reading.number, route.tag):", "if number != reading.number:"),
     Mutation("comm/host.py", "if dropped != self._purged[rank]:", "if False:"),

@@ -117,6 +117,11 @@ def cut(plan: Plan, values: Sequence[Tensor], rank: int) -> list[tuple[int, Tens
     return chunks
 
 
+def is_kept(plan: Plan, param: ParamShape) -> bool:
+    """Whether every rank has all of a parameter."""
+    return plan.layout == "even" and param.dim is None
+
+
 def transfers_of(
     case: Case, size: int, shard_dtype: torch.dtype | None = None, transport: Transport | None = None
 ) -> list[Transfer]:
@@ -154,7 +159,7 @@ def fill_shards(case: Case, transfers: Sequence[Transfer], rank: int) -> None:
     everybody, own = case.values(0), case.values(rank)
     for section, transfer in enumerate(transfers):
         values = [
-            mine if transfer.plan.kept_whole(param) else value
+            mine if is_kept(transfer.plan, param) else value
             for param, value, mine in zip(transfer.plan.params, everybody[section], own[section], strict=True)
         ]
         for start, elements in cut(transfer.plan, values, rank):
@@ -167,7 +172,7 @@ def assert_gathered(case: Case, transfers: Sequence[Transfer], rank: int) -> Non
     for section, transfer in enumerate(transfers):
         plan = transfer.plan
         for i, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
-            expected = own[section][i] if plan.kept_whole(param) else everybody[section][i]
+            expected = own[section][i] if is_kept(plan, param) else everybody[section][i]
             found = transfer.full[offset : offset + param.numel].view(param.shape)
             assert torch.equal(found, expected), f"section {section}, {param}"
 

@@ -51,7 +51,7 @@ def owned(plans: tuple[Plan, ...], owner: int, with_kept: bool) -> list[tuple[in
     for section, plan in enumerate(plans):
         whole: set[int] = set()
         for param, offset in zip(plan.params, plan.full_offsets, strict=True):
-            if plan.kept_whole(param):
+            if plan.layout == "even" and param.dim is None:
                 whole.update(range(offset, offset + param.numel))
         of_section = [element for piece in plan.pieces(owner, section) for element in elements(plans, piece)]
         found += [element for element in of_section if with_kept or element[1] not in whole]

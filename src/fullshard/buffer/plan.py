@@ -169,20 +169,6 @@ class Plan:
     alignment: int
 
     @property
-    def numel(self) -> int:
-        """Elements of the parameters themselves, without padding."""
-        return sum(param.numel for param in self.params)
-
-    @property
-    def padding(self) -> int:
-        """Elements that the shards of all ranks hold beyond what the parameters need.
-
-        A parameter that every rank keeps whole counts as needed ``world_size`` times.
-        """
-        needed = sum(param.numel * (self.world_size if self.kept_whole(param) else 1) for param in self.params)
-        return self.world_size * self.shard_numel - needed
-
-    @property
     def end(self) -> int:
         """Where in the full buffer the last parameter ends; what follows is padding."""
         return _end(self.params, self.full_offsets)
@@ -190,9 +176,6 @@ class Plan:
     def held(self, rank: int) -> int:
         """Elements of the full buffer that ``rank`` owns."""
         return sum(piece.numel for piece in self.pieces(rank))
-
-    def kept_whole(self, param: ParamShape) -> bool:
-        return self.layout == "even" and param.dim is None
 
     def pieces(self, rank: int, section: int = 0) -> tuple[Piece, ...]:
         """What ``rank`` owns of the full buffer, in the order of its shard, without padding."""

@@ -51,72 +51,48 @@ class SlotPool:
     def __init__(self, device: torch.device, allocate: Allocate) -> None:
         self.device = device
         self._allocate = allocate
-        self._free: list[Slot] = []  # the longest unused first
-        self._in_use = 0
+        #: Slots that any buffer may take, the longest unused first.
+        self.free: list[Slot] = []
         self.buffers: weakref.WeakSet[SlotBuffer] = weakref.WeakSet()
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
         self.ordinary = 0
 
-    def take(self, buffer: SlotBuffer, nbytes: int) -> Slot:
-        """A slot of at least ``nbytes`` for ``buffer``, which takes it from its last holder."""
-        slot = self._pick(nbytes, max(2 * nbytes, self.ordinary) if buffer.takes_turns else nbytes)
-        if slot is None:
-            size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
-            with torch.inference_mode(False):
-                slot = Slot(self._allocate(size, self.device if CAN_SWAP_MEMORY else torch.device("meta")))
-            slot.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
-        self._in_use += 1
-        return slot
-
-    def take_back(self, slot: Slot) -> None:
-        """``slot.holder`` uses its slot again."""
-        assert slot.holder is not None
-        if not slot.holder.keeps_memory:
-            self._free.remove(slot)
-        self._in_use += 1
-
-    def give_back(self, slot: Slot, released: Mark) -> None:
-        """``slot.holder`` no longer uses the slot. Unless it keeps it, others may take it once ``released`` passed."""
-        slot.released = released
-        self._in_use -= 1
-        if slot.holder is None or not slot.holder.keeps_memory:
-            self._free.append(slot)
-
-    def offer(self, slot: Slot, to_others: bool) -> None:
-        """Whether others may take a slot that is not in use."""
-        if to_others:
-            self._free.append(slot)
-        else:
-            self._free.remove(slot)
-
-    def _pick(self, nbytes: int, largest: int) -> Slot | None:
-        fitting = [slot for slot in self._free if nbytes <= slot.nbytes <= largest]
-        if not fitting:
-            return None
-        for slot in fitting:
-            if slot.holder is None:
-                break
-        else:
-            slot = fitting[0]
-        self._free.remove(slot)
-        return slot
+    def take(self, buffer: SlotBuffer) -> Slot:
+        """A slot for ``buffer``, which takes it from its last holder; one without a holder is preferred."""
+        nbytes, largest = buffer.nbytes, buffer.nbytes
+        if buffer.takes_turns:
+            largest = max(2 * nbytes, self.ordinary)
+        chosen = None
+        for slot in self.free:
+            if nbytes <= slot.nbytes <= largest and (chosen is None or slot.holder is None):
+                chosen = slot
+                if slot.holder is None:
+                    break
+        if chosen is not None:
+            self.free.remove(chosen)
+            return chosen
+        size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
+        with torch.inference_mode(False):
+            made = Slot(self._allocate(size, self.device if CAN_SWAP_MEMORY else torch.device("meta")))
+        made.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
+        return made
 
     @property
     def slots_in_use(self) -> int:
-        return self._in_use
+        return sum(buffer.in_use for buffer in self.buffers if buffer.pool is self)
 
     @property
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next step."""
-        return sum(slot.nbytes for slot in self._free)
+        return sum(slot.nbytes for slot in self.free)
 
     def drop(self) -> int:
         """Give every slot that is not in use back to the system; returns their bytes."""
         dropped = self.nbytes_free
-        for slot in self._free:
+        for slot in self.free:
             if slot.holder is not None:
                 slot.holder.lose()
-        self._free.clear()
+        self.free.clear()
         for buffer in self.buffers:
             buffer.forget_address()
         return dropped
@@ -129,7 +105,7 @@ class SlotBuffer:
     """
 
     def __init__(self, pool: SlotPool, nbytes: int) -> None:
-        self._pool = pool
+        self.pool = pool
         self.nbytes = nbytes
         #: Whether slots of the ordinary size fit; a buffer that stays in use across others has one of its own size.
         self.takes_turns = True
@@ -151,7 +127,7 @@ class SlotBuffer:
     def memory(self) -> torch.Tensor:
         if self._memory is None:
             with torch.inference_mode(False), torch.no_grad():
-                empty = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
+                empty = torch.empty(0, dtype=torch.uint8, device=self.pool.device)
                 self._memory = empty.set_(self._storage, 0, (self.nbytes,), (1,))
         return self._memory
 
@@ -165,7 +141,8 @@ class SlotBuffer:
         if keep != self.keeps_memory:
             self.keeps_memory = keep
             if self._slot is not None and not self.in_use:
-                self._pool.offer(self._slot, to_others=not keep)
+                change = self.pool.free.remove if keep else self.pool.free.append
+                change(self._slot)
 
     def take(self) -> Mark:
         """Get memory. The caller waits for the returned mark before it writes to it.
@@ -177,9 +154,10 @@ class SlotBuffer:
             raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
         if self._slot is not None:
             self.in_use = True
-            self._pool.take_back(self._slot)
+            if not self.keeps_memory:
+                self.pool.free.remove(self._slot)
             return self._slot.released
-        slot = self._slot = self._pool.take(self, self.nbytes)
+        slot = self._slot = self.pool.take(self)
         self.in_use = True
         holder = slot.holder
         if not CAN_SWAP_MEMORY:
@@ -187,8 +165,8 @@ class SlotBuffer:
             if holder is not None:
                 holder.lose()
             self._storage.resize_(slot.nbytes)
-            slot.released = mark_now(self._pool.device)
-        elif holder is not None and self._stale is self._pool is holder._pool and self._size == slot.nbytes:
+            slot.released = mark_now(self.pool.device)
+        elif holder is not None and self._stale is self.pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder._slot = None
         else:
@@ -197,17 +175,18 @@ class SlotBuffer:
             if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
-        self._stale, self._size = self._pool, slot.nbytes
+        self._stale, self._size = self.pool, slot.nbytes
         slot.holder = self
         return slot.released
 
     def give_back(self, released: Mark) -> None:
         """Let others have the memory once ``released`` has passed. Does nothing if it is not in use."""
-        if not self.in_use:
-            return
-        self.in_use = False
-        assert self._slot is not None
-        self._pool.give_back(self._slot, released)
+        if self.in_use:
+            self.in_use = False
+            assert self._slot is not None
+            self._slot.released = released
+            if not self.keeps_memory:
+                self.pool.free.append(self._slot)
 
     def lose(self) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
@@ -223,10 +202,10 @@ class SlotBuffer:
 
     def move(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
-        if not self.in_use and pool is not self._pool:
+        if not self.in_use and pool is not self.pool:
             if self._slot is not None and not self.keeps_memory:
                 self.lose()
-            self._pool = pool
+            self.pool = pool
             pool.buffers.add(self)
 
     def forget_address(self) -> None:
@@ -235,7 +214,7 @@ class SlotBuffer:
             self._empty()
 
     def _empty(self) -> None:
-        swap_memory(self._storage, torch.UntypedStorage(0, device=self._pool.device))
+        swap_memory(self._storage, torch.UntypedStorage(0, device=self.pool.device))
         self._size = 0
 
     def poison(self) -> None:

@@ -29,11 +29,11 @@ from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import (
     Copies,
     GatherRoute,
-    MovesPrivately,
     Nowhere,
     ReduceRoute,
     Reduction,
     Transfer,
+    Transport,
     alias,
     check_transfers,
 )
@@ -44,7 +44,7 @@ from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 
 
-class CollectiveTransport(MovesPrivately):
+class CollectiveTransport(Transport):
     """Moves buffers by all-gather and reduce-scatter of the process group's backend, or by the user's own.
 
     Args:
@@ -61,17 +61,17 @@ class CollectiveTransport(MovesPrivately):
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
             return self._all_gather.allocate((nbytes,), dtype=torch.uint8, device=device)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return super().allocate(nbytes, device)
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
+        """The order of calls is enough, ``tag`` is not used."""
         check_transfers(transfers, process_group.size(), one_dtype=True)
         if not any(transfer.shard.numel() for transfer in transfers):
             return Nowhere()
         return _AllGatherRoute(transfers, process_group, self._all_gather)
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """See :class:`~fullshard.comm.transport.Transport`. The order of calls is enough, ``tag`` is not used."""
+        """The order of calls is enough, ``tag`` is not used."""
         check_transfers(transfers, process_group.size(), one_dtype=False)
         return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
 
@@ -83,18 +83,16 @@ class _Messages:
         transfers: of the route.
         members: which of them travel in these messages.
         comm: the user's collective, which allocates what it works on; any other may work on the buffers themselves.
-        as_bytes: whether to hide the dtype also if there is only one: bytes move in dtypes that a backend lacks, too.
+        reduces: whether values are added up. If not, they move as bytes, also in dtypes that a backend lacks.
 
     Attributes:
         dtype: what the collective sees.
         numel: elements of one message.
         is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
-        is_shard: whether the shard is the message of this rank.
+        is_shard: whether this rank's message needs no memory beside the shard and those of all ranks.
     """
 
-    def __init__(
-        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | None, as_bytes: bool
-    ) -> None:
+    def __init__(self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | None, reduces: bool) -> None:
         self.members = members
         self._plans = [transfers[i].plan for i in members]
         self._fulls = [alias(transfers[i].full) for i in members]
@@ -103,13 +101,13 @@ class _Messages:
         *self._starts, _ = starts(self._numels, self._dtypes)
         self._nbytes = self._starts[-1] + self._numels[-1] * self._dtypes[-1].itemsize
         self.dtype = self._dtypes[0]
-        if as_bytes or len(set(self._dtypes)) > 1:
+        if (comm is None and not reduces) or len(set(self._dtypes)) > 1:
             self.dtype = torch.uint8
             self._nbytes = -(-self._nbytes // _LARGEST_ITEM) * _LARGEST_ITEM
         self.numel = self._nbytes // self.dtype.itemsize
         is_alone = comm is None and len(members) == 1
         self.is_full = is_alone and self._plans[0].is_rank_major
-        self.is_shard = is_alone and transfers[members[0]].shard.dtype == self._dtypes[0]
+        self.is_shard = not reduces or (is_alone and transfers[members[0]].shard.dtype == self._dtypes[0])
 
     @property
     def full(self) -> torch.Tensor:
@@ -162,20 +160,20 @@ class _Call:
 
 
 class _Route:
-    """Collectives, as many as there are ``messages`` of different kinds, and the memory that they work on.
-
-    ``staging`` has the number of elements and the dtype of each piece of memory that is needed beside the buffers.
-    """
+    """Collectives, one for each of ``messages``, and the memory that they work on beside the buffers."""
 
     def __init__(
         self,
         messages: Sequence[_Messages],
-        staging: Sequence[tuple[int, torch.dtype]],
         process_group: dist.ProcessGroup,
         device: torch.device,
         comm: Comm | None,
     ) -> None:
         self._messages = messages
+        staging = []
+        for each in messages:
+            staging += [] if each.is_full else [(process_group.size() * each.numel, each.dtype)]
+            staging += [] if each.is_shard else [(each.numel, each.dtype)]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self._nbytes = starts(self._numels, self._dtypes)[-1]
         self._group = process_group
@@ -192,7 +190,8 @@ class _Route:
         if self._comm is not None and self._numels:
             each = zip(self._numels, self._dtypes, strict=True)
             memory = [self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each]
-            return NO_LEASE, self._make(iter(memory))
+            with torch.inference_mode(False):
+                return NO_LEASE, self._make(iter(memory))
         lease = SHARED.lease(self._nbytes, self._device) if self._numels else NO_LEASE
         calls = self._bound.get(lease.index)
         if calls is None:
@@ -208,9 +207,8 @@ class _Route:
 
 class _AllGatherRoute(_Route):
     def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
-        messages = _Messages(transfers, range(len(transfers)), comm, as_bytes=comm is None)
-        staging = [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
-        super().__init__([messages], staging, process_group, transfers[0].full.device, comm)
+        messages = _Messages(transfers, range(len(transfers)), comm, reduces=False)
+        super().__init__([messages], process_group, transfers[0].full.device, comm)
         self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in transfers]
         self._collective = comm or start_all_gather
 
@@ -250,15 +248,9 @@ class _ReduceScatterRoute(_Route):
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, transfer in enumerate(transfers):
             by_dtype.setdefault(transfer.full.dtype, []).append(index)
-        sent = [_Messages(transfers, members, comm, as_bytes=False) for members in by_dtype.values()]
+        sent = [_Messages(transfers, members, comm, reduces=True) for members in by_dtype.values()]
         sent = [messages for messages in sent if messages.numel]
-        staging = []
-        for messages in sent:
-            if not messages.is_full:
-                staging.append((process_group.size() * messages.numel, messages.dtype))
-            if not messages.is_shard:
-                staging.append((messages.numel, messages.dtype))
-        super().__init__(sent, staging, process_group, transfers[0].full.device, comm)
+        super().__init__(sent, process_group, transfers[0].full.device, comm)
         self._collective = comm or start_reduce_scatter
         self._size, self._backend = process_group.size(), backend_name(process_group, self._device)
 

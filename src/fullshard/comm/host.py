@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import align
 from fullshard.buffer.shared_memory import Address, Counters, File, Segment
 from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.staging import Lease
-from fullshard.comm.sums import BLOCK, Sum, block_sum, blocks, check_summable
+from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import (
     GatherRoute,
     Nowhere,
@@ -35,6 +34,7 @@ from fullshard.comm.transport import (
     SharedMemory,
     StillRead,
     Transfer,
+    Transport,
     alias,
     check_transfers,
 )
@@ -46,9 +46,11 @@ _AHEAD = 64
 _ENTRY = 8
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
+#: Of a segment that was opened: a rank, and the inode of its slot.
+_Key = tuple[int, int]
 
 
-class HostTransport:
+class HostTransport(Transport):
     """Reduces in memory that the ranks of ``process_group`` share. Made by :meth:`among`.
 
     Args:
@@ -61,22 +63,26 @@ class HostTransport:
     gradient_buffers = 2
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
-        self.private = messages
+        self._messages = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
         line = Counters.nbytes(size)
         self._ready = Counters(control, 0, rank, size)
-        self._done = Counters(control, line, rank, size)
+        self.done = Counters(control, line, rank, size)
         self._dropped = Counters(control, 2 * line, rank, size)
         count = _ENTRY * _AHEAD
         self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
         self._number = 0
         self._under_way: deque[_PendingHostReduction] = deque()
-        self._slots = _Slots(self._ready, self._done, self._dropped)
-        self._opened: dict[tuple[int, int], Segment] = {}  # the other ranks', by rank and inode
+        self._slots = _Slots(self._ready, self.done, self._dropped)
+        self._opened: dict[_Key, Segment] = {}  # the other ranks'
         self._purged = [0] * size
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
+
+    @property
+    def private(self) -> Transport:
+        return self._messages
 
     @staticmethod
     def control_bytes(size: int) -> int:
@@ -117,24 +123,22 @@ class HostTransport:
         return memory
 
     def share(self, nbytes: int) -> SharedMemory:
-        """See :class:`~fullshard.comm.transport.Transport`."""
-        start = align(HostPassBarrier.nbytes(self.local_ranks.size))
+        start = align(Counters.nbytes(self.local_ranks.size))
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
         return SharedMemory(segment, view, start, HostPassBarrier(self.local_ranks, segment, 0))
 
     def meet(self, memory: SharedMemory | None) -> bool:
-        """See :class:`~fullshard.comm.transport.Transport`."""
         return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """See :class:`~fullshard.comm.transport.Transport`; for values that lie in memory of this rank alone."""
+        """For values that lie in memory of this rank alone."""
         return self.private.gather_route(transfers, process_group, tag)
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """See :class:`~fullshard.comm.transport.Transport`; full buffers are shared if they lie in one piece of memory
-        that :meth:`allocate` made. Others travel as messages.
+        """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
+        messages.
 
         Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
 
@@ -143,7 +147,7 @@ class HostTransport:
         """
         if not transfers:
             return Nowhere()
-        if self.slot_of([transfer.full for transfer in transfers]) is None:
+        if self._slots.address_of(transfer.full for transfer in transfers) is None:
             return self.private.reduce_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
@@ -151,19 +155,14 @@ class HostTransport:
         self._routes.add(route)
         return route
 
-    def slot_of(self, fulls: Sequence[torch.Tensor]) -> Address | None:
-        """Where the other ranks find buffers, if they lie in one slot."""
-        places = {full.untyped_storage().data_ptr() for full in fulls}
-        return self._slots.addresses.get(places.pop()) if len(places) == 1 else None
-
-    def start(
-        self, route: _HostReduceRoute, slot: Address, shards: Sequence[torch.Tensor], divisor: float
-    ) -> _PendingHostReduction:
+    def start(self, route: _HostReduceRoute, shards: Sequence[torch.Tensor], divisor: float) -> Pending:
         """Tell the other ranks that the values of a route are ready."""
+        slot = self._slots.address_of(route.fulls)
+        assert slot is not None, "the buffers left the slots of their transport"
         self._slots.close_files()
         self._number += 1
         local_ranks, number = self.local_ranks, self._number
-        local_ranks.wait(self._done, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        local_ranks.wait(self.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[local_ranks.rank][at] = number
         for offset, value in enumerate((route.tag, route.subject, *slot), 1):
@@ -175,14 +174,12 @@ class HostTransport:
         return reading
 
     def reset(self) -> None:
-        """See :class:`~fullshard.comm.transport.Transport`."""
         self._under_way.clear()
         self._number = (self._number // _ROUND + 1) * _ROUND
         self._ready.set(self._number)
-        self._done.set(self._number)
+        self.done.set(self._number)
 
     def let_go(self) -> None:
-        """See :class:`~fullshard.comm.transport.Transport`."""
         for rank in range(self.local_ranks.size):
             self._forget_slots_of(rank)
         self._slots.close_files()
@@ -200,14 +197,15 @@ class HostTransport:
             if dropped != self._purged[rank]:
                 self._forget_slots_of(rank)
                 self._purged[rank] = dropped
-        slots = [self._slot_of(rank, reading) for rank in range(self.local_ranks.size)]
-        reading.route.write(slots, self._opened, reading.shards, reading.divisor)
+        slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
+        for total in reading.route.sums(slots, self._opened):
+            total.write(reading.shards, reading.divisor)
         reading.is_read = True
         reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
-        self._done.set(number)
+        self.done.set(number)
 
-    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> tuple[int, int]:
-        """Where ``rank`` has the values to be added up: the key of an opened segment."""
+    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> _Key:
+        """Where ``rank`` has the values to be added up."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
         route = reading.route
@@ -233,10 +231,7 @@ class HostTransport:
         for key in [key for key in self._opened if key[0] == rank]:
             del self._opened[key]
         for route in self._routes:
-            route.forget()
-
-    def wait_until_read(self, number: int) -> None:
-        self.local_ranks.wait(self._done, number, "a reduction, to be read by the other ranks")
+            route.known.clear()
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
@@ -246,10 +241,15 @@ class _Slots:
     """This rank's slots, where the other ranks find them."""
 
     def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
-        self._ready, self._done, self._dropped = ready, done, dropped
+        self._ready, self.done, self._dropped = ready, done, dropped
         self.addresses: dict[int, Address] = {}  # by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
+
+    def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
+        """Where the other ranks find buffers, if they lie in one slot."""
+        places = {full.untyped_storage().data_ptr() for full in fulls}
+        return self.addresses.get(places.pop()) if len(places) == 1 else None
 
     def add(self, segment: Segment, start: int) -> None:
         self.addresses[start] = segment.address
@@ -263,7 +263,7 @@ class _Slots:
 
     def close_files(self) -> None:
         """Close the files of slots that all ranks have read for the last time."""
-        while self._files and self._done.reached(self._files[0][0]):
+        while self._files and self.done.reached(self._files[0][0]):
             self._files.popleft()
 
 
@@ -294,7 +294,8 @@ class _PendingHostReduction(StillRead):
             )
 
     def wait(self) -> None:
-        self._transport.wait_until_read(self.number)
+        transport = self._transport
+        transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
 
 
 class _HostReduceRoute:
@@ -303,51 +304,36 @@ class _HostReduceRoute:
     def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:
         self._transport = transport
         self.tag = tag
-        self._rank = transport.local_ranks.rank
-        self._fulls = [alias(transfer.full) for transfer in transfers]
-        self._plans: list[Plan] = [transfer.plan for transfer in transfers]
+        self.fulls = [alias(transfer.full) for transfer in transfers]
+        self._plans = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
-        self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
+        self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
         self.subject = hash(
             tuple((start, *plan.full_offsets) for start, plan in zip(self._starts, self._plans, strict=True))
         )
         self._scratch = scratch
-        self._sums: dict[tuple[tuple[int, int], ...], list[Sum]] = {}
+        self.known: dict[tuple[_Key, ...], list[Sum]] = {}
 
     def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        slot = self._transport.slot_of(self._fulls)
-        assert slot is not None, "the buffers left the slots of their transport"
-        return self._transport.start(self, slot, shards, reduction.divisor)
+        return self._transport.start(self, shards, reduction.divisor)
 
-    def write(
-        self,
-        slots: Sequence[tuple[int, int]],
-        opened: dict[tuple[int, int], Segment],
-        shards: Sequence[torch.Tensor],
-        divisor: float,
-    ) -> None:
-        """Add up what lies in the ranks' slots."""
-        key = tuple(slots)
-        sums = self._sums.get(key)
-        if sums is None:
-            with torch.inference_mode(False):
-                sums = self._sums[key] = self._make([opened.get(slot) for slot in slots])
-        for each in sums:
-            each.write(shards, divisor)
-
-    def forget(self) -> None:
-        self._sums.clear()
-
+    @torch.inference_mode(False)
     def _make(self, segments: Sequence[Segment | None]) -> list[Sum]:
         sums = []
-        for section, full in enumerate(self._fulls):
+        for section, full in enumerate(self.fulls):
             fulls = [
                 full if segment is None else segment.tensor(self._starts[section], full.numel(), full.dtype)
                 for segment in segments
             ]
-            for piece in self._plans[section].pieces(self._rank, section):
+            for piece in self._plans[section].pieces(self._transport.local_ranks.rank, section):
                 for block in blocks(piece):
                     terms = [block.of_full(each) for each in fulls]
-                    sums.append(block_sum(block, terms, self._shard_dtypes[section], self._scratch.view))
+                    sums.append(Sum(block, terms, self._shard_dtypes[section], self._scratch.view))
         return sums
+
+    def sums(self, slots: tuple[_Key, ...], opened: dict[_Key, Segment]) -> list[Sum]:
+        """The sums of what lies in the ranks' slots; this rank's own is not among the ``opened`` ones."""
+        if slots not in self.known:
+            self.known[slots] = self._make([opened.get(slot) for slot in slots])
+        return self.known[slots]

@@ -169,10 +169,6 @@ class HostPassBarrier:
         self._local_ranks = local_ranks
         self._counters = Counters(segment, start, local_ranks.rank, local_ranks.size)
 
-    @staticmethod
-    def nbytes(size: int) -> int:
-        return Counters.nbytes(size)
-
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
         counters, local_ranks = self._counters, self._local_ranks
         local_ranks.refuse_child(doing)
@@ -183,19 +179,20 @@ class HostPassBarrier:
         local_ranks.wait(counters, 8 * number, doing)
         for rank in range(local_ranks.size):
             said = counters.of(rank)  # perhaps a pass ahead, if it has noticed and was reset
-            if (said >> (said // 8 - number)) & 1 != kind:
-                here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
+            is_other = (said >> (said // 8 - number)) & 1 != kind
+            if not is_other and counters.noted(rank) == steps:
+                continue
+            here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
+            if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
                     f"backward. All ranks must run the same ones, as often as each other"
                 )
-            if counters.noted(rank) != steps:
-                here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
-                raise RuntimeError(
-                    f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
-                    f"{counters.noted(rank)}: one of them has left out a micro-batch or a step. All ranks must take as "
-                    f"many micro-batches for each step of the optimizer"
-                )
+            raise RuntimeError(
+                f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
+                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step. All ranks must take as "
+                f"many micro-batches for each step of the optimizer"
+            )
 
     def leave(self, doing: str) -> None:
         if self.give_up():

@@ -24,11 +24,10 @@ from fullshard.buffer.plan import Piece
 from fullshard.buffer.sections import align
 from fullshard.comm.messages import Direction, Round, plan_rounds
 from fullshard.comm.staging import NO_LEASE, SHARED, Lease
-from fullshard.comm.sums import Sum, block_sum, blocks, check_summable, scratch_bytes
+from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import (
     Copies,
     GatherRoute,
-    MovesPrivately,
     Nowhere,
     ReduceRoute,
     Reduction,
@@ -62,7 +61,7 @@ _SUM = Reduction()
 Message = tuple[list[torch.Tensor], int]
 
 
-class PointToPointTransport(MovesPrivately):
+class PointToPointTransport(Transport):
     """Moves buffers by messages between ranks.
 
     Args:
@@ -77,18 +76,15 @@ class PointToPointTransport(MovesPrivately):
         self._limits = (staging, large)
         self._native = native
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """See :class:`~fullshard.comm.transport.Transport`; ``tag`` is not used for small groups of two ranks."""
+        """Small groups of two ranks do not use ``tag``."""
         if self._native is not None and _is_small(transfers, process_group):
             return self._native.gather_route(transfers, process_group, tag)
         check_transfers(transfers, process_group.size(), one_dtype=True)
         return _MessageRoute("gather", transfers, process_group, tag, *self._limits) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """See :class:`~fullshard.comm.transport.Transport`; ``Reduction.sum_only`` is always so.
+        """``Reduction.sum_only`` is always so.
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
         """
@@ -297,7 +293,7 @@ class _MessageRoute:
             self._full(block) if rank == self._rank else self._staged(lease, starts[rank], block, offset)
             for rank in range(len(self._peers) + 1)
         ]
-        return block_sum(block, terms, self._shard_dtypes[piece.section], lease.view)
+        return Sum(block, terms, self._shard_dtypes[piece.section], lease.view)
 
     def _full(self, piece: Piece) -> torch.Tensor:
         return piece.of_full(self._fulls[piece.section])

@@ -72,14 +72,28 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
         tensor.div_(divisor)
 
 
-@dataclass
 class Sum:
-    """One block of a shard: the sum of as many terms as there are ranks, in their order."""
+    """One block of a shard: the sum of the terms of all ranks, in their order.
 
-    block: Piece
-    terms: list[torch.Tensor]
-    total: torch.Tensor | None  # where to add them up, if not in the shard itself
-    term: torch.Tensor | None  # where to convert each to the dtype of the sum, if it is another
+    Args:
+        block: where it is written.
+        terms: as many as there are ranks.
+        shard_dtype: of what is written.
+        scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
+    """
+
+    def __init__(
+        self,
+        block: Piece,
+        terms: list[torch.Tensor],
+        shard_dtype: torch.dtype,
+        scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
+    ) -> None:
+        dtype, sum_dtype = terms[0].dtype, SUM_DTYPES[terms[0].dtype]
+        self.block, self.terms = block, terms
+        #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
+        self.total = scratch(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
+        self.term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
         first, *others = self.terms
@@ -117,23 +131,6 @@ def check_summable(transfers: Sequence[Transfer]) -> None:
                 f"point-to-point reductions add {', '.join(map(str, SUM_DTYPES))}, got {transfer.full.dtype}: "
                 f"reduce in one of these, or set FULLSHARD_TRANSPORT=collective"
             )
-
-
-def block_sum(
-    block: Piece,
-    terms: list[torch.Tensor],
-    shard_dtype: torch.dtype,
-    scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
-) -> Sum:
-    """The sum of a block's ``terms``.
-
-    Args:
-        scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
-    """
-    dtype, sum_dtype = terms[0].dtype, SUM_DTYPES[terms[0].dtype]
-    total = scratch(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
-    term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
-    return Sum(block, terms, total, term)
 
 
 def scratch_bytes(dtype: torch.dtype, shard_dtype: torch.dtype) -> int:

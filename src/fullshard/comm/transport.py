@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,6 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.shared_memory import Segment
 from fullshard.device import Done, Pending
-
-
-class MovesPrivately:
-    """The methods that are the same for every transport whose ranks have memory of their own."""
-
-    gradient_buffers = 1
-
-    @property
-    def private(self) -> Self:
-        return self
-
-    def share(self, nbytes: int) -> SharedMemory | None:
-        return None
-
-    def meet(self, memory: SharedMemory | None) -> bool:
-        return False
-
-    def reset(self) -> None:
-        return
-
-    def let_go(self) -> None:
-        return
 
 
 class Transfer(NamedTuple):
@@ -197,8 +175,8 @@ class SharedMemory:
         return self.tensor(start, numel, dtype)
 
 
-class Transport(Protocol):
-    """The transitions of a buffer that need other ranks.
+class Transport:
+    """The transitions of a buffer that need other ranks. The defaults are for ranks that have memory of their own.
 
     A route must be started by all ranks of ``process_group``, each with its own of equal plans and tags; to make one
     communicates nothing. From ``start`` on its buffers belong to the transport until ``finish`` returns (on a device
@@ -207,38 +185,36 @@ class Transport(Protocol):
 
     name: str
     #: How many gradient buffers a backward uses at once, unless the user says.
-    gradient_buffers: int
+    gradient_buffers = 1
 
     @property
     def private(self) -> Transport:
         """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
-        ...
+        return self
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
-        ...
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def share(self, nbytes: int) -> SharedMemory | None:
         """Memory for a full buffer that all ranks will see once they :meth:`meet`, so that a gather moves nothing.
 
         ``None`` if ranks have memory of their own. It communicates nothing.
         """
-        ...
+        return None
 
     def meet(self, memory: SharedMemory | None) -> bool:
         """Let all ranks see what each has in its part of ``memory``; ``None`` for a rank that has none yet.
 
         Every rank must call it, with memory of the same size. Returns whether there is enough to share.
         """
-        ...
+        return False
 
     def reset(self) -> None:
         """Forget the reductions that an error cut short. Every rank must call it."""
-        ...
 
     def let_go(self) -> None:
         """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
-        ...
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``.
@@ -249,7 +225,7 @@ class Transport(Protocol):
         Raises:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
         """
-        ...
+        raise NotImplementedError(f"transport '{self.name}' does not gather")
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
@@ -263,4 +239,4 @@ class Transport(Protocol):
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
             TypeError: a dtype that the transport cannot add up.
         """
-        ...
+        raise NotImplementedError(f"transport '{self.name}' does not reduce")
