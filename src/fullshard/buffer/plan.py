@@ -171,7 +171,7 @@ class Plan:
     @property
     def end(self) -> int:
         """Where in the full buffer the last parameter ends; what follows is padding."""
-        return _end(self.params, self.full_offsets)
+        return self.full_offsets[-1] + self.params[-1].numel if self.params else 0
 
     def held(self, rank: int) -> int:
         """Elements of the full buffer that ``rank`` owns."""
@@ -261,41 +261,30 @@ def make_plan(
 @lru_cache(maxsize=4096)
 def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
-    if layout == "flat":
-        end = _end(params, full_offsets)
-        shard_numel = -(-end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
-        return Plan(params, world_size, layout, full_offsets, world_size * shard_numel, (), shard_numel, alignment)
-    if layout != "even":
+    plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment)
+    if layout == "even":
+        return _select(plan, tuple(range(len(params))))
+    if layout != "flat":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
-    shard_offsets, shard_numel = _place_chunks(params, world_size, alignment)
-    return Plan(params, world_size, layout, full_offsets, full_numel, shard_offsets, shard_numel, alignment)
+    shard_numel = -(-plan.end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
+    return replace(plan, full_numel=world_size * shard_numel, shard_numel=shard_numel)
 
 
 @lru_cache(maxsize=4096)
 def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
+    """Some parameters of *even*, in a shard of their own; that of a single rank is the full buffer, if it has all."""
     params = tuple(plan.params[i] for i in chosen)
-    shard_offsets, shard_numel = _place_chunks(params, plan.world_size, plan.alignment)
     full_offsets = tuple(plan.full_offsets[i] for i in chosen)
+    alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
+    shard_offsets, end = _place((math.prod(param.chunk_shape(0, plan.world_size)) for param in params), alignment)
+    shard_numel = _align(end, plan.alignment)  # so that the next rank's begins on a boundary too
     return replace(plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel)
 
 
-def _place_chunks(params: Sequence[ParamShape], world_size: int, alignment: int) -> tuple[tuple[int, ...], int]:
-    """Where in a shard each chunk begins, and the size of a shard, so that the next rank's begins on a boundary too.
-
-    The shard of a single rank is the full buffer.
-    """
-    largest = (math.prod(param.chunk_shape(0, world_size)) for param in params)
-    offsets, numel = _place(largest, math.gcd(CHUNK_ALIGNMENT, alignment) if world_size > 1 else alignment)
-    return offsets, _align(numel, alignment)
-
-
 def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:
+    """Where each begins, on multiples of ``alignment``, and where the last ends."""
     ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=0))
     return tuple(ends[:-1]), ends[-1]
-
-
-def _end(params: Sequence[ParamShape], full_offsets: Sequence[int]) -> int:
-    return full_offsets[-1] + params[-1].numel if params else 0
 
 
 def _align(numel: int, alignment: int) -> int:

@@ -44,7 +44,6 @@ class Round:
     straight: tuple[Piece, ...] = ()  # pieces that need no staging
     whole: tuple[Staged, ...] = ()  # pieces with messages of their own
     packed: tuple[Staged, ...] = ()  # pieces that share a message
-    packed_start: int = 0  # where in staging that message begins
     nbytes: int = 0  # the staging at the receiver, which that message ends
 
     @property
@@ -52,8 +51,13 @@ class Round:
         return self.whole + self.packed
 
     @property
+    def packed_start(self) -> int:
+        """Where in staging the shared message begins."""
+        return self.packed[0].offset if self.packed else self.nbytes
+
+    @property
     def packed_bytes(self) -> int:
-        return self.nbytes - self.packed_start if self.packed else 0
+        return self.nbytes - self.packed_start
 
 
 @lru_cache(maxsize=2048)
@@ -101,25 +105,23 @@ def _fill(
     whole: Sequence[Piece], packed: Sequence[Piece], itemsizes: Sequence[int], large: int, capacity: int
 ) -> Iterator[Round]:
     """Rounds of at most ``capacity`` bytes, in which pieces that do not fit go on in the next."""
-    chosen: tuple[list[Staged], list[Staged]] = ([], [])
-    packed_start = end = 0
-    for pieces, taken in ((whole, chosen[0]), (packed, chosen[1])):
-        packed_start = end
-        for piece in pieces:
-            itemsize = itemsizes[piece.section]
-            rest: Piece | None = piece
-            while rest is not None:
-                room = capacity - end
-                is_worthwhile = room >= min(large, rest.numel * itemsize)
-                head, tail = rest.split(room // itemsize) if is_worthwhile else (None, rest)
-                if head is None:
-                    yield Round((), tuple(chosen[0]), tuple(chosen[1]), packed_start, end)
-                    chosen[0].clear()
-                    chosen[1].clear()
-                    packed_start = end = 0
-                else:
-                    taken.append(Staged(head, end))
-                    end = align(end + head.numel * itemsize)
-                rest = tail
+    apart: list[Staged] = []
+    shared: list[Staged] = []
+    end = 0
+    for piece, chosen in [*((piece, apart) for piece in whole), *((piece, shared) for piece in packed)]:
+        itemsize = itemsizes[piece.section]
+        rest: Piece | None = piece
+        while rest is not None:
+            room = capacity - end
+            is_worthwhile = room >= min(large, rest.numel * itemsize)
+            head, rest = rest.split(room // itemsize) if is_worthwhile else (None, rest)
+            if head is not None:
+                chosen.append(Staged(head, end))
+                end = align(end + head.numel * itemsize)
+            if rest is not None:
+                yield Round((), tuple(apart), tuple(shared), end)
+                apart.clear()
+                shared.clear()
+                end = 0
     if end:
-        yield Round((), tuple(chosen[0]), tuple(chosen[1]), packed_start, end)
+        yield Round((), tuple(apart), tuple(shared), end)
