@@ -16,8 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.transport import ReduceRoute, Reduction, Transfer
+from fullshard.comm.transport import ReduceRoute, Reduction, Transfer, Transport
 from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
@@ -112,13 +111,12 @@ class WrappedUnit(Unit):
             module._buffers[name] = module._buffers[name].to(dtype)  # type: ignore[union-attr]
 
 
-class _HookTransport(CollectiveTransport):
+class _HookTransport(Transport):
     """Reduces flat sections by a hook, which compresses, sums and divides itself."""
 
     name = "hook"
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        super().__init__()
         self._hook = hook
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
