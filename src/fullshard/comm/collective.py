@@ -35,7 +35,6 @@ from fullshard.comm.transport import (
     Transfer,
     Transport,
     alias,
-    check_transfers,
 )
 from fullshard.device import Pending
 from fullshard.policies import AllGather, Comm, ReduceScatter
@@ -63,17 +62,15 @@ class CollectiveTransport(Transport):
             return self._all_gather.allocate((nbytes,), dtype=torch.uint8, device=device)
         return super().allocate(nbytes, device)
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """The order of calls is enough, ``tag`` is not used."""
-        check_transfers(transfers, process_group.size(), one_dtype=True)
         if not any(transfer.shard.numel() for transfer in transfers):
             return Nowhere()
         return _AllGatherRoute(transfers, process_group, self._all_gather)
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """The order of calls is enough, ``tag`` is not used."""
-        check_transfers(transfers, process_group.size(), one_dtype=False)
-        return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter) if transfers else Nowhere()
+        return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter)
 
 
 class _Messages:

@@ -28,7 +28,6 @@ from fullshard.comm.staging import Lease
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import (
     GatherRoute,
-    Nowhere,
     ReduceRoute,
     Reduction,
     SharedMemory,
@@ -36,7 +35,6 @@ from fullshard.comm.transport import (
     Transfer,
     Transport,
     alias,
-    check_transfers,
 )
 from fullshard.device import Pending
 
@@ -132,11 +130,11 @@ class HostTransport(Transport):
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """For values that lie in memory of this rank alone."""
         return self.private.gather_route(transfers, process_group, tag)
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
         messages.
 
@@ -145,11 +143,8 @@ class HostTransport(Transport):
         Raises:
             RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
         """
-        if not transfers:
-            return Nowhere()
         if self._slots.address_of(transfer.full for transfer in transfers) is None:
             return self.private.reduce_route(transfers, process_group, tag)
-        check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
         route = _HostReduceRoute(self, transfers, tag, self._scratch)
         self._routes.add(route)

@@ -15,12 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
-from fullshard.torch_private import all_gather_single, timeout_of
+from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
 #: first is about what a wake-up costs; ranks that wait for longer leave their core to threads that compute.
@@ -75,34 +74,27 @@ class LocalRanks:
         nbytes = segment.address.nbytes if segment is not None else 0
         with suppress(OSError):
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
-        said = self._from_all(nbytes, *(common.address if common is not None else (0, 0, 0, 0)))
-        for rank, (other, *_) in enumerate(said):
+        process_group = self._process_group()
+        said = gather_objects((nbytes, common.address if common is not None else None), process_group)
+        for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
                 raise ValueError(
                     f"rank {self.global_rank(rank)} needs {other} bytes for what rank {self.global_rank(0)} keeps in "
                     f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
                     f"set FULLSHARD_TRANSPORT=p2p"
                 )
-        address = Address(*said[0][1:])
+        address: Address | None = said[0][1]
         with suppress(OSError):
-            if address.nbytes:
+            if address is not None:
                 common = common or Segment.open(address)
                 look = Segment.open(address, mmap.MAP_PRIVATE)
-        everyone = all(done for (done,) in self._from_all(look is not None))
+        everyone = all(gather_objects(look is not None, process_group))
         if segment is None or common is None or look is None or not everyone:
             return False
         segment.become(common)
         if view is not None:
             view.become(look)
         return True
-
-    def _from_all(self, *values: int) -> list[list[int]]:
-        """The numbers that all ranks give, in the order of ranks."""
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-        every = torch.empty(self.size * len(values), dtype=torch.int64, device="cpu")
-        all_gather_single(every, mine, group=self._process_group())
-        found: list[list[int]] = every.view(self.size, -1).tolist()
-        return found
 
     def wait(self, counters: Counters, value: int, doing: str) -> None:
         """Return when all the others have come to ``value``.

@@ -28,13 +28,11 @@ from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import (
     Copies,
     GatherRoute,
-    Nowhere,
     ReduceRoute,
     Reduction,
     Transfer,
     Transport,
     alias,
-    check_transfers,
 )
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -76,14 +74,13 @@ class PointToPointTransport(Transport):
         self._limits = (staging, large)
         self._native = native
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """Small groups of two ranks do not use ``tag``."""
         if self._native is not None and _is_small(transfers, process_group):
             return self._native.gather_route(transfers, process_group, tag)
-        check_transfers(transfers, process_group.size(), one_dtype=True)
-        return _MessageRoute("gather", transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageRoute("gather", transfers, process_group, tag, *self._limits)
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """``Reduction.sum_only`` is always so.
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
@@ -91,9 +88,8 @@ class PointToPointTransport(Transport):
         full_precision = all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)
         if self._native is not None and full_precision and _is_small(transfers, process_group):
             return self._native.reduce_route(transfers, process_group, tag)
-        check_transfers(transfers, process_group.size(), one_dtype=False)
         check_summable(transfers)
-        return _MessageRoute("reduce", transfers, process_group, tag, *self._limits) if transfers else Nowhere()
+        return _MessageRoute("reduce", transfers, process_group, tag, *self._limits)
 
 
 def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -> bool:

@@ -32,9 +32,6 @@ class Lease:
         self.device = memory.device
         self._start = memory.storage_offset() * memory.itemsize
 
-    def __lt__(self, other: Lease) -> bool:
-        return self.index < other.index
-
     def view(self, dtype: torch.dtype, start: int, shape: Sequence[int]) -> torch.Tensor:
         """A contiguous tensor in the buffer that begins ``start`` bytes into it."""
         empty = torch.empty(0, dtype=dtype, device=self.device)
@@ -50,7 +47,7 @@ class Staging:
     """Buffers that exchanges take in turn."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[object, list[Lease]] = defaultdict(list)
+        self._free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
         self._made = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
@@ -64,7 +61,7 @@ class Staging:
         free = self._free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
-            lease = heapq.heappop(free)
+            _, lease = heapq.heappop(free)
         else:
             with torch.inference_mode(False):
                 lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, place)
@@ -76,18 +73,18 @@ class Staging:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        heapq.heappush(self._free[lease.place], lease)
+        heapq.heappush(self._free[lease.place], (lease.index, lease))
 
     @property
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next exchange."""
-        return sum(lease.nbytes for free in self._free.values() for lease in free)
+        return sum(lease.nbytes for free in self._free.values() for _, lease in free)
 
     def drop(self) -> int:
         """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
         dropped = self.nbytes_free
         for free in self._free.values():
-            for lease in free:
+            for _, lease in free:
                 lease.storage.resize_(0)
                 lease.nbytes = 0
         return dropped

@@ -225,7 +225,8 @@ class Transport:
         Raises:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
         """
-        raise NotImplementedError(f"transport '{self.name}' does not gather")
+        check_transfers(transfers, process_group.size(), one_dtype=True)
+        return self._gather_route(transfers, process_group, tag) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
@@ -239,4 +240,11 @@ class Transport:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
             TypeError: a dtype that the transport cannot add up.
         """
+        check_transfers(transfers, process_group.size(), one_dtype=False)
+        return self._reduce_route(transfers, process_group, tag) if transfers else Nowhere()
+
+    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+        raise NotImplementedError(f"transport '{self.name}' does not gather")
+
+    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         raise NotImplementedError(f"transport '{self.name}' does not reduce")

@@ -119,7 +119,7 @@ class _HookTransport(Transport):
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
         return _HookRoute([transfer.full for transfer in transfers], self._hook)
 
 
