@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from typing_extensions import deprecated
 
-from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.native import process_group_memory, symmetric_memory
+from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter
 from fullshard.schedule.checks import EmptiedBuffers

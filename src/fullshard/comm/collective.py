@@ -14,6 +14,7 @@ The copies between the last two are the pieces of the plans: few, whatever the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,16 @@ from fullshard.comm.transport import (
 )
 from fullshard.device import Pending
 from fullshard.policies import AllGather, Comm, ReduceScatter
-from fullshard.torch_private import foreach_copy, start_all_gather, start_reduce_scatter, storage_id
+from fullshard.torch_private import (
+    all_gather_single,
+    allocating_backend,
+    foreach_copy,
+    reduce_scatter_single,
+    start_all_gather,
+    start_reduce_scatter,
+    storage_id,
+    symm_mem,
+)
 
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 
@@ -326,3 +336,74 @@ def _divide(started: Sequence[tuple[object, _Call, Scaling]], shards: Sequence[t
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs: not every backend moves and adds them as they are."""
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
+
+
+# -- in memory that the communicator knows, as zero-copy transfers need it ---------------------------------------------
+
+
+def process_group_memory(group: Any) -> CollectiveTransport:
+    """Collectives in memory that ``group`` allocates; its backend must have an allocator for the device."""
+
+    def allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        backend = allocating_backend(group, device)
+        assert backend is not None, f"{group} has no allocator for {device}"
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(tuple(size))
+
+    return CollectiveTransport(_GatherIn(allocate), _ReduceIn(allocate))
+
+
+def symmetric_memory(group: Any, backend: str = "NCCL") -> CollectiveTransport:
+    """Collectives in symmetric memory of ``backend``.
+
+    Raises:
+        ValueError: another backend than NCCL.
+    """
+    if backend != "NCCL":
+        raise ValueError(f"symmetric memory is supported with the NCCL backend, got {backend!r}")
+    known: set[int] = set()
+
+    def allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
+            return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def make_known(*tensors: torch.Tensor) -> None:
+        """Every rank makes its memory known to the others, once for each piece."""
+        for tensor in tensors:
+            if tensor.data_ptr() not in known:
+                symm_mem.rendezvous(tensor, group=group)
+                known.add(tensor.data_ptr())
+
+    return CollectiveTransport(_GatherIn(allocate, make_known), _ReduceIn(allocate, make_known))
+
+
+class _In(Comm):
+    """A collective in memory that ``allocate`` makes; ``make_known`` tells the other ranks of tensors before use."""
+
+    def __init__(
+        self, allocate: Callable[..., torch.Tensor], make_known: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self._allocate, self._make_known = allocate, make_known
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._allocate(size, dtype, device)
+
+
+class _GatherIn(_In, AllGather):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._make_known(output_tensor)
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _ReduceIn(_In, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._make_known(input_tensor, output_tensor)
+        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
