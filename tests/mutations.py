@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation("comm/point_to_point.py", "foreach_copy(*self._own)", "pass"),
     Mutation("comm/point_to_point.py", "large = min(large, capacity)", "large = 2 * capacity"),
     Mutation("comm/point_to_point.py", "foreach_copy(*planned.before)", "pass"),
-    Mutation("comm/point_to_point.py", "SHARED.give_back(self._lease)", "pass"),
+    Mutation("comm/point_to_point.py", "SHARED.give_back(self.lease)", "pass"),
     Mutation("comm/point_to_point.py", "start += align(leaving.packed_bytes)", "start += 0"),
     # the wrapper
     Mutation("wrapper/unit.py", "root.failed = False", "pass"),

@@ -27,16 +27,7 @@ from fullshard.buffer.sections import starts, views
 from fullshard.comm.process_group import backend_name, wait_for
 from fullshard.comm.staging import NO_LEASE, SHARED, Lease
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import (
-    Copies,
-    GatherRoute,
-    Nowhere,
-    ReduceRoute,
-    Reduction,
-    Transfer,
-    Transport,
-    alias,
-)
+from fullshard.comm.transport import Copies, GatherRoute, Nowhere, ReduceRoute, Reduction, Transfer, Transport, alias
 from fullshard.device import Pending
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
@@ -291,31 +282,23 @@ class _ReduceScatterRoute(_Route):
         return calls
 
 
+@dataclass(eq=False, slots=True)
 class _PendingCollectives:
     """Collectives on their way, ``started`` as tuples that begin with their works, and what follows them."""
 
-    __slots__ = ("_complete", "_lease", "_started", "_what")
-
-    def __init__(
-        self,
-        what: str,
-        started: Sequence[tuple[Any, ...]],
-        complete: Callable[[], None] | None,
-        lease: Lease,
-    ) -> None:
-        self._what = what
-        self._started = started
-        self._complete = complete
-        self._lease = lease
+    what: str
+    started: Sequence[tuple[Any, ...]]
+    complete: Callable[[], None] | None
+    lease: Lease
 
     def finish(self) -> None:
-        for work, *_ in self._started:
+        for work, *_ in self.started:
             if work is not None:
-                wait_for(work, self._what)
-        if self._complete is not None:
-            self._complete()
-        if self._lease is not NO_LEASE:
-            SHARED.give_back(self._lease)
+                wait_for(work, self.what)
+        if self.complete is not None:
+            self.complete()
+        if self.lease is not NO_LEASE:
+            SHARED.give_back(self.lease)
 
 
 def _divide(started: Sequence[tuple[object, _Call, Scaling]], shards: Sequence[torch.Tensor]) -> None:

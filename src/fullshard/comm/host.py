@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -262,26 +263,19 @@ class _Slots:
             self._files.popleft()
 
 
+@dataclass(eq=False)
 class _PendingHostReduction(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
-    def __init__(
-        self,
-        transport: HostTransport,
-        route: _HostReduceRoute,
-        number: int,
-        shards: Sequence[torch.Tensor],
-        divisor: float,
-    ) -> None:
-        self._transport = transport
-        self.route = route
-        self.number = number
-        self.shards = shards
-        self.divisor = divisor
-        self.is_read = False
+    transport: HostTransport
+    route: _HostReduceRoute
+    number: int
+    shards: Sequence[torch.Tensor]
+    divisor: float
+    is_read: bool = False
 
     def finish(self) -> None:
-        self._transport.read_up_to(self.number)
+        self.transport.read_up_to(self.number)
         if not self.is_read:
             raise RuntimeError(
                 f"a reduction (tag {self.route.tag}) was lost when reset_iter_state() was called after an error, "
@@ -289,8 +283,8 @@ class _PendingHostReduction(StillRead):
             )
 
     def wait(self) -> None:
-        transport = self._transport
-        transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
+        local_ranks, done = self.transport.local_ranks, self.transport.done
+        local_ranks.wait(done, self.number, "a reduction, to be read by the other ranks")
 
 
 class _HostReduceRoute:

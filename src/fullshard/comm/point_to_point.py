@@ -25,15 +25,7 @@ from fullshard.buffer.sections import align
 from fullshard.comm.messages import Direction, Round, plan_rounds
 from fullshard.comm.staging import NO_LEASE, SHARED, Lease
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import (
-    Copies,
-    GatherRoute,
-    ReduceRoute,
-    Reduction,
-    Transfer,
-    Transport,
-    alias,
-)
+from fullshard.comm.transport import Copies, GatherRoute, ReduceRoute, Reduction, Transfer, Transport, alias
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
 
@@ -107,58 +99,52 @@ class _BoundRound:
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
+@dataclass(eq=False)
 class _Exchange:
     """Rounds of messages on their way.
 
     Args:
         what: its name in errors.
+        process_group, tag: of its messages.
         rounds: in the memory of ``lease``.
         shards: where a reduction writes its sums, divided by ``divisor``.
     """
 
-    def __init__(
-        self,
-        what: str,
-        process_group: dist.ProcessGroup,
-        tag: int,
-        rounds: Sequence[_BoundRound],
-        lease: Lease,
-        shards: Sequence[torch.Tensor],
-        divisor: float,
-    ) -> None:
-        self._what = what
-        self._process_group = process_group
-        self._tag = _FIRST_TAG + tag
-        self._rounds = rounds
-        self._lease = lease
-        self._shards = shards
-        self._divisor = divisor
-        self._works: list[list[tuple[dist.Work, int]]] = []
-        for planned in rounds[:_DEPTH]:
+    what: str
+    process_group: dist.ProcessGroup
+    tag: int
+    rounds: Sequence[_BoundRound]
+    lease: Lease
+    shards: Sequence[torch.Tensor]
+    divisor: float
+    works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
+
+    def start(self) -> None:
+        for planned in self.rounds[:_DEPTH]:
             self._post(planned)
 
     def _post(self, planned: _BoundRound) -> None:
-        group, tag = self._process_group, self._tag
+        group, tag = self.process_group, _FIRST_TAG + self.tag
         works = [(group.recv(tensors, peer, tag), peer) for tensors, peer in planned.receives]
         foreach_copy(*planned.before)
         works += [(group.send(tensors, peer, tag), peer) for tensors, peer in planned.sends]
-        self._works.append(works)
+        self.works.append(works)
 
     def finish(self) -> None:
         failure: Exception | None = None
-        for index, arrived in enumerate(self._rounds):
-            self._wait(self._works[index])
+        for index, arrived in enumerate(self.rounds):
+            self._wait(self.works[index])
             if failure is None:
                 try:
                     foreach_copy(*arrived.after)
                     for total in arrived.sums:
-                        total.write(self._shards, self._divisor)
+                        total.write(self.shards, self.divisor)
                 except Exception as error:
                     failure = error  # the peers wait for the other rounds: raised when they have them
-            if index + _DEPTH < len(self._rounds):
-                self._post(self._rounds[index + _DEPTH])
-        if self._lease is not NO_LEASE:
-            SHARED.give_back(self._lease)
+            if index + _DEPTH < len(self.rounds):
+                self._post(self.rounds[index + _DEPTH])
+        if self.lease is not NO_LEASE:
+            SHARED.give_back(self.lease)
         if failure is not None:
             raise failure
 
@@ -168,10 +154,10 @@ class _Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                group = self._process_group
+                group = self.process_group
                 here, there = dist.get_global_rank(group, group.rank()), dist.get_global_rank(group, peer)
                 raise RuntimeError(
-                    f"rank {here} lost rank {there} in a point-to-point {self._what} (tag {self._tag - _FIRST_TAG}), "
+                    f"rank {here} lost rank {there} in a point-to-point {self.what} (tag {self.tag}), "
                     f"look there for the first error: {error}"
                 ) from error
         works.clear()
@@ -232,6 +218,7 @@ class _MessageRoute:
                 self._bound[lease.index] = rounds
         what = "all-gather" if self._gathers else "reduce-scatter"
         exchange = _Exchange(what, self._process_group, self._tag, rounds, lease, shards, reduction.divisor)
+        exchange.start()
         foreach_copy(*self._own)
         return exchange
 
