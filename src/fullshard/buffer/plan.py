@@ -1,8 +1,9 @@
 """Where the parameters of a group lie, and which part of them each rank owns.
 
-A :class:`Plan` is integer arithmetic: it knows shapes and a number of ranks, no tensor, no dtype and no process group.
+A :class:`Plan` is integer arithmetic: it knows shapes and a number of ranks, no memory, no dtype and no process group.
 It owns two maps, both in elements, from parameters to the *full buffer* that every rank sees while a group is gathered
-and to the *shard* that each rank keeps; buffers turn them into memory and transports turn them into messages.
+and to the *shard* that each rank keeps. Together they are a list of strided copies, each a :class:`Piece`: buffers turn
+it into memory, and transports into messages.
 
 The full buffer is parameter-major in every layout, so that an unsharded parameter is a view of it. Two layouts cut it::
 
@@ -93,6 +94,7 @@ class Piece:
     """Elements that lie regularly in the full buffer and in a shard, or in the shards of all ranks: a strided copy.
 
     Everything is in elements. Shapes have as few dims as both sides allow: most pieces are contiguous and have one.
+    Of 3 rows of 8 elements, cut along dim 1 over 4 ranks, rank 2 has ``Piece((3, 2), 4, (8, 1), 0, (2, 1))``.
 
     Args:
         shape: of the elements.

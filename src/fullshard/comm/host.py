@@ -90,17 +90,15 @@ class HostTransport(Transport):
     @classmethod
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
-        known = _known.get(process_group)
-        if known is None:
-            known = _known[process_group] = cls._make(meet(process_group), messages)
-        return known
-
-    @classmethod
-    def _make(cls, met: LocalRanks | str, messages: PointToPointTransport) -> HostTransport | str:
-        if isinstance(met, str):
-            return met
-        control = Segment.reserve(cls.control_bytes(met.size))
-        return cls(met, control, messages) if met.share(control) else "a rank could not map memory of another"
+        if process_group not in _known:
+            met = meet(process_group)
+            made: HostTransport | str = "a rank could not map memory of another"
+            if isinstance(met, str):
+                made = met
+            elif met.share(control := Segment.reserve(cls.control_bytes(met.size))):
+                made = cls(met, control, messages)
+            _known[process_group] = made
+        return _known[process_group]
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
