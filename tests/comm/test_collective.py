@@ -193,12 +193,22 @@ def test_one_collective_serves_all_sections_of_a_dtype_in_a_reduction(
     assert [source.dtype for _, source in recorder.calls] == [torch.float32, torch.bfloat16]
 
 
-def test_a_flat_section_moves_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("flat", (Section(torch.float32, LARGE),)),
+        Case("even", (Section(torch.float32, (((64, 16), 0),)),)),
+    ],
+    ids=["flat", "even"],
+)
+def test_a_section_that_is_the_shards_end_to_end_moves_without_a_copy(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder = Recorder(monkeypatch)
     SHARED.drop()
     with fake_world(4):
         assert dist.group.WORLD is not None
-        (transfer,) = transfers_of(Case("flat", (Section(torch.float32, LARGE),)), 4)
+        (transfer,) = transfers_of(case, 4)
         gather(CollectiveTransport(), [transfer], dist.group.WORLD, 0).finish()
         reduce(CollectiveTransport(), [transfer], dist.group.WORLD, 1, Reduction(4)).finish()
     full, shard = transfer.full.data_ptr(), transfer.shard.data_ptr()
