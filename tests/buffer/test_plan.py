@@ -184,7 +184,7 @@ def test_equal_parameters_at_equal_distances_are_one_piece() -> None:
 def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:
     for piece in plan.pieces(0):
         head, rest = piece.split(numel)
-        assert [*filter(None, (head, rest))]
+        assert head is not None or rest is not None
         assert head is None or head.numel <= max(numel, piece.row)
         parts = [place for part in (head, rest) if part is not None for place in places(plan, part)]
         assert parts == places(plan, piece)
