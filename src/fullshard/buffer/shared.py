@@ -16,7 +16,6 @@ import mmap
 import torch
 
 from fullshard.buffer.shared_memory import Segment, page_faults
-from fullshard.buffer.slots import SlotPool
 from fullshard.device import PASSED, Mark
 from fullshard.torch_private import storage_id
 
@@ -26,7 +25,7 @@ _USES = 64
 
 
 class SharedBuffer:
-    """A full buffer that ranks share; it has the methods of a :class:`~fullshard.buffer.slots.SlotBuffer`.
+    """A full buffer that ranks share; it is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
 
     Args:
         view: memory that all ranks map, as this one reads it.
@@ -35,7 +34,6 @@ class SharedBuffer:
     """
 
     takes_turns = False
-    keeps_values = False
     _faults_seen = 0  # in all of this process, when a buffer was last given back
 
     def __init__(self, view: Segment, start: int, nbytes: int) -> None:
@@ -98,9 +96,6 @@ class SharedBuffer:
     def _tell_children(self) -> None:
         """Let forked processes see what the views show now; they see a private copy in any case."""
         self._view.pages.own = self._everything if self.in_use and not self._is_private else ()
-
-    def move(self, pool: SlotPool) -> None:
-        """Does nothing: it takes no slots."""
 
     def keep_memory(self, keep: bool) -> None:
         """Does nothing: it has memory of its own, at one address."""
