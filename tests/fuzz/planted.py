@@ -18,7 +18,7 @@ from fullshard.group import gradients as gradients_module
 from fullshard.group.full_buffer import GatheredBuffer
 from fullshard.group.gradients import Gradients, _PendingReduction
 from fullshard.group.group import Group
-from fullshard.group.shared_chunks import SharedChunks
+from fullshard.group.memory import SharedChunks
 from fullshard.schedule.unit import Unit
 
 Plant = Callable[[pytest.MonkeyPatch], None]

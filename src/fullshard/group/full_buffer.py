@@ -22,11 +22,10 @@ from fullshard.comm.transport import GatherRoute, Transfer
 from fullshard.device import PASSED, Done, Mark, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
-from fullshard.group.memory import Memory
+from fullshard.group.memory import Memory, SharedChunks
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
-from fullshard.group.shared_chunks import SharedChunks
 from fullshard.torch_private import (
     in_backward,
     is_traceable_subclass,
