@@ -7,6 +7,7 @@ that the ranks of a host share, and has nothing to gather. The group decides whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -213,7 +214,11 @@ class GatheredBuffer(FullBuffer):
         self._values = values
         filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._end_gather if memory.needs_staging else None
-        start = self._start if self._extensions is None else partial(self._extensions.start, self._start)
+        start: Callable[[], Pending] = self._start
+        if self._extensions is not None:
+            start = partial(self._extensions.start, start)
+        elif self._route is not None and self._post_forward is None and then is None:
+            start = self._route.start
         return self._group.comm.lanes.gather.run(start, then, (ready, filled, clock.written))
 
     def _start(self) -> Pending:

@@ -38,7 +38,8 @@ class Group(TrainedGroup):
         self._copies = 0
         self.has_custom_communication = False
         self.summoned: Any = None  # what the modules show while they show private full copies
-        self.users = 0  # units of other groups that need this one too: parameters tied across groups
+        #: The units that need it now: several where parameters are tied across groups.
+        self.users: set[object] = set()
         self._build()
 
     # -- memory ------------------------------------------------------------------------------------------------------

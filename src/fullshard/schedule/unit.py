@@ -46,10 +46,7 @@ class Phase(Enum):
 class Use:
     """One forward call; ``entered`` is the number of the backward that has begun on it and has not ended."""
 
-    __slots__ = ("entered",)
-
-    def __init__(self) -> None:
-        self.entered = 0
+    entered = 0
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -116,7 +113,6 @@ class Unit:
         self._is_opaque = False
         self._entered = 0  # uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
-        self._holds = False  # whether this unit is counted among the users of its groups
 
     def __repr__(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
@@ -226,17 +222,13 @@ class Unit:
         self.phase, self._is_opaque = Phase.IDLE, False
 
     def _hold(self) -> None:
-        """Count this unit among the users of groups: a tied group stays unsharded while any unit needs it."""
-        if not self._holds:
-            self._holds = True
-            for group in self.needed:
-                group.users += 1
+        """Be a user of groups: a tied group stays unsharded while any unit needs it."""
+        for group in self.needed:
+            group.users.add(self)
 
     def _release(self) -> None:
-        if self._holds:
-            self._holds = False
-            for group in self.needed:
-                group.users -= 1
+        for group in self.needed:
+            group.users.discard(self)
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self.mp_policy.param_dtype
@@ -289,7 +281,8 @@ class Unit:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
-        schedule.begin_backward()
+        if not schedule.is_in_backward:
+            schedule.begin_backward()
         if use.entered == schedule.backwards:
             return
         use.entered = schedule.backwards
@@ -304,7 +297,8 @@ class Unit:
         """Runs when autograd has the gradients of the inputs."""
         schedule = self.schedule
         assert schedule is not None
-        schedule.begin_backward()
+        if not schedule.is_in_backward:
+            schedule.begin_backward()
         if use.entered == schedule.backwards:
             self._entered -= 1
             use.entered = 0
@@ -372,10 +366,9 @@ class Unit:
         self.phase = Phase.IDLE
         self._entered, self._is_differentiated, self._is_opaque = 0, False, False
         self._to_run.clear()
-        self._holds = False
         self._use = Use()
         for group in self.groups:
-            group.users = 0
+            group.users.clear()
             group.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -383,7 +376,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
-        twin._to_run, twin._use, twin._holds = set(), Use(), False
+        twin._to_run, twin._use = set(), Use()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
