@@ -146,7 +146,12 @@ def gather(
 
     Returns:
         the whole tensors by the index of their parameter, in the parameter's shape, on the compute device.
+
+    Raises:
+        RuntimeError: parameters are still on the meta device.
     """
+    if group.memory.has_meta:
+        group.memory.refuse_meta()
     found: dict[int, torch.Tensor] = {}
     dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
     memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
@@ -171,8 +176,6 @@ def gather(
 
 @torch.no_grad()
 def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
-    if group.memory.has_meta:
-        group.memory.refuse_meta()
     values = gather(group, [param.held for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]

@@ -161,8 +161,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             initialise.sync_module_states(found, [each.get_buffer(name) for each, name in buffers], data, device)
         self._fsdp_wrapped_module = module
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-        unit = WrappedUnit(self, device, precision, auto_reshard, buffers)
-        unit.ignored, unit.extents = {id(param) for param in kept}, extents
+        unit = WrappedUnit(self, device, precision, auto_reshard)
+        unit.ignored, unit.extents, unit.buffers = {id(param) for param in kept}, extents, buffers
         unit.prefetches_backward = _PREFETCH[self.backward_prefetch]
         unit.prefetches_forward = forward_prefetch or device.type == "cpu"
         if found:
@@ -218,10 +218,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks to shard over, or, where nothing is sharded, to replicate over; ``None`` without parameters."""
-        for each in self.fsdp_modules(self):
-            for group in each._unit.groups:
-                return group.data.shard_group or group.data.replicate_group
-        return None
+        groups = (group.data for each in self.fsdp_modules(self) for group in each._unit.groups)
+        return next((data.shard_group or data.replicate_group for data in groups), None)
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
@@ -230,12 +228,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield (_unwrapped(name) if self._is_summoned else name), param
+            yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield (_unwrapped(name) if self._is_summoned else name), buffer
+            yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
@@ -360,10 +358,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     __deepcopy__, free_buffers = FSDPModule.__deepcopy__, FSDPModule.free_buffers
-
-
-def _unwrapped(name: str) -> str:
-    return name.replace(f"{WRAPPED_NAME}.", "")
 
 
 def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool) -> None:

@@ -245,15 +245,10 @@ def sync_module_states(
         while plain:
             ends = accumulate(tensor.nbytes for tensor in plain)
             count = max(1, sum(end <= _BUCKET_BYTES for end in ends))
-            _broadcast(plain[:count], groups, device)
-            del plain[:count]
-
-
-def _broadcast(bucket: list[Tensor], groups: list[dist.ProcessGroup], device: torch.device) -> None:
-    """Send tensors in one message, as bytes: not every backend knows every dtype."""
-    pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]
-    flat = (torch.cat(pieces) if len(pieces) > 1 else pieces[0]).to(device)
-    for group in groups:
-        dist.broadcast(flat, group=group, group_src=0)
-    for tensor, piece in zip(bucket, flat.split([tensor.nbytes for tensor in bucket]), strict=True):
-        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            bucket, plain = plain[:count], plain[count:]
+            pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]  # not every backend knows every dtype
+            message = (torch.cat(pieces) if count > 1 else pieces[0]).to(device)
+            for group in groups:
+                dist.broadcast(message, group=group, group_src=0)
+            for tensor, piece in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
+                tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

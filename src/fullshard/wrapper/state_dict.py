@@ -277,8 +277,6 @@ def _is_dropped(config: StateDictConfig, group: Group) -> bool:
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
     """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
-    if group.memory.has_meta:
-        group.memory.refuse_meta()
     summoned: FullGroup | None = group.summoned
     if summoned is None:
         whole = gather(group, [param.held for param in group.params])

@@ -30,19 +30,12 @@ class WrappedUnit(Unit):
 
     tree = (*Unit.tree, "buffers", "buffer_dtypes")
 
-    def __init__(
-        self,
-        wrapper: nn.Module,
-        device: torch.device,
-        precision: MixedPrecision,
-        auto_reshard: bool,
-        buffers: list[tuple[nn.Module, str]],
-    ) -> None:
+    def __init__(self, wrapper: nn.Module, device: torch.device, precision: MixedPrecision, auto_reshard: bool) -> None:
         dtypes = precision.param_dtype, precision.reduce_dtype, None
         self._policy = MixedPrecisionPolicy(*dtypes, precision.cast_forward_inputs)
         super().__init__((wrapper,), device, self._policy, auto_reshard)
         self.precision = precision
-        self.buffers = buffers
+        self.buffers: list[tuple[nn.Module, str]] = []
         #: The original dtypes of buffers that were cast, by module and name, which state dicts restore.
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._in_full = False
