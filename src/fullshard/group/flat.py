@@ -149,7 +149,7 @@ class Fragment(ShardedParameter):
         self._run = plan.fragment(position, rank)
         self._place = plan.place(position, rank)
 
-    def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
+    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         if self.data.shard_size == 1:
             return whole
         return whole.permute(self.order).reshape(-1)[slice(*self._run)]

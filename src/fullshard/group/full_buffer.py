@@ -28,6 +28,7 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.torch_private import (
+    foreach_copy,
     in_backward,
     is_traceable_subclass,
     make_dtensor,
@@ -60,12 +61,11 @@ class PostForwardShard:
         self.shown: dict[int, nn.Parameter] = {}
         for section, full, shard in zip(sections, full_views, views, strict=True):
             transfers.append(Transfer(section.plan, full, shard))
+            pieces = section.plan.pieces(mesh.shard_rank)
+            foreach_copy([piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces])
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
-                param = group.params[index]
-                assert param.unsharded_local is not None
-                local.copy_(param.chunk_of(param.unsharded_local, mesh.shard_rank, mesh.shard_size))
-                if param.unsharded_spec is None:
-                    self.shown[index] = self._as_parameter(param, local)
+                if group.params[index].unsharded_spec is None:
+                    self.shown[index] = self._as_parameter(group.params[index], local)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
         #: A reader of the small shard waits for the copies that filled it.

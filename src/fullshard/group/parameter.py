@@ -134,15 +134,15 @@ class ShardedParameter:
         shaped = flat.view(tuple(memory_shape))
         return shaped if self._is_contiguous or shaped.ndim < len(self.shape) else shaped.permute(self._inverse)
 
-    def chunk_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
-        """The part of an unsharded tensor that ``rank`` (of the group's ranks, or of others) holds, as a view."""
-        return self.rows_of(whole, rank, world_size)
+    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of an unsharded tensor that ``rank`` holds, as a view."""
+        return self.rows_of(whole, rank)
 
-    def rows_of(self, whole: torch.Tensor, rank: int, world_size: int | None = None) -> torch.Tensor:
+    def rows_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The part that a DTensor sharded along ``dim`` has on ``rank``."""
         if self.dim is None:
             return whole
-        start, stop = self._cut.chunk(rank, world_size or self.data.shard_size)
+        start, stop = self._cut.chunk(rank, self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
