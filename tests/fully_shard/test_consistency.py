@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from tests.fully_shard.cases import inputs
+from tests.fully_shard.cases import environment, inputs
 from tests.harness import World, ranks
+from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 
@@ -64,11 +65,15 @@ class Halves(nn.Module):
         return x @ self.weights[which].t()
 
 
-@ranks(2, transport="collective")
-def test_ranks_that_reduce_other_parameters_are_told(world: World) -> None:
-    halves = fullshard.fully_shard(Halves())
-    with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
-        halves(inputs(), world.rank).sum().backward()
+@ranks(2)
+@pytest.mark.parametrize("transport", ["p2p", "collective", "host, gradients as messages"])
+def test_ranks_that_reduce_other_parameters_are_told(world: World, transport: str) -> None:
+    """Where gradients lie in shared memory too, ranks tell each other with each reduction."""
+    name, *apart = transport.split(",")
+    with environment(FULLSHARD_TRANSPORT=name), memory_swap(not apart):
+        halves = fullshard.fully_shard(Halves())
+        with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
+            halves(inputs(), world.rank).sum().backward()
 
 
 @ranks(2, transport="collective")
@@ -126,10 +131,14 @@ def test_ranks_of_one_mind_go_on(world: World, wrapped: bool) -> None:
         optimizer.zero_grad()
 
 
-@ranks(4, transport="collective")
-def test_replicas_that_take_other_micro_batches_are_told(world: World) -> None:
+@ranks(4)
+@pytest.mark.parametrize(
+    "transport", ["host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2p", "collective"))]
+)
+def test_replicas_that_take_other_micro_batches_are_told(world: World, transport: str) -> None:
     """Both ranks of a replica leave one out: only the all-reduce between replicas is wrong."""
-    routed = fullshard.fully_shard(seeded(Routed), mesh=world.mesh(2, 2, names=("replicate", "shard")))
+    with environment(FULLSHARD_TRANSPORT=transport):
+        routed = fullshard.fully_shard(seeded(Routed), mesh=world.mesh(2, 2, names=("replicate", "shard")))
     optimizer = torch.optim.SGD(routed.parameters(), lr=0.1)
 
     def train() -> None:

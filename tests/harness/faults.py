@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fullshard.buffer import slots
+from fullshard.schedule import passes
 
 
 class Fault(Exception):
@@ -34,5 +35,6 @@ def memory_swap(available: bool = False) -> Iterator[None]:
     """Let storages exchange their memory only if ``available``, and it can be done; torch 2.11 has no way to."""
     with pytest.MonkeyPatch.context() as patch:
         if not available:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
+            for module in (slots, passes):
+                patch.setattr(module, "CAN_SWAP_MEMORY", False)
         yield

@@ -25,7 +25,7 @@ from fullshard.comm.transport import PassBarrier
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
 from fullshard.group.verify import first_difference
-from fullshard.torch_private import all_gather_single
+from fullshard.torch_private import CAN_SWAP_MEMORY, all_gather_single
 
 Kind = Literal["forward", "backward"]
 
@@ -107,17 +107,7 @@ class Consistency:
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
         for process_group in self._process_groups:
-            # Ranks that share memory compare while they wait for one another.
-            calls = [
-                (group, reduced)
-                for group, reduced in self.calls
-                if group.memory.shared is None
-                and (
-                    group.data.shard_group is process_group
-                    or (reduced and group.data.replicate_group is process_group and group.options.all_reduce_gradients)
-                )
-            ]
-            if calls:
+            if calls := [call for call in self.calls if _is_compared(*call, process_group)]:
                 self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device))
         self.calls.clear()
 
@@ -134,6 +124,15 @@ class Consistency:
         """Forget a pass that an error cut short."""
         self.calls.clear()
         self._under_way.clear()
+
+
+def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
+    """Whether a call needs ranks of a process group that do not compare while they wait for one another anyway, as they
+    do in memory that they share."""
+    if process_group is group.data.replicate_group:
+        return bool(reduced) and group.options.all_reduce_gradients
+    in_memory = group.memory.shared is not None and (not reduced or CAN_SWAP_MEMORY)
+    return process_group is group.data.shard_group and not in_memory
 
 
 class _Comparison:
