@@ -23,11 +23,6 @@ def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     return _backends(process_group).get(device.type, "")
 
 
-def device_types(process_group: dist.ProcessGroup | None) -> list[str]:
-    """The types of devices whose tensors a process group moves."""
-    return list(_backends(process_group))
-
-
 def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
     """The name of each backend, by the type of device that it serves."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
@@ -75,7 +70,7 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None) -> Any
 
 def _encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """On a device whose tensors the process group moves: the CPU, if it can be."""
-    devices = device_types(process_group)
+    devices = list(_backends(process_group))
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     return data.to("cpu" if "cpu" in devices else devices[0])
 
