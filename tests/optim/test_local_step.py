@@ -82,21 +82,6 @@ def test_steps_are_those_of_plain_tensors(world: World, name: str) -> None:
         assert isinstance(mine, DTensor) == (one not in ("step", "eta", "mu", "mu_product"))
 
 
-@ALL
-def test_optimizers_of_torch_only_add_to_their_state(name: str) -> None:
-    """What a step looks for afterwards relies on it."""
-    cls, options = OPTIMIZERS[name]
-    param = nn.Parameter(torch.ones(3))
-    optimizer = cls([param], **options)
-    values: list[Tensor] = []
-    for _ in range(4):
-        param.grad = torch.rand(3)
-        optimizer.step()
-        now = list(optimizer.state[param].values())
-        assert all(one is other for one, other in zip(now, values or now, strict=True))
-        values = now
-
-
 @ranks(2)
 def test_state_that_is_missing_is_made_anew(world: World) -> None:
     pair = Pair(torch.optim.SGD, momentum=0.9)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -221,11 +221,8 @@ class _LocalStep:
     def _end(self, optimizer: Optimizer) -> None:
         self._running = None
         self._take_back()
-        if optimizer.state is not self._theirs:  # replaced after an exception
-            return
-        # Torch's own classes only add to their state.
-        known = type(optimizer) in _ELEMENTWISE
-        if self._seen_here.has_grown(self._state) if known else not self._seen_here.is_still(self._state):
+        was_replaced = optimizer.state is not self._theirs  # after an exception
+        if not was_replaced and not self._seen_here.is_still(self._state):
             self._bring_home(optimizer.state)
             self._seen, self._seen_here = _Seen(optimizer.state), _Seen(self._state)
 
@@ -271,30 +268,24 @@ def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
 
 
 class _Seen:
-    """The objects that were in a state, to tell whether one was replaced."""
+    """The objects that were in a state, to tell whether one was replaced. It is asked twice in every step."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._all = list(state.values())
         self._entries = [entry for entry in self._all if isinstance(entry, dict)]
-        self._values = [value for entry in self._entries for value in entry.values()]
-        self._has_gaps = any(value is None for value in self._values)
+        self._values = self._inside()
 
     def is_still(self, state: Mapping[Any, Any]) -> bool:
-        if not _same(state.values(), self._all):
-            return False
-        return _same(chain.from_iterable(map(dict.values, self._entries)), self._values)
+        return _same(state.values(), self._all) and _same(self._inside(), self._values)
 
-    def has_grown(self, state: Mapping[Any, Any]) -> bool:
-        """Whether something was added; half the time of ``is_still`` where nothing else can have happened."""
-        return len(state) != len(self._all) or sum(map(len, self._entries)) != len(self._values) or self._has_gaps
+    def _inside(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._entries)))
 
 
-def _same(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Whether two iterables give the same objects. Not a line of Python is run for each: it is asked in every step."""
-    return all(map(is_, chain(one, _END), chain(other, _END)))
+def _same(one: Collection[Any], other: Collection[Any]) -> bool:
+    """Whether two collections have the same objects, in the same order. Not a line of Python is run for each."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
-
-_END = (object(),)
 
 _steps: weakref.WeakKeyDictionary[Optimizer, _LocalStep] = weakref.WeakKeyDictionary()
 
