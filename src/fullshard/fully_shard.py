@@ -129,7 +129,7 @@ def fully_shard(
                     fully_shard(inner, **{**options, **overrides})
     after_forward = True if reshard_after_forward is None else reshard_after_forward
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
-    if data.shards and type(after_forward) is int and after_forward == 1:
+    if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
@@ -243,7 +243,7 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
         raise ValueError(
             f"reshard_after_forward must be a bool, an int (how many ranks to reshard to) or None, got {choice!r}"
         )
-    if not data.shards:
+    if data.shard_group is None:
         return False, None
     if isinstance(choice, bool):
         return choice, None
@@ -316,7 +316,7 @@ def _by_mesh(
                 raise InvalidShardPlacement(f"for parameter '{locations[0].full_name}': {error}") from error
             placement = result.placement
             if result.device_mesh is not None and result.device_mesh != data.mesh:
-                if not data.shards:
+                if data.shard_group is None:
                     raise ValueError(
                         f"shard_placement_fn names a mesh for parameter '{locations[0].full_name}', but the mesh given "
                         f"to fully_shard only replicates"

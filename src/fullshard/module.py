@@ -207,7 +207,7 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
-                group.options.reshard_after_forward = reshard_after_forward and group.data.shards
+                group.options.reshard_after_forward = reshard_after_forward and group.data.shard_group is not None
                 group.options.post_forward_mesh = None
             if unit.schedule is not None:
                 unit.schedule.size_slots()

@@ -114,8 +114,6 @@ def test_all_ranks_shard_by_default(world: World, strategy: Any) -> None:
         return
     assert found is (strategy or FULL)
     assert ranks_of(data) == (None, every)
-    assert data.shards
-    assert not data.replicates
     assert data.mesh.mesh.tolist() == every
     assert data.shard_group is dist.group.WORLD
 
@@ -124,7 +122,7 @@ def test_all_ranks_shard_by_default(world: World, strategy: Any) -> None:
 def test_no_shard_replicates(world: World) -> None:
     with pytest.warns(FutureWarning, match="DistributedDataParallel"):
         _, data = resolve(NO_SHARD)
-    assert (data.shards, data.replicates, data.mesh.ndim) == (False, True, 1)
+    assert data.mesh.ndim == 1
     assert ranks_of(data) == (list(range(world.size)), None)
 
 
@@ -221,7 +219,7 @@ def test_a_child_of_a_mesh(world: World, strategy: Any) -> None:
     _, data = resolve(strategy, device_mesh=mesh)
     assert data.mesh is mesh
     assert (data.shard_group or data.replicate_group) is mesh.get_group()
-    assert data.shards is (strategy is FULL)
+    assert (data.shard_group is not None) is (strategy is FULL)
     assert resolve(strategy, device_mesh=mesh)[1] is data
 
 

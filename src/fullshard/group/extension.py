@@ -86,7 +86,9 @@ class _Extended:
             local = local.to(group.device, non_blocking=True)
         before = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
         count = len(inspect.signature(before).parameters)
-        mesh = group.data.shard_mesh
+        mesh = group.data.mesh
+        if mesh.ndim > 1:
+            mesh = mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
         if count == 1:
             inputs, self._metadata = before(mesh)
         elif count == 5:

@@ -289,7 +289,7 @@ class FlatModuleParameters(ModuleParameters):
                 group.params[index].sharded = flat
             self._flats.append((first.home, flat_name(number), flat, section))
         super().prepare()
-        if not self._flats and not group.data.shards and group.data.replicate_size > 1:
+        if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
                 param.watch(partial(self._receive, index))  # type: ignore[attr-defined]
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]

@@ -6,7 +6,7 @@ to the parameters what a DTensor on such a mesh looks like.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -25,19 +25,19 @@ class DataMesh:
 
     Args:
         mesh: 1-D, or 2-D as replicate by shard.
-        shards: whether the last dim shards; a mesh that only replicates is 1-D.
-        replicates: whether the first dim replicates.
+        shard_group: the ranks that shard with this one; ``None`` for a mesh that only replicates.
+        replicate_group: the ranks that hold the same as this one; ``None`` for a mesh that only shards.
         spmd_mesh: the full mesh on which the parameters are already DTensors, if one was given.
-        dims: which of its dims are data-parallel.
+        shard_dims: which of its dims shard.
+        spmd_dims: which of its dims are data-parallel.
     """
 
     mesh: DeviceMesh
-    shards: bool = True
-    replicates: bool = False
-    spmd_mesh: DeviceMesh | None = None
-    dims: DataParallelMeshDims | None = None
     shard_group: dist.ProcessGroup | None = None
     replicate_group: dist.ProcessGroup | None = None
+    spmd_mesh: DeviceMesh | None = None
+    shard_dims: tuple[int, ...] = ()
+    spmd_dims: tuple[int, ...] = ()
 
     @cached_property
     def shard_size(self) -> int:
@@ -50,21 +50,6 @@ class DataMesh:
     @cached_property
     def replicate_size(self) -> int:
         return self.replicate_group.size() if self.replicate_group is not None else 1
-
-    @property
-    def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that shard with this one."""
-        if self.mesh.ndim == 1:
-            return self.mesh
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return self.mesh[names[-1]]
-
-    @property
-    def spmd_dims(self) -> list[int]:
-        """Which dims of ``spmd_mesh`` are data-parallel."""
-        names = self.spmd_mesh.mesh_dim_names if self.spmd_mesh is not None else None
-        return [names.index(name) for name in self.dims.names] if names and self.dims else []
 
 
 def default_mesh() -> DeviceMesh:
@@ -86,7 +71,7 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     if dims is not None:
         return _named(mesh, dims)
     if mesh.ndim == 1:
-        return DataMesh(mesh, shard_group=_process_group(mesh, 0))
+        return DataMesh(mesh, _process_group(mesh, 0))
     if mesh.ndim != 2:
         raise ValueError(
             f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name its data-parallel dims with dp_mesh_dims"
@@ -94,29 +79,33 @@ def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> Dat
     assert mesh.mesh_dim_names is not None, (
         f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
     )
-    return DataMesh(mesh, True, True, shard_group=_process_group(mesh, 1), replicate_group=_process_group(mesh, 0))
+    return DataMesh(mesh, _process_group(mesh, 1), _process_group(mesh, 0))
 
 
 def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-    if mesh.mesh_dim_names is None:
+    known = mesh.mesh_dim_names
+    if known is None:
         raise ValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} was made without mesh_dim_names")
     for name in dims.names:
-        if name not in mesh.mesh_dim_names:
-            raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {mesh.mesh_dim_names}")
-    shard, replicate = (
-        (mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))) if names else None
-        for names in (dims.shard_names, dims.replicate_names)
-    )
+        if name not in known:
+            raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {known}")
+    shard, replicate = _axis(mesh, dims.shard_names), _axis(mesh, dims.replicate_names)
     axes = [axis for axis in (replicate, shard) if axis is not None]
     return DataMesh(
         concatenate_meshes(axes) if len(axes) == 2 else axes[0],
-        shards=shard is not None,
-        replicates=replicate is not None,
-        spmd_mesh=mesh,
-        dims=dims,
-        shard_group=_process_group(shard, 0) if shard is not None else None,
-        replicate_group=_process_group(replicate, 0) if replicate is not None else None,
+        _process_group(shard, 0) if shard is not None else None,
+        _process_group(replicate, 0) if replicate is not None else None,
+        mesh,
+        tuple(map(known.index, dims.shard_names)),
+        tuple(map(known.index, dims.names)),
     )
+
+
+def _axis(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """Some dims of a mesh as one."""
+    if len(names) > 1:
+        return flatten_mesh(mesh[tuple(names)], "_".join(names))
+    return mesh[names[0]] if names else None
 
 
 def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
@@ -142,6 +131,7 @@ def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
 
 @lru_cache(maxsize=64)
 def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
+    """Groups end with the process group that they were ``made_in``."""
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
@@ -156,10 +146,8 @@ def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
 
 @lru_cache(maxsize=64)
 def _smaller_mesh(ranks: tuple[int, ...], size: int, device_type: str, made_in: object) -> DataMesh:
-    """Groups end with the process group that they were ``made_in``."""
     rows = torch.tensor(ranks, device="cpu").view(-1, size)
-    here = (rows == dist.get_rank()).nonzero()[0]
-    shard = dist.new_group(rows[here[0]].tolist(), use_local_synchronization=True)
-    replicate = dist.new_group(rows[:, here[1]].tolist(), use_local_synchronization=True)
+    row, column = (rows == dist.get_rank()).nonzero()[0]
+    shard, replicate = (_made_group(tuple(some.tolist()), made_in) for some in (rows[row], rows[:, column]))
     mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=("replicate", "shard"))
-    return DataMesh(mesh, True, True, shard_group=shard, replicate_group=replicate)
+    return DataMesh(mesh, shard, replicate)

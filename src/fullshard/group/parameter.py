@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
@@ -155,7 +156,7 @@ class ShardedParameter:
         return self.chunk_shape(0)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:
-        if not self.data.shards or not self.shape:
+        if self.data.shard_group is None or not self.shape:
             return None
         dim = 0 if placement is None else placement.dim
         if not -len(self.shape) <= dim < len(self.shape):
@@ -233,52 +234,47 @@ class ShardedParameter:
                 )
             return sharding_spec(self.data.mesh, self._placements(), whole.shape, whole.stride(), whole.dtype)
         if self.data.spmd_mesh is not None:
-            return self._spec_on_full_mesh(self.unsharded_spec)
+            return self._spec_on_full_mesh(self.data.spmd_mesh, self.unsharded_spec)
         mesh = concatenate_meshes([self.data.mesh, self.unsharded_spec.mesh])
         return altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
     def _placements(self, before: int = -1) -> list[Placement]:
         """The placements on the data mesh, which comes before those dims of tensor parallel that cut a dim again."""
-        if not self.data.shards:
+        if self.data.shard_group is None:
             return [Replicate()]
         placement: Placement = Replicate()
         if self.dim is not None:
             parts = 1 if self.unsharded_spec is None else parts_of(self.unsharded_spec, self.dim, before)
             placement = Shard(self.dim) if parts == 1 else StridedShard(self.dim, split_factor=parts)
-        return [Replicate(), placement] if self.data.replicates else [placement]
+        return [Replicate(), placement] if self.data.replicate_group is not None else [placement]
 
-    def _spec_on_full_mesh(self, before: DTensorSpec) -> DTensorSpec:
-        mesh, dims = self.data.spmd_mesh, self.data.dims
-        assert mesh is not None
-        assert dims is not None
-        assert mesh.mesh_dim_names is not None
+    def _spec_on_full_mesh(self, mesh: DeviceMesh, before: DTensorSpec) -> DTensorSpec:
         if before.mesh != mesh:
             raise ValueError(
                 f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
             )
-        names = mesh.mesh_dim_names
+        names, shard_dims, placements = mesh.mesh_dim_names or (), self.data.shard_dims, list(before.placements)
         for at in self.data.spmd_dims:
-            if not before.placements[at].is_replicate():
+            if not placements[at].is_replicate():
                 raise ValueError(
                     f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{names[at]}', found "
-                    f"{before.placements[at]}"
+                    f"{placements[at]}"
                 )
-        placements = list(before.placements)
-        if not dims.shard_names:
+        if not shard_dims:
             return altered_spec(before, mesh)
-        first = names.index(dims.shard_names[0])
-        if len(dims.shard_names) == 1:
+        first = shard_dims[0]
+        if len(shard_dims) == 1:
             placements[first] = self._placements(first)[-1]
             return altered_spec(before, mesh, placements)
         # Several dims that shard become one axis, beside it the replicating one, in the place of the first of them.
         meshes, flattened = [], []
-        for i, name in enumerate(names):
-            if i == first:
+        for at, name in enumerate(names):
+            if at == first:
                 meshes.append(self.data.mesh)
                 flattened += self._placements(first)
-            elif name not in dims.names:
+            elif at not in self.data.spmd_dims:
                 meshes.append(mesh[name])
-                flattened.append(placements[i])
+                flattened.append(placements[at])
         return altered_spec(before, concatenate_meshes(meshes), flattened)
 
     def place(self, local: torch.Tensor) -> None:

@@ -84,8 +84,7 @@ def strategy_and_mesh(
     if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
         mesh = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 and mesh.mesh_dim_names else mesh
         shard_group, replicate_group = None, mesh.get_group()
-    kinds = shard_group is not None, replicate_group is not None
-    return strategy, _data_mesh(mesh, *kinds, shard_group=shard_group, replicate_group=replicate_group)
+    return strategy, _data_mesh(mesh, shard_group, replicate_group)
 
 
 @lru_cache(maxsize=64)

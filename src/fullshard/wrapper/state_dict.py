@@ -328,7 +328,7 @@ def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tens
 def _local_shard(group: Group, number: int) -> DTensor:
     """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
     data, section, shard = group.data, group.sections[number], group.memory.shards[number]
-    placements = [Replicate(), Shard(0)] if data.replicates else [Shard(0)]
+    placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
     spec = sharding_spec(data.mesh, placements, torch.Size((section.plan.end,)), (1,), section.dtype)
     give_own_storage(local := shard.detach()[: section.plan.held(data.shard_rank)])
     return make_dtensor(local, spec)
