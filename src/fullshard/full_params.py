@@ -109,15 +109,14 @@ class FullGroup:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        rank = self._group.data.shard_rank
         for index in self._full:
             param, full = self._group.params[index], self._group.module_params.shown_full(index)
             if full is None:
                 continue
-            param.held.copy_(param.chunk_of(local_tensor(full), rank))
+            param.held.copy_(param.chunk_of(local_tensor(full)))
             grad = param.gradient
             if full.grad is not None and grad is not None:
-                grad.copy_(param.chunk_of(local_tensor(full.grad), rank))
+                grad.copy_(param.chunk_of(local_tensor(full.grad)))
 
     def close(self) -> None:
         if self._group.summoned is not self:
@@ -203,7 +202,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:
     """A subclass that gathers in a form of its own is summoned as its plain values."""
     group, dim = param.data.shard_group, param.dim or 0
-    plain = torch.zeros(param.padded_shape, dtype=param.dtype, device=param.local.device)
+    plain = torch.zeros(param.chunk_shape(0), dtype=param.dtype, device=param.local.device)
     if part is not None:
         plain.narrow(dim, 0, part.shape[dim]).copy_(part)
     if group is None:

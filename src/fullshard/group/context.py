@@ -224,18 +224,18 @@ class GroupContext:
                 sections.setdefault((param.section, param.overridden_dtype), []).append(index)
         firsts = [self.params[members[0]] for members in sections.values()]
         self.sections = tuple(
-            Section(first.dtype, tuple(members), self.plan(members, first.dtype))
+            Section(first.dtype, tuple(members), self.plan(members))
             for first, members in zip(firsts, sections.values(), strict=True)
         )
         for section in self.sections:
             for position, index in enumerate(section.members):
-                self.params[index].fit(section.plan, position, self.data.shard_rank)
+                self.params[index].fit(section.plan, position)
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
-    def plan(self, members: Sequence[int], dtype: torch.dtype) -> Plan:
+    def plan(self, members: Sequence[int]) -> Plan:
         """How parameters of one dtype lie."""
-        layout, alignment = self.params[members[0]].layout(dtype)
-        return make_plan([self.params[i].plan_shape for i in members], self.data.shard_size, layout, alignment)
+        shapes = [self.params[i].plan_shape for i in members]
+        return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout)
 
     def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
         """The dtype in which a parameter is gathered. Integers and packed formats stay."""

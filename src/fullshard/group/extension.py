@@ -15,21 +15,10 @@ from typing import Any
 
 import torch
 
-from fullshard.device import Pending
+from fullshard.device import Done, Pending
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import all_gather_single, local_of
-
-
-class _All:
-    """Communication that is complete when all of its parts are."""
-
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def finish(self) -> None:
-        for part in self._parts:
-            part.finish()
 
 
 class _Extended:
@@ -48,6 +37,7 @@ class _Extended:
         self._outputs: tuple[torch.Tensor, ...] = ()
         self._inner: tuple[torch.Tensor, ...] = ()
         self._metadata: Any = None
+        self._stride = torch.empty(param.shape, device="meta").stride()
         self._work: list[tuple[Any, ...]] = []
 
     # -- communication -----------------------------------------------------------------------------------------------
@@ -84,23 +74,19 @@ class _Extended:
         local = local_of(param.sharded)  # type: ignore[arg-type]
         if group.offloads:
             local = local.to(group.device, non_blocking=True)
-        before = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        count = len(inspect.signature(before).parameters)
         mesh = group.data.mesh
         if mesh.ndim > 1:
             mesh = mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
-        if count == 1:
-            inputs, self._metadata = before(mesh)
-        elif count == 5:
-            module = param.locations[0].module
-            policy = group.policy_of(param)
-            inputs, self._metadata = before(mesh, param.shape, _stride(param.shape), module, policy)
-        else:
+        before = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        count = len(inspect.signature(before).parameters)
+        if count not in (1, 5):
             raise AssertionError(
                 f"fsdp_pre_all_gather of parameter '{param.name}' takes {count} arguments; it must take "
                 f"(mesh, outer_size, outer_stride, module, mp_policy), or the mesh alone"
             )
-        expected = param.padded_shape
+        given = (mesh, param.shape, self._stride, param.locations[0].module, group.policy_of(param))
+        inputs, self._metadata = before(*given[:count])
+        expected = param.chunk_shape(0)
         if self._is_uneven:
             inputs = [_padded(t, expected[0]) if t.shape[0] == local.shape[0] else t for t in inputs]
         compared = len(expected) if param.dim else int(self._is_uneven)  # dims that must be as expected
@@ -124,7 +110,7 @@ class _Extended:
         if param.unsharded is None:
             whole, inner = after(self._outputs, self._metadata, dtype)
             self._inner = tuple(inner)
-            param.make_unsharded(whole.as_strided(param.shape, _stride(param.shape), 0))
+            param.make_unsharded(whole.as_strided(param.shape, self._stride, 0))
             return
         _allocate(self._inner)
         after(self._outputs, self._metadata, dtype, out=param.unsharded)
@@ -136,20 +122,25 @@ class _Extended:
 
 
 class ExtensionGather:
-    """The parameters of a group that define how they are gathered."""
+    """The gather of a group with parameters that define how they are gathered."""
 
     def __init__(self, group: GroupContext) -> None:
         self._extended = [_Extended(group, param) for param in group.params if param.extends]
+        self._others: Pending = Done()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, start_others: Callable[[], Pending]) -> Pending:
         """Gather them after others. Users' code comes first: what raises there leaves no communication under way."""
         inputs = [each.inputs() for each in self._extended]
-        others = start_others()
+        self._others = start_others()
         for each, sent in zip(self._extended, inputs, strict=True):
             each.start(sent)
-        return _All((others, *self._extended))
+        return self
+
+    def finish(self) -> None:
+        for part in (self._others, *self._extended):
+            part.finish()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -177,10 +168,4 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    if tensor.shape[0] == rows:
-        return tensor
     return torch.cat([tensor, tensor.new_zeros((rows - tensor.shape[0], *tensor.shape[1:]))])
-
-
-def _stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

@@ -138,18 +138,19 @@ class Fragment(ShardedParameter):
     def heed_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
-    def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
+    @property
+    def layout(self) -> tuple[LayoutName, int]:
         return "flat", self._alignment
 
     @property
     def section(self) -> object:
         return self.stored_as, self.dtype  # a cut never moves once it was made
 
-    def fit(self, plan: Plan, position: int, rank: int) -> None:
-        self._run = plan.fragment(position, rank)
-        self._place = plan.place(position, rank)
+    def fit(self, plan: Plan, position: int) -> None:
+        self._run = plan.fragment(position, self.data.shard_rank)
+        self._place = plan.place(position, self.data.shard_rank)
 
-    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         if self.data.shard_size == 1:
             return whole
         return whole.permute(self.order).reshape(-1)[slice(*self._run)]
@@ -161,11 +162,9 @@ class Fragment(ShardedParameter):
 
     @property
     def held(self) -> torch.Tensor:
-        if not self.placed:
-            return super().held
         if self.home is None:
-            return self.sharded.detach()
-        return self._part(self.flat) if self.flat is not None else self.local
+            return super().held
+        return self.local if self.flat is None else self._part(self.flat)
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:
         start, shape = self._place
@@ -179,26 +178,25 @@ class Fragment(ShardedParameter):
         self.spec = altered_spec(self.spec, dtype=self.dtype)
 
     def place(self, local: torch.Tensor) -> None:
-        self.local = local
-        before, whole = self.sharded, not self.placed
-        self.placed = True
+        before, is_first = self.sharded, not self.placed
+        self.local, self.placed = local, True
         if self.home is not None:
-            if whole:
+            if is_first:
                 self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
                 nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
                 self.stands_in = nothing.as_subclass(Hidden)
                 self.stands_in.param = self
             return
-        grad = before.grad
-        if grad is not None and whole:
+        grad = before.grad if is_first else None
+        if grad is not None:
             before.grad = None
         if isinstance(before, DTensor) or before.is_meta != local.is_meta:
             self.sharded = nn.Parameter(local, requires_grad=before.requires_grad)
             self.sharded.__dict__.update(before.__dict__)
         else:
             before.data = local
-        if grad is not None and whole:
-            self.sharded.grad = self.chunk_of(grad, self.data.shard_rank).clone()
+        if grad is not None:
+            self.sharded.grad = self.chunk_of(grad).clone()
 
     @property
     def gradient(self) -> torch.Tensor | None:

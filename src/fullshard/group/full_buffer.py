@@ -26,15 +26,15 @@ from fullshard.group.extension import ExtensionGather
 from fullshard.group.memory import Memory, SharedChunks
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
-from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
+from fullshard.group.parameter import chunk_views, whole_views
 from fullshard.torch_private import (
+    altered_spec,
     foreach_copy,
     in_backward,
     is_traceable_subclass,
     make_dtensor,
     plain_parts,
     set_versions,
-    sharding_spec,
     version_of,
 )
 
@@ -48,8 +48,6 @@ class PostForwardShard:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, group: GroupContext, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
-        self._group = group
-        self._mesh = mesh
         sections = [
             Section(section.dtype, section.members, make_plan(section.plan.params, mesh.shard_size))
             for section in group.sections
@@ -64,19 +62,15 @@ class PostForwardShard:
             pieces = section.plan.pieces(mesh.shard_rank)
             foreach_copy([piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces])
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
-                if group.params[index].unsharded_spec is None:
-                    self.shown[index] = self._as_parameter(group.params[index], local)
+                param = group.params[index]
+                if param.unsharded_spec is None:
+                    placements = Replicate(), Replicate() if param.dim is None else Shard(param.dim)
+                    shown = make_dtensor(local, altered_spec(param.spec, mesh.mesh, placements, local.dtype))
+                    self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
         #: A reader of the small shard waits for the copies that filled it.
         self.filled = mark_now(group.device)
-
-    def _as_parameter(self, param: ShardedParameter, local: torch.Tensor) -> nn.Parameter:
-        assert param.unsharded_local is not None
-        placement = Replicate() if param.dim is None else Shard(param.dim)
-        stride = param.unsharded_local.stride()
-        spec = sharding_spec(self._mesh.mesh, (Replicate(), placement), param.shape, stride, local.dtype)
-        return nn.Parameter(make_dtensor(local, spec), requires_grad=param.sharded.requires_grad)
 
 
 class FullBuffer:

@@ -294,7 +294,7 @@ class Gradients:
             self._dtypes = [self._dtypes_of.alone(each.members[0]) for each in self._sections]
         else:
             chosen = self._dtypes_of.together(compress(range(len(trainable)), trainable))
-            self._sections = tuple(Section(home, tuple(each), group.plan(each, home)) for (home, _), each in chosen)
+            self._sections = tuple(Section(home, tuple(each), group.plan(each)) for (home, _), each in chosen)
             self._dtypes = [travels for (_, travels), _ in chosen]
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))

@@ -107,7 +107,7 @@ class Memory:
     @torch.no_grad()
     def take_in(self) -> None:
         """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
-        group, rank = self._group, self._group.data.shard_rank
+        group = self._group
         group.writes += 1
         for index, place in self.places.items():
             param = group.params[index]
@@ -118,11 +118,11 @@ class Memory:
                 param.place(torch.empty_like(place, device="meta"))
                 continue
             if not place.is_meta:
-                place.copy_(held if param.placed else param.chunk_of(held, rank))
+                place.copy_(held if param.placed else param.chunk_of(held))
             param.place(place)
         for param in group.params:
             if param.extends and not param.lies_at(param.local):
-                param.place_extension(rank, group.offloads)
+                param.place_extension(group.offloads)
         self.has_meta = any(param.held.is_meta for param in group.params)
 
     def stage(self, staging: SlotBuffer | None) -> SlotBuffer:

@@ -85,7 +85,6 @@ class ShardedParameter:
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        self._is_contiguous = self.order == tuple(range(len(self.shape)))
         self.dim = self._shard_dim(placement)
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
         self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
@@ -100,7 +99,6 @@ class ShardedParameter:
         self.local = whole
         self.placed = False
         self.unsharded: nn.Parameter | None = None
-        self.unsharded_local: torch.Tensor | None = None
         self.stands_in: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
@@ -118,8 +116,9 @@ class ShardedParameter:
         dim = None if self.dim is None else self.order.index(self.dim)
         return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
 
-    def layout(self, dtype: torch.dtype) -> tuple[LayoutName, int]:
-        """How parameters of this kind and dtype are laid out, and to how many elements they are aligned."""
+    @property
+    def layout(self) -> tuple[LayoutName, int]:
+        """How parameters of this kind are laid out, and to how many elements they are aligned."""
         return "even", ALIGNMENT
 
     @property
@@ -127,33 +126,30 @@ class ShardedParameter:
         """A key: parameters with an equal key lie in one section."""
         return self.dtype
 
-    def fit(self, plan: Plan, position: int, rank: int) -> None:
+    def fit(self, plan: Plan, position: int) -> None:
         """Take note of where it lies in the plan of its group."""
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
         shaped = flat.view(tuple(memory_shape))
-        return shaped if self._is_contiguous or shaped.ndim < len(self.shape) else shaped.permute(self._inverse)
+        return shaped.permute(self._inverse) if shaped.ndim == len(self.shape) else shaped  # a run of a fragment
 
-    def chunk_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of an unsharded tensor that ``rank`` holds, as a view."""
-        return self.rows_of(whole, rank)
+        return shaped.permute(self._inverse) if shaped.ndim == len(self.shape) else shaped  # a run of a fragment
 
-    def rows_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part that a DTensor sharded along ``dim`` has on ``rank``."""
+    def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of an unsharded tensor that this rank holds, as a view."""
+        return self.rows_of(whole)
+
+    def rows_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part that a DTensor sharded along ``dim`` has on this rank."""
         if self.dim is None:
             return whole
-        start, stop = self._cut.chunk(rank, self.data.shard_size)
+        start, stop = self._cut.chunk(self.data.shard_rank, self.data.shard_size)
         return whole.narrow(self.dim, start, stop - start)
 
     def chunk_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of the part that ``rank`` holds."""
+        """The shape of the part that ``rank`` holds. That of rank 0 is the largest."""
         return self._cut.chunk_shape(rank, self.data.shard_size)
-
-    @property
-    def padded_shape(self) -> tuple[int, ...]:
-        """The shape of the largest part."""
-        return self.chunk_shape(0)
 
     def _shard_dim(self, placement: Shard | None) -> int | None:
         if self.data.shard_group is None or not self.shape:
@@ -294,16 +290,15 @@ class ShardedParameter:
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
 
-    def place_extension(self, rank: int, offload: bool) -> None:
+    def place_extension(self, offload: bool) -> None:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""
         if self.placed:
             self.place(self.held)
             return
-        whole = self.sharded.detach()
-        chunks = whole.chunk(self.data.shard_size, self.dim) if self.dim is not None else [whole]
-        chunk = chunks[rank] if rank < len(chunks) else self.chunk_of(whole, rank)  # chunk(): what subclasses know
-        padded = whole.new_zeros(self.padded_shape)
-        local = padded.narrow(self.dim or 0, 0, chunk.shape[self.dim or 0])
+        whole, rank, dim = self.sharded.detach(), self.data.shard_rank, self.dim or 0
+        chunks = [whole] if self.dim is None else whole.chunk(self.data.shard_size, dim)  # what subclasses know
+        chunk = chunks[rank] if rank < len(chunks) else self.chunk_of(whole)
+        local = whole.new_zeros(self.chunk_shape(0)).narrow(dim, 0, chunk.shape[dim])
         local.copy_(chunk)
         self.place(local.cpu() if offload else local)
 
@@ -314,7 +309,7 @@ class ShardedParameter:
         twin.locations = [Location(copy.deepcopy(at.module, memo), at.name) for at in self.locations]
         twin.kept_apart = [(copy.deepcopy(module, memo), path) for module, path in self.kept_apart]
         twin.local = twin.held
-        twin.unsharded = twin.unsharded_local = None
+        twin.unsharded = None
         return twin
 
     def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -339,7 +334,6 @@ class ShardedParameter:
 
     def make_unsharded(self, local: torch.Tensor) -> None:
         """Make the leaf over ``local``, a view of the full buffer, or of what an extension made of it."""
-        self.unsharded_local = local
         self.unsharded = nn.Parameter(self.as_before(local), requires_grad=self.sharded.requires_grad)
         self.unsharded.__dict__.update(self.attributes)
         for hook in self._gradient_hooks:

@@ -386,7 +386,7 @@ def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.T
     spec, shows_dtensor = altered_spec(param.spec, dtype=value.dtype), not isinstance(param, Fragment)
     if shows_dtensor and isinstance(value, DTensor) and spec_of(value) == spec:
         return value.clone()
-    part = param.chunk_of(local_tensor(whole_as_before(value, param)), param.data.shard_rank).clone()
+    part = param.chunk_of(local_tensor(whole_as_before(value, param))).clone()
     return make_dtensor(part, spec) if shows_dtensor else part
 
 

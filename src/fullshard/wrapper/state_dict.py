@@ -296,7 +296,7 @@ def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cp
     """The entry of a state dict for a whole value of ``param``, in its own memory: this rank's rows of it as a DTensor,
     or all of it, also beside tensor parallel."""
     if as_rows:
-        rows = own_copy(param.rows_of(whole, param.data.shard_rank), to_cpu)
+        rows = own_copy(param.rows_of(whole), to_cpu)
         return make_dtensor(rows, altered_spec(param.spec, dtype=whole.dtype))
     return own_copy(all_of(param.as_before(whole)), to_cpu)
 
@@ -356,7 +356,7 @@ def _blank(group: Group, index: int) -> nn.Parameter:
     flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
     whole = param.view(flat, param.plan_shape.shape)
     if not param.held.is_meta:
-        param.chunk_of(whole, group.data.shard_rank).copy_(param.held)
+        param.chunk_of(whole).copy_(param.held)
     return nn.Parameter(param.as_before(whole), requires_grad=param.sharded.requires_grad)
 
 
