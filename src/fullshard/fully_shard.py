@@ -161,7 +161,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     for param in params:
         param.overridden_dtype = policy.overridden_dtype(param.sharded, param.name)
     options.mp_policy = replace(policy, param_dtype_override_fn=None)
-    tag = verify_parameters(params, data, unit.device, options.mp_policy)
+    tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
     _check_offload(options.offload, process_group, unit.device)

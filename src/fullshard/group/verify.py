@@ -1,29 +1,27 @@
 """Whether all ranks of a mesh are about to shard the same parameters, and under which tag they will travel.
 
 Buffers of ranks that disagree on a name, a shape, a dtype or an order would be taken for one another without notice.
-Owns the comparison, one small collective for each group at the time of sharding.
+Owns the comparison, which is small, once for each group at the time of sharding.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import struct
 from collections.abc import Sequence
 from itertools import zip_longest
+from typing import TypeGuard
 
-import torch
 import torch.distributed as dist
 
 from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
-from fullshard.torch_private import all_gather_single
 
 _next_tag = 0
 
 
-def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, device: torch.device, policy: object) -> int:
+def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy: object) -> int:
     """Compare the parameters with those of the other ranks; every rank of the mesh must call it.
 
     Returns:
@@ -43,52 +41,49 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, device
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):
-        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-            tag = _compare(described, tag, group, device, "do not shard the same parameters")
+        tag = _compare(described, tag, group, "do not shard the same parameters")
     _next_tag = tag + 1
     return tag
 
 
-def verify_order(groups: Sequence[str], process_group: dist.ProcessGroup, device: torch.device) -> None:
+def verify_order(groups: Sequence[str], process_group: dist.ProcessGroup) -> None:
     """Compare the groups of a tree, in order, with those of the other ranks, all of which must call it.
 
     Raises:
         ValueError: on every rank, naming the first difference and the ranks.
     """
-    if process_group.size() > 1 and dist.get_backend(process_group) != "fake":
-        _compare(list(groups), 0, process_group, device, "did not shard their modules in the same order")
+    _compare(groups, 0, process_group, "did not shard their modules in the same order")
 
 
-def verify_next(name: str, tag: int, process_group: dist.ProcessGroup, device: torch.device) -> None:
+def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
     """Compare the group that this rank gathers next with what the other ranks gather; all of them must call it.
 
     Raises:
         RuntimeError: on every rank, with the ranks that gather another one.
     """
-    if process_group.size() == 1 or dist.get_backend(process_group) == "fake":
+    if not has_peers(process_group):
         return
-    every = torch.empty(process_group.size(), dtype=torch.int64, device=device)
-    all_gather_single(every, torch.tensor([tag], device=device), group=process_group)
-    others = [
-        rank
-        for rank, found in zip(dist.get_process_group_ranks(process_group), every.tolist(), strict=True)
-        if found != tag
-    ]
-    if others:
+    ranks = zip(dist.get_process_group_ranks(process_group), gather_objects(tag, process_group), strict=True)
+    if others := [rank for rank, found in ranks if found != tag]:
         raise RuntimeError(
             f"rank {dist.get_rank()} gathers the parameters of '{name}' and ranks {others} gather others: every rank "
             f"must run the same sharded modules in the same order"
         )
 
 
-def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: torch.device, problem: str) -> int:
-    digest = hashlib.sha256("\n".join(described).encode()).digest() + struct.pack("<q", tag)
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    every = torch.empty(group.size() * mine.numel(), dtype=torch.uint8, device=device)
-    all_gather_single(every, mine, group=group)
-    found = every.cpu().view(group.size(), -1)
-    if bool((found[:, :-8] == found[0, :-8]).all()):
-        return int(found[:, -8:].contiguous().view(torch.int64).max())
+def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether there are other ranks to compare with. A fake process group gathers nothing."""
+    return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
+
+
+def _compare(described: Sequence[str], tag: int, group: dist.ProcessGroup | None, problem: str) -> int:
+    """The largest tag of the ranks, all of which must have the same description."""
+    if not has_peers(group):
+        return tag
+    digest = hashlib.sha256("\n".join(described).encode()).digest()
+    found = gather_objects((digest, tag), group)
+    if all(other == found[0][0] for other, _ in found):
+        return max(tag for _, tag in found)
     one, here, other, there = first_difference(described, group)
     raise ValueError(
         f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. Every rank must build the same "
@@ -96,10 +91,10 @@ def _compare(described: list[str], tag: int, group: dist.ProcessGroup, device: t
     )
 
 
-def first_difference(described: list[str], group: dist.ProcessGroup) -> tuple[int, str, int, str]:
+def first_difference(described: Sequence[str], group: dist.ProcessGroup) -> tuple[int, str, int, str]:
     """A rank, what it has, another rank, and what that has instead. All ranks must call it, once they know that their
     descriptions differ."""
-    others: list[list[str]] = gather_objects(described, group)
+    others: list[Sequence[str]] = gather_objects(described, group)
     ranks = dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, others, strict=True):
         for here, there in zip_longest(others[0], other, fillvalue="nothing"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -37,13 +36,12 @@ class EmptiedBuffers:
         ]
 
 
-def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group], device: torch.device) -> None:
+def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
     """Raise or warn of what is wrong with a tree before its first forward.
 
     Args:
         modules: that run it.
         groups: of the whole tree.
-        device: where ranks compare.
 
     Raises:
         RuntimeError: buffers are still on the meta device.
@@ -56,7 +54,7 @@ def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group], d
             names = ", ".join(f"'{param.name}'" for param in group.params)
             by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
     for process_group, described in by_process_group.items():
-        verify_order(described, process_group, device)
+        verify_order(described, process_group)
 
 
 def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:

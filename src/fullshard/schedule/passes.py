@@ -24,7 +24,7 @@ from fullshard.comm.process_group import wait_for
 from fullshard.comm.transport import PassBarrier
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
-from fullshard.group.verify import first_difference
+from fullshard.group.verify import first_difference, has_peers
 from fullshard.torch_private import CAN_SWAP_MEMORY, all_gather_single
 
 Kind = Literal["forward", "backward"]
@@ -102,7 +102,7 @@ class Consistency:
 
     def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
         """Compare with the ranks of these groups, over which the tree communicates."""
-        self._process_groups = [each for each in process_groups if each.size() > 1 and dist.get_backend(each) != "fake"]
+        self._process_groups = list(filter(has_peers, process_groups))
 
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""

@@ -202,7 +202,7 @@ class Schedule:
         check_process_groups(self._process_groups)
         is_first = not self._checked
         if is_first:
-            check_first_forward(unit.modules, self.groups(), self.device)
+            check_first_forward(unit.modules, self.groups())
             self._checked = True
         if emptied := [buffers for each in self.units for buffers in each.emptied]:
             for each in self.units:
@@ -375,7 +375,7 @@ class Schedule:
         if before is State.GATHERING:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
-            verify_next(group.name, group.tag, group.data.shard_group, self.device)
+            verify_next(group.name, group.tag, group.data.shard_group)
         profiled = profiler_listens() if self._forward_root is None and not self.is_in_backward else self._is_profiled
         started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
         if started:
