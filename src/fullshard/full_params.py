@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -194,9 +195,9 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
     return shown
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+def local_tensor(value: Any) -> Any:
+    """This rank's part of a tensor; the value itself if it is no DTensor."""
+    return local_of(value) if isinstance(value, DTensor) else value
 
 
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:

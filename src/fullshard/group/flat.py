@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Self, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -203,21 +203,6 @@ class Fragment(ShardedParameter):
         grad = self.sharded.grad
         return grad if grad is None or self.home is None else self._part(grad)
 
-    def take_gradient(self, local: torch.Tensor) -> torch.Tensor | None:
-        """Let a reduced part be the gradient. If there is a gradient already, return it: the caller adds to it.
-
-        For a flat parameter, its first parameter takes the reduced part of the whole flat parameter.
-        """
-        sharded = self.sharded
-        if sharded.grad is None and local.dtype == sharded.dtype:
-            sharded.grad = local
-        elif sharded.grad is None:  # of low precision, as it was reduced: autograd minds only when it is set
-            sharded.grad = torch.empty_like(sharded)
-            sharded.grad.data = local
-        else:
-            return sharded.grad
-        return None
-
     @property
     def attributes(self) -> dict[str, Any]:
         return self._attributes
@@ -243,11 +228,9 @@ class Fragment(ShardedParameter):
         if self.sharded.numel() == 0 or (grad is not None and self.sharded.grad is grad and not grad.any()):
             self.sharded.grad = None
 
-    def copy(self, memo: dict[int, Any]) -> ShardedParameter:
+    def copy(self, memo: dict[int, Any]) -> Self:
         twin = super().copy(memo)
-        assert isinstance(twin, Fragment)
-        if self.home is not None:
-            twin.home = copy.deepcopy(self.home, memo)
+        twin.home = copy.deepcopy(self.home, memo)
         return twin
 
 
@@ -306,8 +289,17 @@ class FlatModuleParameters(ModuleParameters):
     def accumulate_gradients(
         self, grads: Iterable[tuple[int, torch.Tensor]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        params: Any = self._group.params
-        return [(grad, local) for i, local in grads if (grad := params[i].take_gradient(local)) is not None]
+        more = []
+        for index, local in grads:  # that of a whole flat parameter comes for its first parameter
+            sharded = self._group.params[index].sharded
+            if sharded.grad is not None:
+                more.append((sharded.grad, local))
+            elif local.dtype == sharded.dtype:
+                sharded.grad = local
+            else:  # of low precision, as it was reduced: autograd minds only when it is set
+                sharded.grad = torch.empty_like(sharded)
+                sharded.grad.data = local
+        return more
 
     def show_sharded(self) -> None:
         for _, param, module, name in self._indexed() if self._flats else ():

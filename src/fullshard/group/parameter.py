@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -104,9 +104,6 @@ class ShardedParameter:
 
     #: Whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it.
     is_flat = False
-
-    def __repr__(self) -> str:
-        return f"ShardedParameter({self.name}, shape={tuple(self.shape)}, dim={self.dim})"
 
     # -- shapes ------------------------------------------------------------------------------------------------------
 
@@ -302,7 +299,7 @@ class ShardedParameter:
         local.copy_(chunk)
         self.place(local.cpu() if offload else local)
 
-    def copy(self, memo: dict[int, Any]) -> ShardedParameter:
+    def copy(self, memo: dict[int, Any]) -> Self:
         """The parameter of a copied module tree; ``memo`` is that of ``copy.deepcopy``."""
         twin = copy.copy(self)
         twin.sharded = self.copy_values(memo)  # first: modules may keep it apart
@@ -322,8 +319,8 @@ class ShardedParameter:
             choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
-        assert isinstance(twin, nn.Parameter)
-        return twin
+        copied: nn.Parameter = twin
+        return copied
 
     # -- the leaf ----------------------------------------------------------------------------------------------------
 

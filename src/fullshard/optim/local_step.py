@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.full_params import local_tensor
 from fullshard.group.owners import owner_of
 from fullshard.torch_private import (
     STEP_HOOKS,
@@ -65,7 +66,7 @@ _ELEMENTWISE = {
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 #: Names of state that is one number for a parameter, also where the parameter is a scalar itself.
-_NUMBERS = {"step", "eta", "mu", "mu_product"}
+NUMBERS = {"step", "eta", "mu", "mu_product"}
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -197,7 +198,7 @@ class _LocalStep:
             for name, value in entry.items():
                 if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
                     return False
-                mine[name] = _local(value)
+                mine[name] = local_tensor(value)
         self._theirs, self._seen, self._seen_here = optimizer.state, _Seen(optimizer.state), _Seen(self._state)
         return True
 
@@ -251,18 +252,14 @@ class _LocalStep:
                 theirs[param] = _shown("", mine, before.get(param), lent)
 
 
-def _local(value: Any) -> Any:
-    return local_of(value) if isinstance(value, DTensor) else value
-
-
 def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
     """State as the user sees it: a DTensor where it has an element for each of the parameter's."""
     param, local, twin, spec = lent
-    if value is _local(before):
+    if value is local_tensor(before):
         return before
     if value is twin:
         return param
-    if not isinstance(value, torch.Tensor) or value.shape != local.shape or (not value.ndim and name in _NUMBERS):
+    if not isinstance(value, torch.Tensor) or value.shape != local.shape or (not value.ndim and name in NUMBERS):
         return value
     return make_dtensor(value, altered_spec(spec, dtype=value.dtype))
 

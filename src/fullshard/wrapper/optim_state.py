@@ -31,6 +31,7 @@ from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
 from fullshard.group.parameter import ShardedParameter, chunk_views, plain_name
+from fullshard.optim.local_step import NUMBERS
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
 from fullshard.wrapper.state_dict import all_of, given_out, own_copy, whole_as_before
@@ -90,13 +91,9 @@ class _Part(NamedTuple):
     fits: bool
 
 
-#: What torch's optimizers (NAdam, ASGD) keep as 0-dim tensors of a parameter of any shape.
-_NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
-
-
 def _is_part(key: str, value: object, shape: Sequence[int]) -> bool:
     """Whether a state belongs to a parameter element by element. Of a scalar parameter all but the numbers do."""
-    return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key not in _NUMBERS))
+    return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key not in NUMBERS))
 
 
 def _equal(one: Any, other: Any) -> bool:
