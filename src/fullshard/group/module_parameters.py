@@ -19,7 +19,7 @@ from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import Location, ShardedParameter, chunk_views
-from fullshard.torch_private import PlainAttributes, local_of, make_dtensor
+from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -78,9 +78,8 @@ class ModuleParameters:
         for index, local in grads:
             param = params[index]
             if param.sharded.grad is None:
-                param.sharded.grad = make_dtensor(
-                    local, param.spec if local.dtype is param.dtype else param.gradient_spec(local.dtype)
-                )
+                spec = param.spec if local.dtype is param.dtype else altered_spec(param.spec, dtype=local.dtype)
+                param.sharded.grad = make_dtensor(local, spec)
             elif (before := param.gradient) is not None:
                 more.append((before, local))
         return more

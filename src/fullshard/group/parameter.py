@@ -94,7 +94,6 @@ class ShardedParameter:
         self.overridden_dtype: torch.dtype | None = None
         #: Of its gradients. Stays when the parameter is converted or replaced.
         self.grad_dtype: GradDtype = chosen_grad_dtype(param)
-        self._gradient_specs: dict[torch.dtype, DTensorSpec] = {}
         self.sharded: nn.Parameter = param  # until the group has a place for it
         self.local = whole
         self.placed = False
@@ -186,7 +185,6 @@ class ShardedParameter:
         self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.held.dtype
         self.extends = self.defines_gather(self.held)
-        self._gradient_specs.clear()
 
     def heed_grad_dtype(self) -> None:
         """Take over the ``grad_dtype`` of ``sharded``; if none was assigned to this object, assign the one known."""
@@ -204,12 +202,6 @@ class ShardedParameter:
             return None
         self.sharded.grad = None
         return gradient
-
-    def gradient_spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec of the DTensor of a gradient, for another dtype than that of the parameter."""
-        if dtype not in self._gradient_specs:
-            self._gradient_specs[dtype] = altered_spec(self.spec, dtype=dtype)
-        return self._gradient_specs[dtype]
 
     @property
     def gradient(self) -> torch.Tensor | None:
