@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from fullshard.optim import local_step
-from fullshard.torch_private import local_of, make_dtensor, sharding_spec
+from fullshard.group.context import GroupContext
+from fullshard.optim import local_step, steps
+from fullshard.torch_private import local_of, make_dtensor, set_local, sharding_spec
 from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
 from tests.optim.cases import (
@@ -83,6 +84,30 @@ def test_a_subclass_is_not_taken_for_its_base(world: World) -> None:
     optimizer = on_dtensors(torch.optim.AdamW)(model.parameters())
     backward(model, 0)
     assert not runs_on_local(optimizer)
+
+
+@ranks(2)
+def test_offloaded_state_is_moved_around_a_step_on_dtensors(world: World) -> None:
+    """The CPU stands for the device too: what counts is when each state is moved."""
+    pair, moved = Pair(), list[str]()
+
+    def move(tensor: DTensor, local: Tensor) -> None:
+        moved.append("moved")
+        set_local(tensor, local)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupContext, "offloads_state", True)
+        patch.setattr(steps, "set_local", move)
+        patch.setattr(torch.accelerator, "synchronize", lambda: moved.append("whole"))
+        for seed in range(2):
+            for model, optimizer in pair.both:
+                backward(model, seed)
+                assert not runs_on_local(optimizer)
+                optimizer.zero_grad()
+                there = ["moved"] * 2 * len(optimizer.state)
+                assert moved == [*there * seed, *there, "whole"]
+                moved.clear()
+            pair.check()
 
 
 # -- optimizers of one's own -----------------------------------------------------------------------------------------
