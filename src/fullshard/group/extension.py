@@ -48,8 +48,7 @@ class _Extended:
         wanted = [((size * source.shape[0], *source.shape[1:]), source.dtype) for source in inputs]
         if wanted != [(tuple(output.shape), output.dtype) for output in self._outputs]:
             device = self._group.device
-            with torch.inference_mode(False):
-                self._outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
+            self._outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
         _allocate(self._outputs)
         for output, source in zip(self._outputs, inputs, strict=True):
             target = output.data  # has a version of its own: a gather is no write in place to autograd
