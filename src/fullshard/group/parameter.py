@@ -130,8 +130,6 @@ class ShardedParameter:
         shaped = flat.view(tuple(memory_shape))
         return shaped.permute(self._inverse) if shaped.ndim == len(self.shape) else shaped  # a run of a fragment
 
-        return shaped.permute(self._inverse) if shaped.ndim == len(self.shape) else shaped  # a run of a fragment
-
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of an unsharded tensor that this rank holds, as a view."""
         return self.rows_of(whole)
