@@ -136,8 +136,8 @@ def test_nodes_are_made_once_and_shared(world: World, strategy: Any) -> None:
     assert ranks_of(data) == ([place, place + 2], [2 * node, 2 * node + 1])
     assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert data.mesh.mesh_dim_names == ("replicate", "shard")
-    assert data.shard_mesh.mesh.tolist() == [2 * node, 2 * node + 1]
-    assert data.shard_mesh.get_group() is data.shard_group
+    assert data.mesh["shard"].mesh.tolist() == [2 * node, 2 * node + 1]
+    assert data.mesh["shard"].get_group() is data.shard_group
     for other in HYBRID:
         assert resolve(other, policy=True)[1] is data
     pair = (data.shard_group, data.replicate_group)
@@ -207,7 +207,7 @@ def test_hybrid_meshes(world: World, kind: str) -> None:
     _, data = resolve(HYBRID_SHARD, device_mesh=mesh)
     assert (data.replicate_group, data.shard_group) == (mesh.get_group(0), mesh.get_group(1))
     assert data.mesh.mesh.tolist() == [[0, 1], [2, 3]]
-    assert data.shard_mesh.mesh.tolist() == mesh.mesh[world.rank // 2].tolist()
+    assert data.mesh[data.mesh.mesh_dim_names[-1]].mesh.tolist() == mesh.mesh[world.rank // 2].tolist()
     assert (data.mesh is mesh) is (kind != "nameless")
     assert resolve(HYBRID_SHARD, device_mesh=mesh)[1] is data
 
