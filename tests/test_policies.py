@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,10 @@ OURS_BEYOND_TORCH = {
     "CPUOffloadPolicy": ["parameters", "optimizer_state"],
 }
 
+
+as_mixed_precision_policy = partial(policies.as_setting, cls=MixedPrecisionPolicy, argument="mp_policy")
+as_offload_policy = partial(policies.as_setting, cls=OffloadPolicy, argument="offload_policy")
+as_mesh_dims = partial(policies.as_setting, cls=DataParallelMeshDims, argument="dp_mesh_dims")
 
 #: torch has it since 2.12.
 TORCHS_DIMS = getattr(torch_fsdp, "DataParallelMeshDims", DataParallelMeshDims)
@@ -261,10 +266,10 @@ class TestTorchsOwnObjects:
     @pytest.mark.parametrize(
         ("convert", "ours"),
         [
-            (policies.as_mixed_precision_policy, MixedPrecisionPolicy(torch.bfloat16)),
-            (policies.as_offload_policy, OffloadPolicy()),
-            (policies.as_offload_policy, CPUOffloadPolicy()),
-            (policies.as_mesh_dims, DataParallelMeshDims("dp")),
+            (as_mixed_precision_policy, MixedPrecisionPolicy(torch.bfloat16)),
+            (as_offload_policy, OffloadPolicy()),
+            (as_offload_policy, CPUOffloadPolicy()),
+            (as_mesh_dims, DataParallelMeshDims("dp")),
             (policies.as_shard_placement, ShardPlacementResult(Shard(1))),
         ],
     )
@@ -274,10 +279,10 @@ class TestTorchsOwnObjects:
     def test_become_ours_with_the_same_values(self) -> None:
         theirs = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
         expected = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
-        assert policies.as_mixed_precision_policy(theirs) == expected
-        assert policies.as_offload_policy(torch_fsdp.OffloadPolicy()) == OffloadPolicy()
-        assert policies.as_offload_policy(torch_fsdp.CPUOffloadPolicy(False)) == CPUOffloadPolicy(pin_memory=False)
-        assert policies.as_mesh_dims(TORCHS_DIMS(("a", "b"), "r")) == DataParallelMeshDims(("a", "b"), "r")
+        assert as_mixed_precision_policy(theirs) == expected
+        assert as_offload_policy(torch_fsdp.OffloadPolicy()) == OffloadPolicy()
+        assert as_offload_policy(torch_fsdp.CPUOffloadPolicy(False)) == CPUOffloadPolicy(pin_memory=False)
+        assert as_mesh_dims(TORCHS_DIMS(("a", "b"), "r")) == DataParallelMeshDims(("a", "b"), "r")
 
     def test_functions_of_torchs_become_ours(self) -> None:
         def choose(param: nn.Parameter) -> torch.dtype:
@@ -285,7 +290,7 @@ class TestTorchsOwnObjects:
 
         settings = vars(MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=choose))
         theirs = type("MixedPrecisionPolicy", (SimpleNamespace,), {})(**settings)  # as torch has it from 2.15 on
-        assert policies.as_mixed_precision_policy(theirs).param_dtype_override_fn is choose
+        assert as_mixed_precision_policy(theirs).param_dtype_override_fn is choose
 
     def test_placements_become_ours(self, mesh_2d: DeviceMesh) -> None:
         info = _fsdp_common.HSDPMeshInfo(mesh_2d, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -302,18 +307,18 @@ class TestTorchsOwnObjects:
             def __init__(self) -> None:
                 super().__init__(pin_memory=False)
 
-        assert policies.as_offload_policy(Unpinned()) == CPUOffloadPolicy(pin_memory=False)
+        assert as_offload_policy(Unpinned()) == CPUOffloadPolicy(pin_memory=False)
 
     def test_bad_values_in_torchs_objects_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"reduce_dtype is torch\.int32"):
-            policies.as_mixed_precision_policy(torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.int32))
+            as_mixed_precision_policy(torch_fsdp.MixedPrecisionPolicy(reduce_dtype=torch.int32))
 
     @pytest.mark.parametrize(
         ("convert", "argument", "expected"),
         [
-            (policies.as_mixed_precision_policy, "mp_policy", "MixedPrecisionPolicy"),
-            (policies.as_offload_policy, "offload_policy", "OffloadPolicy"),
-            (policies.as_mesh_dims, "dp_mesh_dims", "DataParallelMeshDims"),
+            (as_mixed_precision_policy, "mp_policy", "MixedPrecisionPolicy"),
+            (as_offload_policy, "offload_policy", "OffloadPolicy"),
+            (as_mesh_dims, "dp_mesh_dims", "DataParallelMeshDims"),
             (policies.as_shard_placement, "shard_placement_fn", "ShardPlacementResult"),
         ],
     )
@@ -325,9 +330,9 @@ class TestTorchsOwnObjects:
 
     def test_the_wrappers_settings_are_not_taken_for_these(self) -> None:
         with pytest.raises(TypeError, match="MixedPrecision"):
-            policies.as_mixed_precision_policy(torch_fsdp.MixedPrecision(torch.bfloat16))
+            as_mixed_precision_policy(torch_fsdp.MixedPrecision(torch.bfloat16))
         with pytest.raises(TypeError, match="CPUOffload"):
-            policies.as_offload_policy(torch_fsdp.CPUOffload(True))
+            as_offload_policy(torch_fsdp.CPUOffload(True))
 
     def test_a_namesake_without_the_fields_is_refused(self) -> None:
         class OffloadPolicy:
@@ -335,7 +340,7 @@ class TestTorchsOwnObjects:
 
         derived = type("CPUOffloadPolicy", (OffloadPolicy,), {})
         with pytest.raises(TypeError, match="offload_policy is"):
-            policies.as_offload_policy(derived())
+            as_offload_policy(derived())
 
     def test_a_bad_placement_is_also_the_value_error_that_torch_raises(self) -> None:
         if hasattr(_fsdp_common, "resolve_shard_placement"):

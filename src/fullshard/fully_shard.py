@@ -36,9 +36,7 @@ from fullshard.policies import (
     InvalidShardPlacement,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    as_mesh_dims,
-    as_mixed_precision_policy,
-    as_offload_policy,
+    as_setting,
     as_shard_placement,
 )
 from fullshard.schedule.hooks import attach
@@ -105,8 +103,9 @@ def fully_shard(
         TypeError: an argument of a wrong type.
     """
     modules = _root_modules(module)
-    mp_policy, offload_policy = as_mixed_precision_policy(mp_policy), as_offload_policy(offload_policy)
-    dims = None if dp_mesh_dims is None else as_mesh_dims(dp_mesh_dims)
+    mp_policy = as_setting(mp_policy, MixedPrecisionPolicy, "mp_policy")
+    offload_policy = as_setting(offload_policy, OffloadPolicy, "offload_policy")
+    dims = None if dp_mesh_dims is None else as_setting(dp_mesh_dims, DataParallelMeshDims, "dp_mesh_dims")
     mesh = default_mesh() if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")

@@ -2,8 +2,8 @@
 
 Everything here is data, frozen and checked when it is made, besides two interfaces (:class:`AllGather`,
 :class:`ReduceScatter`) that users may implement to bring their own communication. Names, fields and defaults are those
-of PyTorch, and PyTorch's own objects are turned into these by the ``as_...`` functions, which know them by class name
-and fields and so import nothing. What the settings do is left to the engine.
+of PyTorch, and PyTorch's own objects are turned into these by the ``as_...`` functions, which know them by the names of
+classes, members and fields and so import nothing. What the settings do is left to the engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -289,26 +290,6 @@ def _described_mesh(info: Any) -> DeviceMesh:
     )
 
 
-def as_mixed_precision_policy(policy: object) -> MixedPrecisionPolicy:
-    """``policy`` as one of ours, or a TypeError."""
-    return as_ours(
-        policy, MixedPrecisionPolicy, "mp_policy", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"
-    )
-
-
-def as_offload_policy(policy: object) -> OffloadPolicy:
-    """``policy`` as one of ours, or a TypeError."""
-    # A CPUOffloadPolicy without its field is also an OffloadPolicy by descent, and must not pass for "no offload".
-    if isinstance(policy, OffloadPolicy) or not is_foreign(policy, "CPUOffloadPolicy"):
-        return as_ours(policy, OffloadPolicy, "offload_policy")
-    return as_ours(policy, CPUOffloadPolicy, "offload_policy", "pin_memory")
-
-
-def as_mesh_dims(dims: object) -> DataParallelMeshDims:
-    """``dims`` as one of ours, or a TypeError."""
-    return as_ours(dims, DataParallelMeshDims, "dp_mesh_dims", "shard", "replicate")
-
-
 def as_shard_placement(result: object) -> ShardPlacementResult:
     """The result of a ``shard_placement_fn``, whichever form it has, or an InvalidShardPlacement."""
     if isinstance(result, ShardPlacementResult):
@@ -323,14 +304,30 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     )
 
 
-def as_ours(setting: object, cls: type[S], argument: str, *fields: str) -> S:
-    """``setting`` itself if it is ours, ours with the same values if it is PyTorch's."""
-    if isinstance(setting, cls):
-        return setting
-    names = " or ".join(each.__name__ for each in (cls, *cls.__subclasses__()))
-    expect(is_foreign(setting, cls.__name__, *fields), argument, setting, f"{names} (fullshard's or PyTorch's)")
-    ours = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    return cls(**{field: getattr(setting, field) for field in ours if hasattr(setting, field)})
+#: Fields that PyTorch's objects lack, in some release or in all.
+_OURS: dict[type, set[str]] = {
+    MixedPrecisionPolicy: {"param_dtype_override_fn", "buffer_dtype"},
+    CPUOffloadPolicy: {"parameters", "optimizer_state"},
+}
+
+
+def as_setting(given: object, cls: type[S], argument: str, default: S | None = None) -> S:
+    """What users give for ``argument``, ours or PyTorch's, as one of ours; a TypeError for anything else. ``None``
+    stands for ``default``."""
+    given = default if given is None else given
+    if isinstance(given, cls):
+        return given
+    if issubclass(cls, Enum):
+        is_member = isinstance(given, Enum) and is_foreign(given, cls.__name__) and given.name in cls.__members__
+        expect(is_member, argument, given, f"one of {', '.join(map(str, cls))}")
+        return cls[given.name]  # type: ignore[attr-defined]
+    kinds: list[Any] = [cls, *cls.__subclasses__()]  # by descent one of a subclass is one of cls too: it goes first
+    found = next((each for each in reversed(kinds) if is_foreign(given, each.__name__)), kinds[0])
+    fields = found.__dataclass_fields__
+    is_known = is_foreign(given, found.__name__, *(fields.keys() - _OURS.get(found, set())))
+    names = " or ".join(each.__name__ for each in kinds)
+    expect(is_known, argument, given, f"{names} (fullshard's or PyTorch's)")
+    return found(**{field: getattr(given, field) for field in fields if hasattr(given, field)})
 
 
 def is_foreign(obj: object, class_name: str, *fields: str) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
+from fullshard.policies import as_setting
 from fullshard.wrapper import settings
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import (
@@ -31,7 +32,6 @@ from fullshard.wrapper.settings import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    as_setting,
 )
 from tests.harness import fake_world
 

@@ -27,7 +27,7 @@ from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase
@@ -41,7 +41,6 @@ from fullshard.wrapper.settings import (
     CPUOffload,
     MixedPrecision,
     ShardingStrategy,
-    as_setting,
 )
 from fullshard.wrapper.state_dict import StateDictMethods, paths_in
 from fullshard.wrapper.unit import WrappedUnit, keep_precision

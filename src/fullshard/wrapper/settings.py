@@ -1,8 +1,8 @@
 """The settings of ``FullyShardedDataParallel`` and of its state dicts: enums and plain data.
 
 Names, members, fields and defaults are those of PyTorch, fields are checked when an object is made, and PyTorch's own
-objects are turned into these by :func:`as_setting`, which knows them by class, member and field names and so imports
-nothing. What a setting does is left to the front end and to the state dicts.
+objects are turned into these by :func:`~fullshard.policies.as_setting`. What a setting does is left to the front end
+and to the state dicts.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TypeVar
 
 import torch
 from torch import nn
 
-from fullshard.policies import as_ours, describe, expect_bools, expect_dtypes, is_foreign
+from fullshard.policies import as_setting, expect, expect_bools, expect_dtypes
 from fullshard.torch_private import BatchNorm
-
-S = TypeVar("S")
 
 
 class ShardingStrategy(Enum):
@@ -74,8 +71,8 @@ class MixedPrecision:
         expect_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
         expect_bools(self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
         ignored, name = self._module_classes_to_ignore, "MixedPrecision._module_classes_to_ignore"
-        if not isinstance(ignored, Sequence) or not all(isinstance(cls, type) for cls in ignored):
-            raise TypeError(f"{name} is {describe(ignored)}; expected a sequence of module classes")
+        are_classes = isinstance(ignored, Sequence) and all(isinstance(cls, type) for cls in ignored)
+        expect(are_classes, name, ignored, "a sequence of module classes")
 
 
 class _Switches:
@@ -191,17 +188,3 @@ def settings_of(module: nn.Module) -> StateDictSettings:
     if found:
         return found[0]
     return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-def as_setting(given: object, cls: type[S], argument: str, default: S | None = None) -> S:
-    """What users give for ``argument``, ours or PyTorch's, as one of ours; a TypeError for anything else. ``None``
-    stands for ``default``."""
-    given = default if given is None else given
-    if isinstance(given, cls):
-        return given
-    if not issubclass(cls, Enum):
-        found = next((each for each in cls.__subclasses__() if is_foreign(given, each.__name__)), cls)
-        return as_ours(given, found, argument, *found.__dataclass_fields__)  # type: ignore[attr-defined]
-    if isinstance(given, Enum) and is_foreign(given, cls.__name__) and given.name in cls.__members__:
-        return cls[given.name]
-    raise TypeError(f"{argument} is {describe(given)}; expected one of {', '.join(map(str, cls))}")

@@ -29,6 +29,7 @@ from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.group import Group
 from fullshard.group.memory import give_own_storage
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
+from fullshard.policies import as_setting
 from fullshard.schedule.unit import Phase
 from fullshard.torch_private import (
     altered_spec,
@@ -45,7 +46,6 @@ from fullshard.wrapper.settings import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
-    as_setting,
     settings_of,
 )
 from fullshard.wrapper.unit import WrappedUnit
