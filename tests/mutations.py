@@ -84,7 +84,9 @@ MUTATIONS = (
     Mutation("wrapper/unit.py", "module._buffers[name] = buffer.to(dtype)", "pass"),
     Mutation("wrapper/unit.py", "group.options.mp_policy = self.mp_policy", "pass"),
     Mutation("group/flat.py", "self.sharded.grad = None\n", "pass\n"),
-    Mutation("group/flat.py", "return grad if grad is None or self.home is None else self._part(grad)", "return grad"),
+    Mutation(
+        "group/flat.py", "return grad if grad is None or self.home is None else self.part_in(grad)", "return grad"
+    ),
     Mutation("group/flat.py", "replaced |= not same_memory(shown, shard)", "pass"),
 )
 

@@ -164,9 +164,10 @@ class Fragment(ShardedParameter):
     def held(self) -> torch.Tensor:
         if self.home is None:
             return super().held
-        return self.local if self.flat is None else self._part(self.flat)
+        return self.local if self.flat is None else self.part_in(self.flat)
 
-    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+    def part_in(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the parameter in a tensor that is like the flat parameter."""
         start, shape = self._place
         return self.view(flat.detach()[start : start + torch.Size(shape).numel()], shape)
 
@@ -201,7 +202,7 @@ class Fragment(ShardedParameter):
     @property
     def gradient(self) -> torch.Tensor | None:
         grad = self.sharded.grad
-        return grad if grad is None or self.home is None else self._part(grad)
+        return grad if grad is None or self.home is None else self.part_in(grad)
 
     @property
     def attributes(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fullshard.full_params import gather, local_tensor
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
-from fullshard.group.parameter import ShardedParameter, chunk_views, plain_name
+from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.optim.local_step import NUMBERS
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
@@ -100,15 +100,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
-
-
-def _views(places: Sequence[Place], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The parts of ``places`` in a tensor that is like their flat parameter."""
-    first, group = places[0].index, places[0].group
-    assert group is not None
-    section = next(section for section in group.sections if first in section.members)
-    views = dict(chunk_views(group.params, section.members, section.plan, flat, group.data.shard_rank))
-    return [views[place.index] for place in places]
 
 
 def _ranks_of(shown: Mapping[nn.Parameter, list[Place]]) -> dist.ProcessGroup | None:
@@ -210,8 +201,9 @@ def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[s
     split = {place.name: dict(state) for place in places}
     for key, value in state.items() if isinstance(param, FlatParameter) else ():
         if isinstance(value, torch.Tensor) and value.shape == param.shape:
-            for place, view in zip(places, _views(places, value), strict=True):
-                split[place.name][key] = view
+            for place in places:
+                if isinstance(place.param, Fragment):
+                    split[place.name][key] = place.param.part_in(value)
     return split
 
 
@@ -406,9 +398,9 @@ def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | N
         joined[key] = there[0] if there else None
         if any(is_part for _, _, is_part in kinds):
             joined[key] = there[0].new_zeros(shape)
-            for view, value in zip(_views(places, joined[key]), values, strict=True):
-                if value is not None:
-                    view.copy_(value)
+            for place, value in zip(places, values, strict=True):
+                if isinstance(place.param, Fragment) and value is not None:
+                    place.param.part_in(joined[key]).copy_(value)
         elif there and not all(_equal(there[0], value) for value in values):
             raise _unlike(places, f"different values of '{key}': {values}")
     return joined
