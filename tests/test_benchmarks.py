@@ -70,7 +70,8 @@ def test_bytes_on_the_wire_are_counted(steps: dict[str, Any]) -> None:
     assert all(found["unknown"] == [] for found in contenders.values())
     for name in SHARDED | {"fullshard, p2p", "fullshard, collective"}:
         if contenders[name]["transport"] == "host":
-            expected = 0 if CAN_SWAP_MEMORY else 0.5  # where storages cannot exchange memory, gradients are messages
+            # Where storages cannot exchange memory, gradients are messages.
+            expected = 0 if CAN_SWAP_MEMORY else pytest.approx(0.5, rel=0.01)
             assert contenders[name]["asked"] == expected, "shared memory carries everything else"
         else:
             assert 0.99 < contenders[name]["asked"] <= 1.51

@@ -179,6 +179,12 @@ def test_equal_parameters_at_equal_distances_are_one_piece() -> None:
     assert [piece.numel for piece in plan.pieces_of_all(plan.shard_numel)] == [32 * 1024, 3 * 1024, 2048]
 
 
+def test_parts_of_one_form_that_go_back_in_the_shards_are_pieces_of_their_own() -> None:
+    """Rank 1 has the third element of `a`, and rank 0 the only one of `b`, after it in the full buffer only."""
+    plan = make_plan([ParamShape("a", (3,)), ParamShape("b", (1,))], 2)
+    assert [min(piece.shard_stride) for piece in plan.pieces_of_all(plan.shard_numel)] == [1, 1, 1]
+
+
 @unhurried
 @given(plans(), st.integers(1, 20))
 def test_a_piece_in_parts_is_the_piece(plan: Plan, numel: int) -> None:

@@ -329,8 +329,8 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         while alike:
             first, *others = alike
             steps = [(b.full_start - a.full_start, b.shard_start - a.shard_start) for a, b in pairwise(alike)]
-            count = sum(1 for _ in takewhile(steps[:1].__contains__, steps))
-            step = steps[0] if steps else (0, 0)
+            step = steps[0] if steps and steps[0][1] > 0 else (0, 0)  # the part of a later rank may lie before
+            count = sum(1 for _ in takewhile(step.__eq__, steps))
             yield _piece([(count + 1, *step), *dims], first.full_start, first.shard_start, first.is_kept)
             alike = others[count:]
 
