@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,13 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"a circle: {' imports '.join(reversed(error.args[1]))}")
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_torch_is_the_only_dependency(file: Path) -> None:
+    for imported in imports(file):
+        package = imported.partition(".")[0]
+        assert package in {"fullshard", "torch", *sys.stdlib_module_names}, f"{imported} is no dependency"
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -16,7 +17,6 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from typing_extensions import deprecated
 
 from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
 from fullshard.group.group import Group
@@ -163,9 +163,9 @@ class FSDPModule:
         for group in _unit(self).groups:
             group.options.divide_factor = factor
 
-    @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
