@@ -6,7 +6,9 @@ What is replaced in a module must be replaced there too: in every presentation, 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,24 +42,35 @@ class Recurrent(nn.Module):
 class Keeps(nn.Module):
     """A block that computes with what it keeps in a list, in a dict in a list, and in an attribute."""
 
+    hold: Callable[[Any], Any] = staticmethod(lambda weights: weights)
+    held: Callable[[Any], Any] = staticmethod(lambda holder: holder)
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.weights = [self.one.weight, {"two": self.two.weight}]
+        self.weights = self.hold([self.one.weight, {"two": self.two.weight}])
         self.__dict__["third"] = self.three.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(F.linear(x, self.weights[0], self.one.bias))
-        x = torch.tanh(F.linear(x, self.weights[1]["two"], self.two.bias))
+        weights = self.held(self.weights)
+        x = torch.tanh(F.linear(x, weights[0], self.one.bias))
+        x = torch.tanh(F.linear(x, weights[1]["two"], self.two.bias))
         return F.linear(x, self.__dict__["third"], self.three.bias)
+
+
+class KeepsDeeper(Keeps):
+    """The same with a deque in place of the list, in a tuple in a list."""
+
+    hold = staticmethod(lambda weights: [("name", deque(weights))])
+    held = staticmethod(lambda holder: holder[0][1])
 
 
 class Outer(nn.Module):
     """It keeps, and uses, a weight of a block that is sharded for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[Keeps] = Keeps) -> None:
         super().__init__()
-        self.block = Keeps()
+        self.block = block()
         self.blocks = nn.ModuleList([self.block])
         self.also = [self.block.one.weight]
 
@@ -70,6 +83,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "projected": lambda: Recurrent(nn.LSTM, proj_size=2),
     "gru": lambda: Recurrent(nn.GRU),
     "list": Outer,
+    "deque in a tuple": lambda: Outer(KeepsDeeper),
 }
 
 
@@ -179,24 +193,79 @@ def test_a_tuple_of_parameters_is_refused(world: World) -> None:
             refused(InTuple())
 
 
-class InClosure(nn.Module):
-    """It computes with a parameter that only a function holds, beside the module inside that has it."""
+class Plain:
+    """An object with a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+
+@dataclass
+class Record:
+    """A dataclass with a weight."""
+
+    weight: Any
+
+
+def unregistered(weight: Any) -> Any:
+    """A module with this weight, in a list, where no other module finds it."""
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.weight = weight
+    return [linear]
+
+
+#: Ways to hold a weight that nobody follows, and what reads it there.
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "closure": (lambda weight: lambda: weight, lambda held: held()),
+    "set": (lambda weight: {weight}, lambda held: next(iter(held))),
+    "object": (Plain, lambda held: held.weight),
+    "dataclass": (Record, lambda held: held.weight),
+    "module": (unregistered, lambda held: held[0].weight),
+}
+
+
+class Hides(nn.Module):
+    """It computes with a parameter that it holds in its own way, beside the module inside that has it."""
+
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
-        weight = self.inner.weight
-        self.compute: Callable[[Tensor], Tensor] = lambda x: F.linear(x, weight)
+        hold, self.read = HOLDERS[how]
+        self.held = hold(self.inner.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x)
+        return F.linear(x, self.read(self.held))
+
+
+def shard_whole(model: Any, front_end: str) -> Any:
+    return wrap(fullshard, model, original=False) if front_end == "flat" else fullshard.fully_shard(model)
 
 
 @ranks(1, 2)
+@pytest.mark.parametrize("how", HOLDERS)
 @pytest.mark.parametrize("front_end", ["composable", "flat"])
-def test_a_parameter_that_only_a_function_holds_is_refused_when_it_is_trained(world: World, front_end: str) -> None:
-    model: Any = seeded(InClosure)
-    model = wrap(fullshard, model, original=False) if front_end == "flat" else fullshard.fully_shard(model)
+def test_a_parameter_that_nobody_can_follow_is_refused_when_it_is_trained(
+    world: World, front_end: str, how: str
+) -> None:
+    model = shard_whole(seeded(lambda: Hides(how)), front_end)
     loss = model(torch.ones(2, WIDTH)).sum()
     with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'inner\.weight' as it was before"):
         loss.backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", HOLDERS)
+@pytest.mark.parametrize("front_end", ["composable", "flat"])
+def test_a_frozen_parameter_that_nobody_can_follow_keeps_its_values(world: World, front_end: str, how: str) -> None:
+    """As docs/migration.md says: those that it had when it was sharded, whatever is loaded or written later."""
+    model = seeded(lambda: Hides(how)).requires_grad_(False)
+    before = model(torch.ones(2, WIDTH))
+    model = shard_whole(model, front_end)
+    for factor in (2.0, 3.0):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        found = model(x)
+        assert torch.equal(found, before)
+        found.sum().backward()

@@ -6,7 +6,7 @@ look, before each step, at whether the parameters that stand there are still the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
 from typing import Any, TypeGuard
@@ -205,7 +205,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
     """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
-    in its attributes, or in lists and dicts there, as ``nn.LSTM`` does.
+    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does.
 
     Raises:
         ValueError: a tuple has parameters, in which none can be replaced.
@@ -218,15 +218,15 @@ def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
     for path, value in waiting:
         if isinstance(value, nn.Parameter):
             found.append((path, value))
-        elif isinstance(value, (list, dict)) and id(value) not in met:
-            met.add(id(value))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, key), each) for key, each in items]
         elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
             raise ValueError(
                 f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
                 f"be replaced by sharded and unsharded ones: keep them in a list"
             )
+        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
+            met.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, key), each) for key, each in items]
     return found
 
 
