@@ -212,6 +212,22 @@ class TwoDtypes(nn.Module):
         return z
 
 
+class TwoPrecisions(nn.Module):
+    """Parameters in fp32 and in fp64 in turns, one of them a scalar."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(width, 3, dtype=torch.float32) / 2)
+        self.second = nn.Parameter(torch.randn(3, 5, dtype=torch.float64) / 2)
+        self.factor = nn.Parameter(torch.tensor(0.8, dtype=torch.float32))
+        self.third = nn.Parameter(torch.randn(5, width, dtype=torch.float32) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.to(self.first.dtype) @ self.first * self.factor
+        z: Tensor = (y.to(self.second.dtype) @ self.second).to(self.third.dtype) @ self.third
+        return z.to(x.dtype)
+
+
 class Complex(nn.Module):
     """Complex parameters, one of them a scalar."""
 

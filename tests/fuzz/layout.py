@@ -7,7 +7,7 @@ nothing asks the library: each rank compares its own part, and all of them toget
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -33,21 +33,38 @@ class Layout:
         parameters = dict(model.named_parameters())
         self.orders = {name: _memory_order(parameter) for name, parameter in parameters.items()}
         self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self.sections = [
+            (unit, tuple(name for name in unit.names if parameters[name].dtype == dtype))
+            for unit in self.units
+            for dtype in dict.fromkeys(parameters[name].dtype for name in unit.names)
+        ]
         self.aligned = {
             name: 16 // (dtype_of(sharding.param_dtype) or parameter.dtype).itemsize if sharding.original else 1
             for name, parameter in parameters.items()
         }
 
-    def unit_of(self, name: str) -> Unit:
-        """The unit that a parameter belongs to."""
-        return next(unit for unit in self.units if name in unit.names)
+    def section_of(self, name: str) -> tuple[str, ...]:
+        """The parameters of one unit and dtype that are laid end to end with this one."""
+        return next(names for _, names in self.sections if name in names)
+
+    def flat_parameters(self) -> dict[str, tuple[str, ...]]:
+        """The parameters that each flat one holds, by its plain name: one for each dtype of a unit."""
+        flats: dict[str, tuple[str, ...]] = {}
+        for unit, names in self.sections:
+            name = plain = f"{unit.paths[0]}._flat_param" if unit.paths[0] else "_flat_param"
+            number = 0
+            while name in flats:
+                number += 1
+                name = f"{plain}_{number}"
+            flats[name] = names
+        return flats
 
     def expected(self, shown: Mapping[str, Tensor], whole: Values) -> Iterator[tuple[str, Tensor | None]]:
         """For each parameter that a sharded model shows, the part of the whole values that this rank should hold.
 
         What no parameter fills of a flat one is NaN. A parameter that is shown whole is compared whole.
         """
-        flats = {flat_name(unit): unit for unit in self.units}
+        flats = self.flat_parameters()
         for name, parameter in shown.items():
             if name in flats:
                 yield name, self._flat(flats[name], whole)
@@ -65,19 +82,19 @@ class Layout:
         index, count = self._place()
         if count == 1:
             return value
-        begins, size = self._cut(self.unit_of(name), count)
+        begins, size = self._cut(self.section_of(name), count)
         start, stop = (min(max(at * size - begins[name], 0), value.numel()) for at in (index, index + 1))
         return self._line(name, value)[start:stop]
 
-    def _flat(self, unit: Unit, whole: Values) -> Tensor | None:
-        """This rank's part of the flat parameter of a unit, or none if no parameter has a value."""
+    def _flat(self, names: Sequence[str], whole: Values) -> Tensor | None:
+        """This rank's part of a flat parameter, or none if no parameter in it has a value."""
         index, count = self._place()
-        begins, size = self._cut(unit, count)
-        values = {name: value for name in unit.names if (value := whole[name]) is not None}
+        begins, size = self._cut(names, count)
+        values = {name: value for name in names if (value := whole[name]) is not None}
         if not values:
             return None
         flat = next(iter(values.values())).new_full((size * count,), math.nan)
-        for name in unit.names:
+        for name in names:
             numel = math.prod(self.shapes[name])
             flat[begins[name] : begins[name] + numel] = self._line(name, values[name]) if name in values else 0
         return flat[index * size : (index + 1) * size]
@@ -86,11 +103,11 @@ class Layout:
         """The elements of a parameter as they lie in memory."""
         return value.permute(self.orders[name]).reshape(-1)
 
-    def _cut(self, unit: Unit, count: int) -> tuple[dict[str, int], int]:
-        """Where each parameter of a unit begins among the elements of all, and the number of elements of a rank."""
+    def _cut(self, names: Sequence[str], count: int) -> tuple[dict[str, int], int]:
+        """Where each parameter of a section begins among the elements of all, and the number of elements of a rank."""
         begins: dict[str, int] = {}
         at = 0
-        for name in unit.names:
+        for name in names:
             begins[name] = math.ceil(at / self.aligned[name]) * self.aligned[name]
             at = begins[name] + math.prod(self.shapes[name])
         return begins, math.ceil(at / count)
@@ -114,11 +131,6 @@ def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def flat_name(unit: Unit) -> str:
-    """The plain name of the flat parameter of a unit."""
-    return f"{unit.paths[0]}._flat_param" if unit.paths[0] else "_flat_param"
 
 
 def chunk_of(whole: Tensor, like: DTensor) -> Tensor:

@@ -33,6 +33,7 @@ from tests.fuzz.layers import (
     Recurrent,
     RecurrentCells,
     TwoDtypes,
+    TwoPrecisions,
     Written,
 )
 from tests.harness.faults import FailingBackward, Fault
@@ -168,6 +169,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "halves": Halves,
     "two dtypes": TwoDtypes,
     "complex": Complex,
+    "two precisions": TwoPrecisions,
     "written": Written,
     "bag": Bag,
     **{kind: partial(Recurrent, kind) for kind in ("lstm", "deep lstm", "projected lstm", "gru", "rnn")},

@@ -20,9 +20,11 @@ from tests.fuzz.steps import OPTIMIZERS, PATTERNS
 Weights = dict[Any, float]
 _TIED = ("linear", "linear without bias", "dropout", "written")
 _FROZEN_INSIDE = ("odd", "adapter", "two dtypes")
+_SINGLE = {"two dtypes", "two precisions"}  # compute in fp32
 _NOT_BROADCAST = ("orthogonal",)  # torch's broadcast of a state dict turns buffers that lie column by column, and
 # knows a module that stands in two places by one of its names: plain models fail in the same way
-_MIXED = ("two dtypes", "complex")  # a flat parameter has one dtype
+_NOT_FLAT = ("two dtypes", "complex")  # the wrapper takes floating-point parameters only, as torch's
+_MIXED = (*_NOT_FLAT, "two precisions")
 _IN_FULL_PRECISION = (*_MIXED, "batch norm", "instance norm", "orthogonal", "spectral norm", "weight norm")
 
 
@@ -47,7 +49,7 @@ class Program:
             return 3e-1  # whether anything is grossly wrong
         if any(isinstance(action, do.Train) and action.clip for action in self.actions):
             return 1e-4  # norms are fp32
-        return 1e-3 if "float32" in dtypes or "two dtypes" in kinds_of(self.model.layers) else 1e-8
+        return 1e-3 if "float32" in dtypes or kinds_of(self.model.layers) & _SINGLE else 1e-8
 
     @property
     def rounding(self) -> float:
@@ -153,7 +155,7 @@ class _Generator:
         if low:
             kinds = [kind for kind in kinds if kind not in _IN_FULL_PRECISION]
         if wraps:
-            kinds = [kind for kind in kinds if kind not in _MIXED]
+            kinds = [kind for kind in kinds if kind not in _NOT_FLAT]
         layers: list[Layer] = []
         for _ in range(self.random.randint(1, 4)):
             layers.append(self.layer(kinds, layers, may_freeze, 0))
@@ -240,7 +242,8 @@ class _Generator:
             offload=self.chance(0.1),
             original=original,
             strategy=strategy if wraps else "FULL_SHARD",
-            settings=() if wraps else self.settings(),
+            settings=() if wraps else self.settings(model),
+            options=self.options() if wraps else (),
         )
 
     def groups(self, model: ModelSpec, wraps: bool, by: str) -> list[GroupSpec]:
@@ -272,7 +275,7 @@ class _Generator:
                 del paths[:count]
         return [*groups, GroupSpec(("",))]
 
-    def settings(self) -> tuple[tuple[str, Any], ...]:
+    def settings(self, model: ModelSpec) -> tuple[tuple[str, Any], ...]:
         drawn: list[tuple[str, Callable[[], Any]]] = [
             ("set_prefetch_limit", lambda: self.random.choice([0, 2, 3])),
             ("set_reduce_scatter_max_input_buffers", lambda: self.random.choice([1, 2, 3])),
@@ -283,8 +286,21 @@ class _Generator:
             ("set_manual_backward_finalization", lambda: True),
             ("forward_prefetch", lambda: self.random.choice([1, 2])),
             ("backward_prefetch", lambda: self.random.choice([1, 2])),
+            ("set_reduce_scatter_unused_params", lambda: True),
         ]
+        if model.head != "tied":  # an embedding's backward does not need its table
+            drawn.append(("set_unshard_in_backward", lambda: False))
         return tuple((name, value()) for name, value in drawn if self.chance(0.06))
+
+    def options(self) -> tuple[tuple[str, Any], ...]:
+        """Arguments of the wrapper that change no number."""
+        drawn: list[tuple[str, list[Any]]] = [
+            ("backward_prefetch", [None, "BACKWARD_PRE", "BACKWARD_POST"]),
+            ("forward_prefetch", [True]),
+            ("limit_all_gathers", [False]),
+            ("sync_module_states", [True]),
+        ]
+        return tuple((name, self.random.choice(values)) for name, values in drawn if self.chance(0.15))
 
     # -- what is done ------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class Reference:
         self.layout = layout
         self.rank = rank
         self.divisor = float(size)
-        self.fills_units = sharding.wraps
+        self.fills_units = sharding.wraps or ("set_reduce_scatter_unused_params", True) in sharding.settings
         self.copies = [self._worker() for _ in range(size)]
         self.optimizer: torch.optim.Optimizer
 

@@ -279,7 +279,7 @@ class Run:
                           f"{'None' if there is None else 'a tensor'}")  # fmt: skip
             return
         here, there = here.detach(), there.detach()
-        if what.endswith("_flat_param") and here.shape == there.shape:
+        if "_flat_param" in what and here.shape == there.shape:
             here, there = here[~there.isnan()], there[~there.isnan()]
         if self.program.sharding.wraps and here.dtype == dtype_of(self.program.sharding.param_dtype):
             there = there.to(here.dtype)  # a forward left its parameters whole

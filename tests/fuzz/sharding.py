@@ -32,7 +32,7 @@ class Sharding:
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
     the dim along which parameters are cut. `settings` are setters with their arguments, called on every sharded module.
-    With `override` scalars are computed with in their own dtype.
+    With `override` scalars are computed with in their own dtype. `options` are more arguments of the wrapper.
     """
 
     api: str
@@ -49,6 +49,7 @@ class Sharding:
     original: bool = True
     strategy: str = "FULL_SHARD"
     settings: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def wraps(self) -> bool:
@@ -164,6 +165,7 @@ def _wrap(model: nn.Module, sharding: Sharding, size: int) -> Any:
         "use_orig_params": sharding.original,
         "cpu_offload": fullshard.CPUOffload(offload_params=sharding.offload),
         "device_mesh": mesh_of(sharding, size),
+        **{name: fullshard.BackwardPrefetch[of] if isinstance(of, str) else of for name, of in sharding.options},
     }
     if sharding.param_dtype or sharding.reduce_dtype:
         options["mixed_precision"] = fullshard.MixedPrecision(
@@ -196,7 +198,8 @@ def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
                 getattr(module, f"set_modules_to_{name}")(after if name == "forward_prefetch" else before)
             continue
         for module in model.modules():
-            if isinstance(module, fullshard.FSDPModule):
+            only_some = name == "set_unshard_in_backward" and not isinstance(module, nn.Embedding)
+            if isinstance(module, fullshard.FSDPModule) and not only_some:
                 getattr(module, name)(value)
 
 
