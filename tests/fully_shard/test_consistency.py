@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from tests.fully_shard.cases import environment, inputs
@@ -65,7 +68,7 @@ class Halves(nn.Module):
         return x @ self.weights[which].t()
 
 
-@ranks(2)
+@ranks(2, 3)
 @pytest.mark.parametrize("transport", ["p2p", "collective", "host, gradients as messages"])
 def test_ranks_that_reduce_other_parameters_are_told(world: World, transport: str) -> None:
     """Where gradients lie in shared memory too, ranks tell each other with each reduction."""
@@ -73,7 +76,7 @@ def test_ranks_that_reduce_other_parameters_are_told(world: World, transport: st
     with environment(FULLSHARD_TRANSPORT=name), memory_swap(not apart):
         halves = fullshard.fully_shard(Halves())
         with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
-            halves(inputs(), world.rank).sum().backward()
+            halves(inputs(), world.rank % 2).sum().backward()
 
 
 @ranks(2, transport="collective")
@@ -86,9 +89,9 @@ def test_ranks_may_reduce_other_parameters_as_zeros(world: World) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected)
 
 
-def left_out(world: World, transport_says: str) -> None:
+def left_out(world: World, transport_says: str, routed: Any = None) -> None:
     """Rank 1 takes one micro-batch, where rank 0 takes two."""
-    routed = model()
+    routed = routed or model()
     optimizer = torch.optim.SGD(routed.parameters(), lr=0.1)
 
     def train() -> None:
@@ -114,6 +117,29 @@ def test_a_micro_batch_left_out_is_found_with_messages(world: World) -> None:
 @ranks(2, transport="host")
 def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
     left_out(world, "left out a micro-batch or a step")
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
+def test_a_micro_batch_left_out_is_found_in_the_wrapper(world: World, transport: str, original: bool) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        routed = fullshard.FullyShardedDataParallel(seeded(Routed), use_orig_params=original)
+    says = "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1"
+    left_out(world, "left out a micro-batch or a step" if transport == "host" else says, routed)
+
+
+@pytest.mark.slow
+@ranks(3, transport="p2p", fresh=True)
+def test_ranks_that_wait_for_messages_of_other_groups_are_told_after_the_timeout(world: World) -> None:
+    """The error names the rank and the messages that did not come; the group has a timeout of its own."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    routed = seeded(Routed)
+    for expert in routed.experts:
+        fullshard.fully_shard(expert, mesh=mesh, reshard_after_forward=True)
+    fullshard.fully_shard(routed, mesh=mesh)
+    with pytest.raises(RuntimeError, match=r"rank . lost rank . in a point-to-point all-gather \(tag \d+\)"):
+        routed(inputs(world.rank), [int(world.rank == 2)]).sum().backward()
 
 
 @ranks(2, transport="p2p")

@@ -31,6 +31,7 @@ from tests.harness import RankPool, World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.faults import FailingBackward, Fault
 from tests.harness.models import MLP, Transformer, seeded
+from tests.harness.wrapper import wrap_blocks
 
 
 def fail_in_forward(module: nn.Module, call: Any) -> None:
@@ -224,10 +225,10 @@ def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: 
         assert_close(whole(parameter.grad), other.grad, "gradient")
 
 
-def fail_on_rank_1(world: World, transport: str, where: str, folder: Path) -> None:
+def fail_on_rank_1(world: World, transport: str, where: str, folder: Path, wraps: bool = False) -> None:
     """A good step, and one in which rank 1 raises and so ends, as a program does that catches nothing."""
     with environment(FULLSHARD_TRANSPORT=transport):
-        model = shard_mlp()
+        model = wrap_blocks()(fullshard, seeded(MLP)) if wraps else shard_mlp()
     model(inputs()).sum().backward()
 
     def fail(*args: Any) -> None:
@@ -245,6 +246,10 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path) -> No
         os._exit(1)
 
 
+#: What ranks say that lost another one.
+LOOK = r"look there for the first error|look on the others for the first error"
+
+
 @pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
@@ -254,8 +259,21 @@ def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
     assert (tmp_path / "said").read_text() == "out of luck"
     assert [outcome.kind for outcome in outcomes] == ["raised", "died"]
     assert outcomes[0].at - outcomes[1].at < 5
-    look = r"look there for the first error|look on the others for the first error"
-    assert re.search(look, outcomes[0].summary), outcomes[0].report
+    assert re.search(LOOK, outcomes[0].summary), outcomes[0].report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_in_the_wrapper_the_first_error_is_the_users_too(
+    rank_pool: RankPool, tmp_path: Path, transport: str, where: str
+) -> None:
+    outcomes = rank_pool.run(fail_on_rank_1, 3, transport, where, tmp_path, True)
+    assert (tmp_path / "said").read_text() == "out of luck"
+    assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"]
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.at - outcomes[1].at < 5
+    assert any(re.search(LOOK, outcomes[rank].summary) for rank in (0, 2)), outcomes[0].report
 
 
 @ranks(2)

@@ -465,10 +465,16 @@ def test_a_subclass_is_not_sharded_along_columns_that_do_not_divide(world: World
 @EVERYWHERE
 @pytest.mark.parametrize("how", ["set", "assign"])
 @pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("swaps", [True, False])
 def test_a_local_tensor_that_is_set_after_sharding_says_what_is_gathered(
-    world: World, how: str, when: str, transport: str
+    world: World, how: str, when: str, transport: str, swaps: bool
 ) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
+    with memory_swap(swaps):
+        set_after_sharding(how, when)
+
+
+def set_after_sharding(how: str, when: str) -> None:
     model, reference = build(None), build(None)
     fullshard.fully_shard(model[0])
     fullshard.fully_shard(model)

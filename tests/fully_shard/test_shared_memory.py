@@ -620,3 +620,36 @@ def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_be
             spoils = step == begin
             found = model(inputs())
             assert torch.equal(found, expected) == (not spoils), step
+
+
+@ranks(2, transport="host")
+@pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
+def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(world: World, api: str) -> None:
+    """The forwards that write compute with what they wrote; the steps and forwards after them do not."""
+    model, reference = seeded(MLP), seeded(MLP)
+    written = model.blocks[1][0]
+    if api == "fully_shard":
+        each_block(reshard_after_forward=True)(fullshard, model)
+    else:
+        model = fullshard.FullyShardedDataParallel(model, use_orig_params=api == "original")
+    spoils = False
+
+    def spoil(module: Any, args: Any) -> None:
+        if spoils:
+            module.weight.data.add_(1 + world.rank)
+
+    written.register_forward_pre_hook(spoil)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, reference)]
+    for step in range(24):
+        spoils = step in (20, 22)
+        found, expected = model(inputs(step)), reference(inputs(step))
+        if spoils:
+            assert not torch.equal(found, expected)
+            del found
+            continue
+        assert_close(found, expected, f"output of step {step}")
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp
+from fullshard import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, local, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
@@ -84,6 +86,64 @@ def test_wrapped_models_change_dtype_in_turns(world: World, transport: str, flat
     in_turns(world, model.double)
     for _ in range(2):
         assert_close(model(x), reference(x), "output")
+
+
+def empty(model: Any) -> None:
+    """Take new memory, and give it the values that were there."""
+    kept = [local(parameter).detach().clone() for parameter in model.parameters()]
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            local(parameter).copy_(value)
+
+
+def new_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def halve(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+WAYS: dict[str, Callable[[Any], None]] = {"to_empty": empty, "data": new_data, "write": halve}
+
+
+def output(model: Any) -> Any:
+    """What a forward returns; after it the root shows what is sharded."""
+    found = model(inputs())
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    return found
+
+
+@ranks(2, timeout=20)
+@TRANSPORTS
+@pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
+def test_every_way_to_give_a_model_memory_may_be_taken_in_turns(world: World, transport: str, api: str) -> None:
+    """Before the first forward, and after it, when ranks that share memory have mapped it."""
+    with environment(FULLSHARD_TRANSPORT=transport):
+        wraps = api != "fully_shard"
+        model = FullyShardedDataParallel(seeded(MLP), use_orig_params=api == "original") if wraps else shard_mlp()
+    reference = seeded(MLP)
+    for is_mapped in (False, True):
+        for how, act in WAYS.items():
+            in_turns(world, lambda act=act: act(model))
+            if how == "write":
+                halve(reference)
+            if is_mapped:
+                assert_close(output(model), reference(inputs()), f"output after {how}")
+        copies: list[Any] = []
+        in_turns(world, lambda copies=copies: copies.append(copy.deepcopy(model)))
+        assert_close(output(copies[0]), reference(inputs()), "output of a copy")
+        assert_close(output(model), reference(inputs()), "output")
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    halve(model)
+    in_turns(world, lambda: model.load_state_dict(state, assign=True))
+    assert_close(output(model), reference(inputs()), "output after assign")
+    model(inputs()).sum().backward()
 
 
 @ranks(2, transport="host", timeout=20)

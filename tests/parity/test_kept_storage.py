@@ -34,8 +34,15 @@ def addresses(model: Any) -> list[int]:
 @ranks(2)
 @pytest.mark.parametrize("library", KEEPING)
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_addresses_stay_over_reshard_and_unshard(world: World, library: str, param_dtype: torch.dtype | None) -> None:
-    fsdp = LIBRARIES[library]
+@pytest.mark.parametrize("swaps", [True, False])
+def test_addresses_stay_over_reshard_and_unshard(
+    world: World, library: str, param_dtype: torch.dtype | None, swaps: bool
+) -> None:
+    with memory_swap(swaps):
+        addresses_stay(LIBRARIES[library], param_dtype)
+
+
+def addresses_stay(fsdp: ModuleType, param_dtype: torch.dtype | None) -> None:
     model = shard_mlp(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=param_dtype))
     model.set_keep_unsharded_storage(True)
     before = addresses(model)

@@ -230,6 +230,18 @@ def test_large_gradients_in_fp16(world: World) -> None:
     assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))
 
 
+@everywhere
+@ranks(4)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_large_gradients_in_fp16_between_replicas(world: World, shape: tuple[int, int]) -> None:
+    """The sum over shards and the sum over replicas both stay below what fp16 can hold."""
+    model = nn.Linear(1, 8, bias=False)
+    mesh = world.mesh(*shape, names=("replicate", "shard"))
+    fullshard.fully_shard(model, mesh=mesh, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=FP16))
+    (model(torch.ones(1, 1)) * 40_000).sum().backward()
+    assert torch.equal(whole(model.weight.grad), torch.full((8, 1), 40_000.0))
+
+
 class Spectral(nn.Module):
     """A filter with complex weights between real layers."""
 

@@ -19,6 +19,7 @@ import fullshard
 from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
 from tests.harness import World, everywhere, ranks
+from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 WIDTH = 6
@@ -176,8 +177,14 @@ def test_blocks_hand_on_what_no_hook_can_replace(world: World, kind: type[Plain]
 
 
 @ranks(2)
+@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
-def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:
+def test_a_penalty_in_the_wrapper(world: World, original: bool, swaps: bool) -> None:
+    with memory_swap(swaps):
+        penalty_in_the_wrapper(world, original)
+
+
+def penalty_in_the_wrapper(world: World, original: bool) -> None:
     game, reference = (seeded(Game) for _ in range(2))
     wrap(game, original)
     optimizers = [torch.optim.SGD(model.generator.parameters(), lr=0.1) for model in (game, reference)]
@@ -214,9 +221,15 @@ class Leaks(Plain):
 
 
 @ranks(2)
+@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_what_cannot_be_known_is_refused_and_not_read(world: World, frozen: bool) -> None:
+def test_what_cannot_be_known_is_refused_and_not_read(world: World, frozen: bool, swaps: bool) -> None:
     """The gradient enters the block where no hook is. Memory that ranks share is right at any time of a pass."""
+    with memory_swap(swaps):
+        refused_and_not_read(frozen)
+
+
+def refused_and_not_read(frozen: bool) -> None:
     block = Leaks().requires_grad_(not frozen)
     fullshard.fully_shard(block, reshard_after_forward=True)
     x = inputs(width=WIDTH).requires_grad_()
