@@ -97,15 +97,16 @@ STEPS_IN_BACKWARD = {"lr": 0.1, "momentum": 0.9}
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
 @pytest.mark.parametrize("swaps", [True, False])
-@pytest.mark.parametrize("kind", ["composable", "original", "flat"])
+@pytest.mark.parametrize("kind", ["composable", "original", "original, before", "flat"])
 def test_torchs_optimizers_in_backward_step(world: World, kind: str, transport: str, swaps: bool) -> None:
+    """Applied after sharding, or before: original parameters of the wrapper stay the same objects."""
     os.environ["FULLSHARD_TRANSPORT"] = transport
     with memory_swap(swaps):
-        shard = each_block() if kind == "composable" else wrap_blocks(original=kind == "original")
+        shard = each_block() if kind == "composable" else wrap_blocks(original=kind.startswith("original"))
         model, reference = seeded(MLP), seeded(MLP)
-        model = shard(fullshard, model) or model
-        for each in (model, reference):
-            _apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), STEPS_IN_BACKWARD)
+        plain, model = list(model.parameters()), shard(fullshard, model) or model
+        for parameters in (plain if kind == "original, before" else model.parameters(), reference.parameters()):
+            _apply_optimizer_in_backward(torch.optim.SGD, parameters, STEPS_IN_BACKWARD)
         for step in range(4):
             loss = model(inputs(10 * step + world.rank)).square().mean()
             loss.backward()
