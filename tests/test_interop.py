@@ -276,6 +276,23 @@ def test_a_parameter_with_two_names_comes_from_the_first_rank(world: World, kind
 
 
 @ranks(2)
+@pytest.mark.parametrize("strategy", [fullshard.ShardingStrategy.FULL_SHARD, fullshard.ShardingStrategy.NO_SHARD])
+def test_a_parameter_with_names_in_two_wrapped_modules_comes_from_the_first_rank(
+    world: World, strategy: fullshard.ShardingStrategy
+) -> None:
+    def wrapped(seed: int) -> Any:
+        model = seeded(tied_transformer, seed)
+        for name in ("head", "tokens"):
+            setattr(model, name, fullshard.FullyShardedDataParallel(getattr(model, name), sharding_strategy=strategy))
+        return fullshard.FullyShardedDataParallel(model, sharding_strategy=strategy)
+
+    one, other = wrapped(0), wrapped(1)
+    state = get_model_state_dict(one, options=FULL)
+    set_model_state_dict(other, state if world.rank == 0 else {}, options=FROM_FIRST)
+    assert_same(get_model_state_dict(other, options=FULL), state)
+
+
+@ranks(2)
 @EACH_WRAPPED
 @pytest.mark.parametrize("options", [FULL, None], ids=["full", "sharded"])
 def test_flattened_optimizer_state_is_loaded(world: World, kind: str, options: StateDictOptions | None) -> None:

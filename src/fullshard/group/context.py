@@ -46,10 +46,8 @@ class Reductions:
 
     def __init__(self) -> None:
         self._marks: deque[Mark] = deque()
+        self.add: Callable[[Mark], None] = self._marks.append
         self.drops = 0  # how often reductions that were under way were lost
-
-    def add(self, mark: Mark) -> None:
-        self._marks.append(mark)
 
     def keep_at_most(self, count: int) -> None:
         """Wait for the oldest until no more than ``count`` are under way."""

@@ -127,8 +127,7 @@ class Consistency:
 
 
 def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
-    """Whether a call needs ranks of a process group that do not compare while they wait for one another anyway, as they
-    do in memory that they share."""
+    """Whether a call needs ranks of a process group which do not compare while they wait in shared memory anyway."""
     if process_group is group.data.replicate_group:
         return bool(reduced) and group.options.all_reduce_gradients
     in_memory = group.memory.shared is not None and (not reduced or CAN_SWAP_MEMORY)

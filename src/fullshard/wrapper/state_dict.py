@@ -210,14 +210,16 @@ class StateDictMethods(nn.Module):
             for inside in _wrappers(self):
                 inside._loads_local = True
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
+        for group in [group for inside in _wrappers(self) for group in inside._groups]:
+            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
+                plain = _keys(group, paths, inner)
+                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
+                values.update((key, values.get(key, given[i])) for key, i in plain.items() if i in given)
         for group in self._groups:
             plain = _keys(group, paths, inner)
             for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
                 if isinstance(value := values[key], torch.Tensor):
                     values[key] = whole_as_before(value, group.params[plain[key]])
-            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
-                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
-                values.update((key, given[plain[key]]) for key in plain.keys() - values.keys() if plain[key] in given)
             if group.summoned is None:  # else by a module around this one, or by the user: they write back
                 group.check_in()
                 group.reshard()
