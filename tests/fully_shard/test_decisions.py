@@ -97,6 +97,8 @@ def _call_after_forward(world: World, **options: Any) -> None:
         expected = functional_call(pair.whole, dict(values), (inputs(),))
         found = functional_call(pair.sharded, values, (inputs(),))  # torch writes what stood there at the end to values
         assert_close(found, expected, "output of the call")
+        state = pair.sharded.state_dict()
+        assert all(isinstance(value, DTensor) for value in state.values()), "what stood there is gone"
         pair.step()
 
 

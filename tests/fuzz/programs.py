@@ -287,6 +287,9 @@ class _Generator:
             ("forward_prefetch", lambda: self.random.choice([1, 2])),
             ("backward_prefetch", lambda: self.random.choice([1, 2])),
             ("set_reduce_scatter_unused_params", lambda: True),
+            ("set_all_reduce_hook", lambda: True),
+            ("set_custom_all_gather", lambda: True),
+            ("set_custom_reduce_scatter", lambda: True),
         ]
         if model.head != "tied":  # an embedding's backward does not need its table
             drawn.append(("set_unshard_in_backward", lambda: False))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -185,9 +187,42 @@ def _wrap(model: nn.Module, sharding: Sharding, size: int) -> Any:
     return fullshard.FullyShardedDataParallel(model, **options)
 
 
+class OwnAllGather(fullshard.AllGather):
+    """The backend's all-gather, in memory of its own."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class OwnReduceScatter(fullshard.ReduceScatter):
+    """The backend's reduce-scatter, in memory of its own."""
+
+    allocate = OwnAllGather.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def double_and_halve(output: Tensor) -> None:
+    """A hook on what was reduced, which leaves it as it is."""
+    output.mul_(2).div_(2)
+
+
+#: What setters are called with that take more than a number.
+VALUES = {
+    "set_all_reduce_hook": double_and_halve,
+    "set_custom_all_gather": OwnAllGather(),
+    "set_custom_reduce_scatter": OwnReduceScatter(),
+}
+
+
 def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
     """Call setters: those of the tree on the root, and all others on every sharded module."""
     for name, value in settings:
+        given = VALUES.get(name, value)
         if name in ("set_prefetch_limit", "set_is_last_backward", "set_manual_backward_finalization"):
             getattr(model, name)(value)
             continue
@@ -200,7 +235,7 @@ def set_up(model: Any, settings: tuple[tuple[str, Any], ...]) -> None:
         for module in model.modules():
             only_some = name == "set_unshard_in_backward" and not isinstance(module, nn.Embedding)
             if isinstance(module, fullshard.FSDPModule) and not only_some:
-                getattr(module, name)(value)
+                getattr(module, name)(given)
 
 
 def plain_name(name: str) -> str:

@@ -211,8 +211,6 @@ class GroupContext:
         self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
         self.shows_unsharded = state is State.UNSHARDED or (state is State.LEFT and not self.is_flat)
 
-    # -- layout ------------------------------------------------------------------------------------------------------
-
     def lay_out(self) -> None:
         """Cut the parameters into sections, each with a plan."""
         self.is_flat = bool(self.params) and self.params[0].is_flat
@@ -244,8 +242,6 @@ class GroupContext:
         """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
         return policy if dtype is None else replace(policy, param_dtype=dtype)
-
-    # -- memory ------------------------------------------------------------------------------------------------------
 
     @property
     def offloads(self) -> bool:

@@ -42,8 +42,6 @@ class Group(TrainedGroup):
         self.users: set[object] = set()
         self._build()
 
-    # -- memory ------------------------------------------------------------------------------------------------------
-
     def _build(self) -> None:
         """Lay the parameters out and move what they hold into the group's shard."""
         self.lay_out()
@@ -117,8 +115,6 @@ class Group(TrainedGroup):
         self.full.join()
         self.gradients.move()
 
-    # -- transitions -------------------------------------------------------------------------------------------------
-
     def unshard(self) -> bool:
         """Start to gather, unless the values are there; returns whether communication was started."""
         if self.state is State.GATHERING:
@@ -161,11 +157,12 @@ class Group(TrainedGroup):
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
-        if self.state is State.SHARDED:
-            return
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        self.module_params.show_sharded()
+        if self.state is not State.SHARDED or self.module_params.stand_ins:
+            self.module_params.show_sharded()
+        if self.state is State.SHARDED:
+            return
         self.full.release()
         self.to_state(State.SHARDED)
 
@@ -188,8 +185,6 @@ class Group(TrainedGroup):
             self.to_state(State.LEFT)
             if self.is_flat:
                 self.module_params.show_sharded()
-
-    # -- what may change between steps -------------------------------------------------------------------------------
 
     def show_too(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
         """Show a parameter of this group elsewhere too: under a name in another module (tied across groups), or on a

@@ -31,7 +31,7 @@ class ModuleParameters:
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self._stand_ins: set[tuple[int, str]] = set()
+        self.stand_ins: set[tuple[int, str]] = set()  # places where something stands in for a parameter
         self._shown: Updates = ()  # what was put into the places of parameters
         self.prepare()
 
@@ -59,9 +59,9 @@ class ModuleParameters:
             (i, param, module, path)
             for i, param in enumerate(self._group.params)
             for module, path in param.kept_apart
-            if not any((id(module), at.name) in self._stand_ins for at in param.locations)
+            if not any((id(module), at.name) in self.stand_ins for at in param.locations)
         ]
-        self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self._stand_ins]
+        self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self.stand_ins]
         self._sharded = updates([(module, name, param.sharded) for _, param, module, name in free])
         self._unsharded = updates([(module, name, param.unsharded) for _, param, module, name in free])
 
@@ -90,7 +90,16 @@ class ModuleParameters:
         self._shown = updates([(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free])
         show(self._shown)
 
+    def _look_again(self) -> None:
+        """Show parameters again in the places that what stood in for them has left."""
+        for _, param, module, name in self._indexed():
+            if self._stood_for(module._parameters.get(name), param):
+                self.stand_ins.discard((id(module), name))
+        self._prepare_updates()
+
     def show_sharded(self) -> None:
+        if self.stand_ins:
+            self._look_again()
         self._shown = self._sharded
         show(self._shown)
         for _, param, module, path in self._apart:
@@ -120,7 +129,7 @@ class ModuleParameters:
             self.trainable = tuple(map(_requires_grad, self._group.sharded))
         if not self._group.shows_unsharded:
             self._train_leaves()
-        return not self._stand_ins and stand(self._shown) and self._keeps_place()
+        return not self.stand_ins and stand(self._shown) and self._keeps_place()
 
     def _train_leaves(self) -> None:
         """Let those unsharded parameters require gradients whose sharded ones do."""
@@ -139,7 +148,7 @@ class ModuleParameters:
         now on, those that moved (parametrization) are followed, and full tensors that stand in for a parameter
         (``torch.func.functional_call``) are left in place.
         """
-        self._stand_ins.clear()
+        self.stand_ins.clear()
         replaced = [self._take_in(param) for param in self._group.params]
         for param in self._group.params:
             param.heed_grad_dtype()
@@ -156,11 +165,11 @@ class ModuleParameters:
             elif self._replaces(shown, param):
                 param.sharded = shown
             else:
-                self._stand_ins.add((id(location.module), location.name))
+                self.stand_ins.add((id(location.module), location.name))
         return not param.lies_at(param.local)
 
     @staticmethod
-    def _stood_for(shown: torch.Tensor, param: ShardedParameter) -> bool:
+    def _stood_for(shown: torch.Tensor | None, param: ShardedParameter) -> bool:
         """Whether it is what the group showed of a parameter once, which stands there again."""
         owner = owner_of(shown)
         return owner is not None and owner[0].params[owner[1]] is param
