@@ -68,7 +68,7 @@ class CommContext:
     """The context that groups share which communicate in turn; several trees may share one (``share_comm_ctx``).
 
     It has the slots, in a pool for each kind of buffer and transport. A tree has its own: whether values are still in a
-    slot depends on what else used the pool, and every rank must come to the same answer, whatever models it has too.
+    slot depends on what else used the pool, and every rank must come to the same answer, also if it has other models.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -161,10 +161,9 @@ class Group(TrainedGroup):
             self.wait_for_unshard()
         if self.state is not State.SHARDED or self.module_params.stand_ins:
             self.module_params.show_sharded()
-        if self.state is State.SHARDED:
-            return
-        self.full.release()
-        self.to_state(State.SHARDED)
+        if self.state is not State.SHARDED:
+            self.full.release()
+            self.to_state(State.SHARDED)
 
     def reshard_after_forward(self) -> None:
         """Do with the parameters what the user chose for the time between forward and backward."""
@@ -241,7 +240,5 @@ class Group(TrainedGroup):
 
     def reset(self) -> None:
         """Back to SHARDED from wherever an error left the group; gradients on their way are lost."""
-        if self.state is State.GATHERING:
-            self.wait_for_unshard()
         self.reshard()
         self.gradients.discard()

@@ -222,7 +222,7 @@ class Unit:
         self.phase, self._is_opaque = Phase.IDLE, False
 
     def _hold(self) -> None:
-        """Be a user of groups: a tied group stays unsharded while any unit needs it."""
+        """Add this unit to the users of its groups: a tied group stays unsharded while it has any."""
         for group in self.needed:
             group.users.add(self)
 
