@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard
 from tests.fully_shard.cases import environment, inputs
+from tests.fully_shard.test_communication import CountingReduceScatter
 from tests.harness import World, ranks
 from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
@@ -77,6 +78,15 @@ def test_ranks_that_reduce_other_parameters_are_told(world: World, transport: st
         halves = fullshard.fully_shard(Halves())
         with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
             halves(inputs(), world.rank % 2).sum().backward()
+
+
+@ranks(2, transport="host")
+def test_ranks_that_reduce_other_parameters_by_a_collective_of_their_own_are_told(world: World) -> None:
+    """Parameters lie in shared memory, and gradients travel by what the user gave."""
+    halves = fullshard.fully_shard(Halves())
+    halves.set_custom_reduce_scatter(CountingReduceScatter())
+    with pytest.raises(RuntimeError, match=r"reduction of \['weights.0'\] .* set_reduce_scatter_unused_params"):
+        halves(inputs(), world.rank).sum().backward()
 
 
 @ranks(2, transport="collective")

@@ -38,6 +38,7 @@ from fullshard.comm.transport import (
     alias,
 )
 from fullshard.device import Pending
+from fullshard.torch_private import CAN_SWAP_MEMORY
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
@@ -60,6 +61,7 @@ class HostTransport(Transport):
 
     name = "host"
     gradient_buffers = 2
+    compares_reductions = CAN_SWAP_MEMORY  # else gradients are no part of the slots that ranks share, but messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
         self._messages = messages

@@ -186,6 +186,8 @@ class Transport:
     name: str
     #: How many gradient buffers a backward uses at once, unless the user says.
     gradient_buffers = 1
+    #: Whether ranks compare which parameters they reduce while they wait for one another.
+    compares_reductions = False
 
     @property
     def private(self) -> Transport:

@@ -40,8 +40,6 @@ class _Extended:
         self._stride = torch.empty(param.shape, device="meta").stride()
         self._work: list[tuple[Any, ...]] = []
 
-    # -- communication -----------------------------------------------------------------------------------------------
-
     def start(self, inputs: Sequence[torch.Tensor]) -> None:
         """Start to gather what the subclass sends."""
         over, size = self._group.data.shard_group, self._group.data.shard_size
@@ -96,8 +94,6 @@ class _Extended:
                 f"or padded to {expected}: found {[tuple(t.shape) for t in inputs]}"
             )
         return [t if t.ndim else t.view(1) for t in inputs]
-
-    # -- the unsharded parameter -------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""

@@ -46,9 +46,8 @@ class Group(TrainedGroup):
         """Lay the parameters out and move what they hold into the group's shard."""
         self.lay_out()
         memory = self.memory = Memory(self)
-        self.full: FullBuffer = (
-            GatheredBuffer(self, memory) if memory.shared is None else MappedBuffer(self, memory, memory.shared)
-        )
+        shared = memory.shared
+        self.full: FullBuffer = MappedBuffer(self, memory, shared) if shared else GatheredBuffer(self, memory)
         self.full.buffer.keep_memory(self.options.keep_unsharded_storage)
         self._gather: Mark | None = None
         self.gradients = Gradients(self)

@@ -25,7 +25,7 @@ from fullshard.comm.transport import PassBarrier
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
 from fullshard.group.verify import first_difference, has_peers
-from fullshard.torch_private import CAN_SWAP_MEMORY, all_gather_single
+from fullshard.torch_private import all_gather_single
 
 Kind = Literal["forward", "backward"]
 
@@ -130,7 +130,7 @@ def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.Proc
     """Whether a call needs ranks of a process group which do not compare while they wait in shared memory anyway."""
     if process_group is group.data.replicate_group:
         return bool(reduced) and group.options.all_reduce_gradients
-    in_memory = group.memory.shared is not None and (not reduced or CAN_SWAP_MEMORY)
+    in_memory = group.memory.shared is not None and (not reduced or group.reduce_transport.compares_reductions)
     return process_group is group.data.shard_group and not in_memory
 
 
