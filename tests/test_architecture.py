@@ -23,7 +23,8 @@ LAYERS = (
     ("group",),
     ("schedule",),
     ("wrap", "module", "overlaps", "fully_shard", "full_params", "optim", "wrapper"),
-    ("interop", "cli"),
+    ("compat",),
+    ("interop", "cli", "__main__"),
 )
 
 #: Where `nn.Module` keeps what is registered with it: parameters are shown by an update of these in place.
@@ -123,7 +124,7 @@ def test_nothing_comes_from_the_sharding_that_torch_ships(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
-    if name_of(file) in ("torch_private", "interop"):
+    if name_of(file) in ("torch_private", "interop", "compat.names"):
         return
     for imported in imports(file):
         if imported.startswith("torch."):

@@ -2,6 +2,10 @@
 
 from fullshard import interop as interop
 from fullshard import optim as optim
+from fullshard.compat import names as _names  # noqa: F401
+from fullshard.compat.patch import is_patched as is_patched
+from fullshard.compat.patch import patch as patch
+from fullshard.compat.patch import unpatch as unpatch
 from fullshard.full_params import summon_full_params as summon_full_params
 from fullshard.fully_shard import fully_shard as fully_shard
 from fullshard.fully_shard import fully_shard_blocks as fully_shard_blocks
@@ -35,6 +39,8 @@ from fullshard.wrapper.settings import ShardingStrategy as ShardingStrategy
 from fullshard.wrapper.settings import StateDictConfig as StateDictConfig
 from fullshard.wrapper.settings import StateDictSettings as StateDictSettings
 from fullshard.wrapper.settings import StateDictType as StateDictType
+
+__version__ = "0.1.0"
 
 #: The classes and functions of these lines.
 __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]

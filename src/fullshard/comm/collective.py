@@ -321,9 +321,6 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
 
 
-# -- in memory that the communicator knows, as zero-copy transfers need it ---------------------------------------------
-
-
 def process_group_memory(group: Any) -> CollectiveTransport:
     """Collectives in memory that ``group`` allocates; its backend must have an allocator for the device."""
 

@@ -102,8 +102,6 @@ class HostTransport(Transport):
             _known[process_group] = made
         return _known[process_group]
 
-    # -- memory ------------------------------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for gradient buffers, which the other ranks can read.
 
@@ -128,8 +126,6 @@ class HostTransport(Transport):
 
     def meet(self, memory: SharedMemory | None) -> bool:
         return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
-
-    # -- routes ------------------------------------------------------------------------------------------------------
 
     def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
         """For values that lie in memory of this rank alone."""

@@ -40,14 +40,14 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
     """
-    transport, why = _choose(process_group, device)
+    transport, why = choose_transport(process_group, device)
     if process_group not in _told:
         _told.add(process_group)
         _log.info("%d ranks move buffers on %s by '%s': %s", process_group.size(), device, transport.name, why)
     return transport
 
 
-def _choose(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
+def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
     """A transport, and why it is this one."""
     wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
     if wanted not in ("", *NAMES):

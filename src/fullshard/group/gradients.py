@@ -109,8 +109,6 @@ class Gradients:
         """Forget the routes: reductions take others from now on."""
         self._choices = {}
 
-    # -- arrival -----------------------------------------------------------------------------------------------------
-
     def listen(self, index: int, param: ShardedParameter) -> None:
         """Take the gradient of an unsharded parameter whenever autograd has it."""
         leaf = param.unsharded
@@ -303,8 +301,6 @@ class Gradients:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
         self._views, self._gaps = {}, []
         self._choices = {}
-
-    # -- reduction ---------------------------------------------------------------------------------------------------
 
     def reduce(self) -> frozenset[int]:
         """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the reductions were waited for.

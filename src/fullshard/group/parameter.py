@@ -104,8 +104,6 @@ class ShardedParameter:
     #: Whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it.
     is_flat = False
 
-    # -- shapes ------------------------------------------------------------------------------------------------------
-
     @property
     def plan_shape(self) -> ParamShape:
         """The shape in the order in which the values lie in memory."""
@@ -166,8 +164,6 @@ class ShardedParameter:
                 f"fsdp_post_all_gather and lacks {missing}: define both or neither"
             )
         return before
-
-    # -- what stands for the parameter while it is sharded -----------------------------------------------------------
 
     @property
     def held(self) -> torch.Tensor:
@@ -311,8 +307,6 @@ class ShardedParameter:
                 twin.grad = self.sharded.grad.detach().clone()
         copied: nn.Parameter = twin
         return copied
-
-    # -- the leaf ----------------------------------------------------------------------------------------------------
 
     @property
     def attributes(self) -> dict[str, Any]:

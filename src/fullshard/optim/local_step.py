@@ -124,8 +124,6 @@ class _LocalStep:
         self._theirs: Mapping[Any, Any] | None = None
         self._seen = self._seen_here = _Seen({})
 
-    # -- before a step -----------------------------------------------------------------------------------------------
-
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._running is not None:
             self._end(optimizer)  # an exception, which is still held, left it open
@@ -201,8 +199,6 @@ class _LocalStep:
                 mine[name] = local_tensor(value)
         self._theirs, self._seen, self._seen_here = optimizer.state, _Seen(optimizer.state), _Seen(self._state)
         return True
-
-    # -- after a step ------------------------------------------------------------------------------------------------
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         stand_in: Optimizer = args[0]

@@ -50,8 +50,6 @@ class Finalization:
             )
         self.by_hand = by_hand
 
-    # -- in a step ---------------------------------------------------------------------------------------------------
-
     def begin_forward(self) -> None:
         """Begin an outermost forward.
 
@@ -79,8 +77,6 @@ class Finalization:
     def reset(self) -> None:
         """Forget the step that an error cut short."""
         self._began_by_hand, self.is_awaited, self._forward = None, False, lambda: None
-
-    # -- by hand -----------------------------------------------------------------------------------------------------
 
     def check_by_hand(self, backward_runs: bool) -> None:
         """Raise RuntimeError if the step is not to be finalized by hand, or not yet."""

@@ -48,6 +48,16 @@ def _adopt(unit: Unit, *args: Any) -> None:
             group.check_in()
 
 
+#: Called with each unit once its modules are sharded.
+_listeners: list[Callable[[Unit], None]] = []
+
+
+def when_sharded(listener: Callable[[Unit], None]) -> Callable[[Unit], None]:
+    """Call ``listener`` with each unit from now on, once its modules are sharded."""
+    _listeners.append(listener)
+    return listener
+
+
 def attach(unit: Unit) -> None:
     """Register the hooks of ``unit`` on its modules."""
     _outside_graphs()
@@ -60,3 +70,5 @@ def attach(unit: Unit) -> None:
         module.register_state_dict_pre_hook(partial(_reshard, unit))
         module.register_load_state_dict_pre_hook(partial(_reshard, unit))
         module.register_load_state_dict_post_hook(partial(_adopt, unit))
+    for listener in _listeners:
+        listener(unit)

@@ -133,8 +133,6 @@ class Schedule:
         self.backwards = 0
         self.step = 0  # counts forwards
 
-    # -- construction ------------------------------------------------------------------------------------------------
-
     def take_over(self, units: Iterable[Scheduled], module: nn.Module) -> None:
         """Make all units under the root share this schedule, and name their groups after their modules."""
         self.units = list(units)
@@ -179,8 +177,6 @@ class Schedule:
 
     def groups(self) -> list[Group]:
         return [group for unit in self.units for group in unit.groups]
-
-    # -- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, unit: Scheduled) -> bool:
         """The forward of ``unit`` begins; returns whether it is the outermost one.
@@ -267,8 +263,6 @@ class Schedule:
             self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), -1)
         else:
             self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
-
-    # -- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Begin a backward that reached the tree, and ask to be called when it ends."""
@@ -357,8 +351,6 @@ class Schedule:
         self.comm.reductions.drop()
         self.order.forget()
         self.consistency.forget()
-
-    # -- groups ------------------------------------------------------------------------------------------------------
 
     def unshard(self, group: Group) -> None:
         """Gather ``group`` unless it was gathered ahead, and let its modules show the unsharded parameters."""

@@ -140,9 +140,6 @@ def with_groups(
     return {"state": state, "param_groups": groups}
 
 
-# -- save ------------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def whole_state(
     model: nn.Module,
@@ -274,9 +271,6 @@ def _gathered(
         wholes = gather(group, held, travels)
         for index, name in names.items():
             yield name, key, wholes[index].to(dtypes[index]), group.params[index]
-
-
-# -- load ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,0 +1,135 @@
+"""The commands of ``python -m fullshard``: ``run`` a program on fullshard, describe the ``env``.
+
+A thin layer: each command calls what the library has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import runpy
+import shutil
+import site
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fullshard
+from fullshard.comm.select import choose_transport
+from fullshard.compat.patch import patch_and_say
+from fullshard.torch_private import CAN_SWAP_MEMORY
+
+#: What a report of an error should say the version of.
+_PACKAGES = ("numpy", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "torchtitan", "safetensors")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fullshard", description="Fully sharded data parallelism.")
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser(
+        "run", help="run a program, unchanged, with fullshard in place of torch's FSDP", description=_run.__doc__
+    )
+    run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as with python -m")
+    run.add_argument("program", help="a Python file, with -m a module, or a command, such as torchrun")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program is given")
+    run.set_defaults(call=_run)
+    env = commands.add_parser("env", help="say what is installed and what fullshard would choose, for bug reports")
+    env.set_defaults(call=_env)
+    options = parser.parse_args(arguments)
+    return int(options.call(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs a program with fullshard in place of torch's FSDP, in its child processes too (FULLSHARD_PATCH=1)."""
+    os.environ["FULLSHARD_PATCH"] = "1"
+    program, is_file = options.program, Path(options.program).is_file() and not shutil.which(options.program)
+    if not options.is_module and not is_file:
+        return _execute(program, options.arguments)
+    patch_and_say()
+    sys.argv = [program, *options.arguments]
+    if options.is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program).resolve().parent))
+        runpy.run_path(program, run_name="__main__")
+    return 0
+
+
+def _execute(command: str, arguments: Sequence[str]) -> int:
+    """Become another program, whose Pythons are to patch torch when they import it."""
+    if shutil.which(command) is None:
+        print(f"python -m fullshard run: no file and no command '{command}'", file=sys.stderr)
+        return 2
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    if not any(Path(folder, "fullshard_at_start.pth").exists() for folder in folders):
+        print(
+            f"python -m fullshard run: {command} starts other Pythons, and these would run on torch's FSDP: fullshard "
+            f"is found by its path only. Install it (pip install), so that {folders[0]} has fullshard_at_start.pth",
+            file=sys.stderr,
+        )
+        return 2
+    os.execvp(command, [command, *arguments])
+
+
+def _env(_: argparse.Namespace) -> int:
+    """Print what a bug report should say."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
+    rows = {
+        "fullshard": fullshard.__version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "device": f"{device}, {torch.accelerator.device_count() if accelerator else os.cpu_count()} of them",
+        "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name)),
+        "transport": _transport(device),
+        "storages": "exchange their memory" if CAN_SWAP_MEMORY else "cannot exchange their memory: torch before 2.12",
+        "torch's names": "bound to fullshard's" if fullshard.is_patched() else "torch's own",
+    }
+    if Path("/dev/shm").exists():
+        free = shutil.disk_usage("/dev/shm").free
+        rows["shared memory"] = f"{free / 2**30:.1f} GiB free in /dev/shm"
+    rows |= {name: found for name in _PACKAGES if (found := _version(name))}
+    rows |= {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("FULLSHARD_", "FSDP_", "NCCL_"))}
+    for name, value in rows.items():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def _transport(device: torch.device) -> str:
+    """What two ranks on this machine would use, and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_write_transport, (folder, device), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+        return Path(folder, "transport").read_text()
+
+
+def _write_transport(rank: int, folder: str, device: torch.device) -> None:
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        transport, why = choose_transport(dist.group.WORLD, device)  # type: ignore[arg-type]
+        told = f"{transport.name} for ranks of this machine: {why}"
+    except ValueError as error:
+        told = str(error)
+    if rank == 0:
+        Path(folder, "transport").write_text(told)
+    dist.destroy_process_group()
+
+
+def _has_backend(name: str) -> bool:
+    return bool(getattr(dist, f"is_{name}_available")())
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,102 @@
+"""The names that frameworks and torch read on a sharded model, beside the public ones, each with who reads it.
+
+They are torch's own attributes, private ones mostly. Owns their values; nothing in the engine knows them. They are put
+on the classes of the front ends when this file is imported, and on modules and parameters when these are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.fully_shard import managed_modules
+from fullshard.group.flat import FLAT_NAME
+from fullshard.module import FSDPModule
+from fullshard.schedule.hooks import when_sharded
+from fullshard.schedule.unit import Unit, unit_of
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
+from fullshard.wrapper.settings import settings_of
+
+
+class _FlatView:
+    """Stands for the flat parameter of a wrapper that shows original parameters: this rank's elements, in a row."""
+
+    def __init__(self, unit: Unit) -> None:
+        params = [param for group in unit.groups for param in group.params]
+        self._shown = [param.sharded for param in params]
+        self._fqns = [param.name for param in params]
+        self.dtype, self.device = self._shown[0].dtype, self._shown[0].device
+        self.requires_grad = any(shown.requires_grad for shown in self._shown)
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.cat([shown.data.reshape(-1) for shown in self._shown])
+
+    @data.setter
+    def data(self, flat: torch.Tensor) -> None:
+        parts = flat.split([shown.numel() for shown in self._shown])
+        for shown, part in zip(self._shown, parts, strict=True):
+            shown.data = part.view(shown.shape)
+
+
+def _flat_param(wrapper: FullyShardedDataParallel) -> Any:
+    if not _unit(wrapper).groups:
+        return None
+    return _FlatView(_unit(wrapper)) if wrapper._use_orig_params else wrapper.module.get_parameter(FLAT_NAME)
+
+
+def _handle(wrapper: FullyShardedDataParallel) -> SimpleNamespace | None:
+    """Takes what is set, as ``_orig_param_dtype``, which the engine finds in the parameters themselves."""
+    flat = _flat_param(wrapper)
+    return None if flat is None else SimpleNamespace(flat_param=flat, _orig_param_dtype=flat.dtype)
+
+
+def _is_root(module: nn.Module) -> bool | None:
+    """``None`` before the first forward, which makes a module the root or part of another one's tree."""
+    unit = _unit(module)
+    return None if unit.schedule is None else unit.schedule.root is unit
+
+
+def _set_unshard_async_op(module: nn.Module, async_op: bool) -> None:
+    """Nothing to set: a gather is always started ahead, and waits for no more than its buffers."""
+
+
+def _unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+_ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "rank": lambda wrapper: wrapper.process_group.rank() if wrapper.process_group else 0,  # programs that log
+    "world_size": lambda wrapper: wrapper.process_group.size() if wrapper.process_group else 1,  # the same
+    "compute_device": lambda wrapper: _unit(wrapper).device,  # Lightning, programs that move batches
+    "_has_params": lambda wrapper: bool(_unit(wrapper).groups),  # accelerate, where it casts parameters up
+    "_flat_param": _flat_param,  # the same
+    "_handle": _handle,  # the same
+    "_is_root": _is_root,  # programs that clip or save on the root only
+    "_state_dict_type": lambda wrapper: settings_of(wrapper).state_dict_type,  # programs that save as it is set
+}
+
+for _name, _read in _ON_WRAPPERS.items():
+    setattr(FullyShardedDataParallel, _name, property(_read))
+FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
+
+
+@when_sharded
+def _mark(unit: Unit) -> None:
+    """Mark what was sharded.
+
+    ``_is_fsdp_managed_module`` tells transformers to generate in step with the other ranks, and Dynamo not to guard
+    parameters; Dynamo wants ``_fsdp_use_orig_params`` beside it. ``_fsdp_flattened`` on the parameters of a wrapper
+    tells Lightning that the optimizer was made after wrapping.
+    """
+    for module in managed_modules(unit.modules):
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    if any(group.is_flat for group in unit.groups):
+        for param in unit.modules[0].parameters():
+            param._fsdp_flattened = id(param) not in unit.ignored  # type: ignore[attr-defined]

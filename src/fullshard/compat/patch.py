@@ -1,0 +1,152 @@
+"""``patch()``: programs that import torch's FSDP get this one, without a changed line.
+
+The names of both front ends, of their settings, wrap policies and of the gradient scaler are bound to ours wherever a
+module of the process holds torch's: in torch's own modules, and in those of frameworks and programs that imported them
+before. Modules that are imported later find ours in torch's. Only the code of torch's FSDP itself, and ``replicate()``,
+which is built on it, keep what they had. Owns the list of what was bound, which ``unpatch()`` follows back.
+
+Names that are not bound need not be: ``FSDPMeshInfo``, ``ShardPlacementResult`` and ``_get_mesh_info`` describe meshes
+and placements, and the engine takes torch's descriptions.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import fullshard
+from fullshard import wrap
+from fullshard.module import FSDPModule
+from fullshard.optim.grad_scaler import ShardedGradScaler
+from fullshard.wrapper.fsdp import FullyShardedDataParallel
+
+_log = logging.getLogger("fullshard")
+
+#: The modules of torch in which programs find the names.
+_PUBLIC = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.api",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.distributed.fsdp.wrap",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+#: What else of torch holds them, and computes with torch's own: it is imported before they are bound, and left alone.
+_THEIRS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
+_POLICIES = (
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "_module_wrap_policy",
+    "_or_policy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+)
+
+#: What was bound: the names of a module, the name there, and torch's object.
+_bound: list[tuple[dict[str, Any], str, Any]] = []
+
+
+def patch() -> int:
+    """Let torch's names stand for fullshard's from now on; returns how many names were bound.
+
+    ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
+    in every module that holds one of them. Each rank calls it, before a model is sharded. A second call changes
+    nothing. Enums keep torch's members and values.
+
+    Raises:
+        RuntimeError: a model is sharded already, by whichever library.
+    """
+    if _bound:
+        return len(_bound)
+    _refuse_sharded("patch")
+    for name in (*_PUBLIC, "torch.distributed._composable.replicate_with_fsdp"):
+        if find_spec(name) is not None:
+            importlib.import_module(name)
+    ours = _replacements()
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and not _is_left_alone(module.__name__):
+            for name, value in list(vars(module).items()):
+                if id(value) in ours:
+                    _bound.append((vars(module), name, value))
+                    vars(module)[name] = ours[id(value)]
+    _log.info(
+        "fullshard %s stands in for the FSDP of torch %s: %d names bound",
+        fullshard.__version__,
+        torch.__version__,
+        len(_bound),
+    )
+    return len(_bound)
+
+
+def unpatch() -> None:
+    """Give torch's names back what they stood for. What was imported in between keeps what it has.
+
+    Raises:
+        RuntimeError: a model is sharded.
+    """
+    if _bound:
+        _refuse_sharded("unpatch")
+        for names, name, theirs in _bound:
+            names[name] = theirs
+        _bound.clear()
+
+
+def is_patched() -> bool:
+    """Whether torch's names stand for fullshard's."""
+    return bool(_bound)
+
+
+def patch_and_say() -> None:
+    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses."""
+    if os.environ.get("RANK", "0") == "0":
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.addFilter(lambda _: not logging.getLogger().handlers)  # else the program has its own way
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    patch()
+
+
+def _replacements() -> dict[int, Any]:
+    """Our objects by the identity of torch's."""
+    ours = {name: getattr(fullshard, name) for name in fullshard.__all__ if name != "ShardPlacementResult"}
+    ours |= {name: getattr(wrap, name) for name in _POLICIES}
+    ours["ShardedGradScaler"] = ShardedGradScaler
+    found = {}
+    for module in map(sys.modules.get, _PUBLIC):
+        for name in ours.keys() & vars(module).keys() if module is not None else ():
+            if not isinstance(vars(module)[name], ModuleType):
+                found[id(vars(module)[name])] = ours[name]
+    return found
+
+
+def _is_left_alone(name: str) -> bool:
+    return name.startswith("fullshard") or (name not in _PUBLIC and name.startswith(_THEIRS))
+
+
+def _refuse_sharded(what: str) -> None:
+    """Refuse while there is a sharded model: its classes would be no longer those that programs ask for."""
+    gc.collect()
+    names = {cls.__name__ for cls in (FSDPModule, FullyShardedDataParallel)}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module) and names & {cls.__name__ for cls in type(each).__mro__}:
+            raise RuntimeError(
+                f"fullshard.{what}() was called when a model, a {type(each).__name__}, is sharded already: call it "
+                f"first, at the beginning of the program"
+            )

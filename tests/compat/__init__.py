@@ -1,0 +1,1 @@
+"""Tests of fullshard.compat and of the commands."""

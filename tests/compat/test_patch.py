@@ -1,0 +1,143 @@
+"""torch's names stand for fullshard's after `patch()`. Each test runs a program of its own: it changes the process."""
+
+from __future__ import annotations
+
+import enum
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+
+import fullshard
+
+SOURCE = Path(fullshard.__file__).parent.parent
+PROGRAM = """
+import torch.distributed.fsdp as fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+print(fully_shard.__module__, FullyShardedDataParallel.__module__)
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    search = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    known = {name: value for name, value in os.environ.items() if not name.startswith("FULLSHARD_")}
+    environment = {**known, "PYTHONPATH": search, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def printed(program: str, **environment: str) -> str:
+    done = run("-c", textwrap.dedent(program), **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names_are_bound_wherever_they_are_held_and_given_back() -> None:
+    printed("""
+        import types, sys, enum
+        import torch.distributed.fsdp as fsdp
+        from torch.distributed.fsdp import FullyShardedDataParallel as kept_before, fully_shard, ShardingStrategy
+        from torch.distributed.fsdp import api, wrap, sharded_grad_scaler, fully_sharded_data_parallel
+        import torch.distributed.checkpoint.state_dict as state_dict
+        import torch.distributed.optim.named_optimizer as named_optimizer
+        theirs = fsdp.FullyShardedDataParallel
+        import fullshard
+        count = fullshard.patch()
+        assert count > 50 and fullshard.patch() == count and fullshard.is_patched()
+        assert kept_before is named_optimizer.FSDP is fsdp.FullyShardedDataParallel
+        assert kept_before is fullshard.FullyShardedDataParallel
+        assert fully_sharded_data_parallel.StateDictType is api.StateDictType is fullshard.StateDictType
+        assert ShardingStrategy is fullshard.ShardingStrategy
+        assert wrap.ModuleWrapPolicy is fullshard.wrap.ModuleWrapPolicy
+        assert wrap._or_policy is fullshard.wrap._or_policy
+        assert sharded_grad_scaler.ShardedGradScaler is fullshard.optim.ShardedGradScaler
+        assert fsdp.wrap is wrap and isinstance(wrap, types.ModuleType)
+        from torch.distributed._composable.fsdp import fully_shard as composable
+        from torch.distributed.fsdp._fully_shard import FSDPModule
+        assert composable is fully_shard is fullshard.fully_shard and FSDPModule is fullshard.FSDPModule
+        import torch.distributed._tools.fsdp2_mem_tracker as tracker
+        import torch.distributed.pipelining.stage as later
+        assert fullshard.FSDPModule is tracker.FSDPModule
+        from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+        assert not issubclass(ReplicateModule, fullshard.FSDPModule)
+        fullshard.unpatch()
+        assert not fullshard.is_patched()
+        assert kept_before is theirs is fsdp.FullyShardedDataParallel is named_optimizer.FSDP
+        fullshard.unpatch()
+        assert fullshard.patch() > 50
+    """)
+
+
+def test_it_is_refused_where_a_model_is_sharded() -> None:
+    printed("""
+        import pytest, torch, torch.distributed as dist, torch.distributed.fsdp as fsdp, fullshard
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = fsdp.fully_shard(torch.nn.Linear(2, 2))
+        with pytest.raises(RuntimeError, match="patch.. was called when a model, a FSDPLinear, is sharded already"):
+            fullshard.patch()
+        del model
+        fullshard.patch()
+        model = fsdp.FullyShardedDataParallel(torch.nn.Linear(2, 2))
+        assert isinstance(model, fullshard.FullyShardedDataParallel)
+        with pytest.raises(RuntimeError, match="unpatch.. was called when a model, a FullyShardedDataParallel"):
+            fullshard.unpatch()
+        del model
+        fullshard.unpatch()
+        dist.destroy_process_group()
+    """)
+
+
+def test_a_program_runs_unchanged(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + "import sys, helper\nprint(sys.argv[1:], __name__)")
+    (tmp_path / "helper.py").write_text("")
+    done = run("-m", "fullshard", "run", str(script), "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    said = "fullshard.fully_shard fullshard.wrapper.fsdp\n['--steps', '3'] __main__\n"
+    assert done.stdout == said
+    lines = [line for line in done.stderr.splitlines() if "stands in for" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"fullshard {fullshard.__version__} stands in for the FSDP of torch ")
+    assert run(str(script)).stdout != said
+    assert "stands in" not in run("-m", "fullshard", "run", str(script), RANK="1").stderr
+
+
+def test_children_are_told_by_the_environment() -> None:
+    """The file that an installation puts into site-packages does this at the start of every Python."""
+    line = SOURCE.joinpath("fullshard_at_start.pth").read_text()
+    for value, expected in (("1", "fullshard"), ("0", "torch"), ("", "torch")):
+        assert printed(line + PROGRAM, FULLSHARD_PATCH=value).split()[0].startswith(expected)
+
+
+def test_an_installation_has_the_file_that_tells_children() -> None:
+    """An editable installation, which the tests run from, too."""
+    done = run("-m", "fullshard", "run", sys.executable, "-c", PROGRAM)
+    assert done.stdout.startswith("fullshard.fully_shard "), done.stderr
+
+
+def test_commands_that_are_not_there_are_named() -> None:
+    done = run("-m", "fullshard", "run", "no-such-command")
+    assert done.returncode == 2
+    assert "no file and no command 'no-such-command'" in done.stderr
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    done = run("-m", "fullshard", "env", FULLSHARD_TRANSPORT="collective")
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert rows["fullshard"] == fullshard.__version__
+    assert rows["torch"] == torch.__version__
+    assert "collective for ranks of this machine: FULLSHARD_TRANSPORT=collective" in done.stdout
+    assert rows["FULLSHARD_TRANSPORT"] == "collective"
+
+
+ENUMS = [name for name, value in vars(theirs).items() if isinstance(value, enum.EnumMeta)]
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enums_have_torchs_members_and_values(name: str) -> None:
+    ours, torchs = getattr(fullshard, name), getattr(theirs, name)
+    assert {each.name: each.value for each in ours} == {each.name: each.value for each in torchs}
