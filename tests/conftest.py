@@ -6,6 +6,7 @@ first test that needs it, so a run without such tests costs nothing.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 from collections.abc import Iterator
@@ -51,6 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=longer)
         left_out = set(map(id, longer))
         items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of each collection of garbage that a test asks for."""
+    gc.freeze()
 
 
 def _ranks_of(item: pytest.Item) -> int:

@@ -187,8 +187,8 @@ def test_nobody_has_to_ask_for_it(imports: str) -> None:
 
 def test_nothing_of_torchs_sharding_is_imported_when_nobody_did() -> None:
     code = "import fullshard, fullshard.interop, sys; print([name for name in sys.modules if name.startswith({!r})])"
-    for package in ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp"):
-        assert run_alone(code.format(package)) == "[]"
+    packages = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed._composable.fsdp")
+    assert run_alone(code.format(packages)) == "[]"
 
 
 @pytest.mark.slow

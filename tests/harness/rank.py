@@ -122,12 +122,12 @@ def serve(setup: Setup, parent: Connection) -> None:
     log = setup.log.open("a")
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+    gc.freeze()  # to walk the objects of the imports would copy all their pages, which are the server's
     threading.Thread(target=exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _rewrite_assertions(setup.pytest_arguments)
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)  # type: ignore[attr-defined]
-    gc.collect()
-    gc.freeze()  # the objects of the imports are not walked again by each collection
+    gc.freeze()
     parent.send(Outcome(setup.rank, "returned"))
     group = -1
     while (job := parent.recv()) is not None:
