@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train test test-all test-torch lint types docs-test fuzz bench clean
+.PHONY: help train test test-all test-torch frameworks lint types docs-test fuzz bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -51,6 +51,10 @@ test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), 
 	$(MAKE) $(OTHER)/.installed-test VENV=$(OTHER)
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest --all $(ARGS)
 
+frameworks: ## run programs of accelerate, transformers, PEFT, TRL, Lightning, torchtitan and torchao on fullshard
+	$(MAKE) .venv-frameworks/.installed-frameworks VENV=.venv-frameworks PINS='-c constraints-frameworks.txt'
+	OMP_NUM_THREADS=1 .venv-frameworks/bin/python -m pytest --all $(ARGS) tests/frameworks
+
 lint: $(VENV)/.installed-test ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -68,7 +72,7 @@ bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side b
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
 
 clean: ## remove the environments, the caches and what training wrote
-	rm -rf .venv .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: it is newer than the files that say what to install.
