@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine, both front ends, state dicts and optimizers.
 LINES = 13_205
 #: Lines of what is built on them.
-MORE_LINES = {"compat": 256, "cli.py": 137, "__main__.py": 7}
+MORE_LINES = {"compat/": 256, "cli.py": 137, "__main__.py": 7, "schedule/misuse.py": 82}
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 319, 8: 327, 32: 375}
 #: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.
@@ -36,8 +36,8 @@ WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 def test_the_library_does_not_grow() -> None:
     lines = Counter[str]()
     for file in SOURCE.rglob("*.py"):
-        first = file.relative_to(SOURCE).parts[0]
-        lines[first if first in MORE_LINES else ""] += len(file.read_text().splitlines())
+        path = file.relative_to(SOURCE).as_posix()
+        lines[next(filter(path.startswith, MORE_LINES), "")] += len(file.read_text().splitlines())
     assert lines.pop("") <= LINES
     assert all(count <= MORE_LINES[name] for name, count in lines.items()), lines
 

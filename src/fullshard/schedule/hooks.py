@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 
+from fullshard.schedule.misuse import watch_misuse
 from fullshard.schedule.unit import Unit
 from fullshard.torch_private import compiler_listens
 
@@ -65,6 +66,7 @@ def attach(unit: Unit) -> None:
         module.__dict__["_fullshard_unit"] = unit
         module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(_after_forward, unit))
+    watch_misuse(unit)
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
     for module in holders:
         module.register_state_dict_pre_hook(partial(_reshard, unit))

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
 from fullshard.group.group import Group
@@ -99,6 +100,8 @@ class Unit:
         #: Where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`.
         self.extents: list[Any] = []
         self.emptied: list[EmptiedBuffers] = []
+        #: The hooks of :mod:`fullshard.schedule.misuse` that only a root keeps.
+        self.watches: list[RemovableHandle] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         #: Whether to gather ahead, and in backward whether before this unit computes its gradients or after.
@@ -121,8 +124,6 @@ class Unit:
     def is_list(self) -> bool:
         """Whether it is several modules, none of which contains the others: never the root."""
         return len(self.modules) > 1
-
-    # -- forward -----------------------------------------------------------------------------------------------------
 
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,8 +247,6 @@ class Unit:
         storages = {group.full.buffer.storage_id for group in self.needed}
         return tree.map_tensors(partial(_owned, storages), output)
 
-    # -- the marks in autograd's graph -------------------------------------------------------------------------------
-
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
@@ -274,8 +273,6 @@ class Unit:
                 if base is not None and base.grad_fn is not None:
                     base.register_hook(hook)
         return hook
-
-    # -- backward ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, use: Use, grad: torch.Tensor) -> None:
         """Runs when autograd has a gradient of an output."""
@@ -375,13 +372,11 @@ class Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
-        twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
+        twin.schedule, twin.needed, twin.emptied, twin.extents, twin.watches = None, [], [], [], []
         twin._to_run, twin._use = set(), Use()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
-
-    # -- the root ----------------------------------------------------------------------------------------------------
 
     def start(self) -> Schedule:
         """Become the root of a tree, as the first unit that runs, or whose groups are used."""
@@ -417,6 +412,9 @@ class Unit:
             self.chose_to_keep = False
             for group in self.groups:
                 group.options.reshard_after_forward = True
+        if schedule.root is not self:
+            for watch in self.watches:
+                watch.remove()
         self.needed = [*self.groups, *self.borrowed]
 
 

@@ -1,0 +1,82 @@
+"""Names two mistakes, where torch's own errors name neither the module nor the way out.
+
+A module that runs outside the forward of the unit that has its parameters finds them sharded; and a plain state dict
+does not fit sharded parameters. Owns the hooks that notice. In a step only the modules of the root itself, such as an
+embedding and a head, have one: their methods and children are what programs call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed.tensor import DTensor
+
+from fullshard.group.group import Group
+from fullshard.group.owners import owner_of
+from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.schedule.unit import Phase, Unit
+
+
+def watch_misuse(unit: Unit) -> None:
+    """Let the modules that hold parameters of a unit refuse to run, and to load plain values, while these are sharded.
+
+    ``unit.watches`` has the first, which end when the unit turns out not to be the root.
+    """
+    holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
+    for module in holders:
+        module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
+        if module not in unit.modules:
+            watch = module.register_forward_pre_hook(partial(_refuse_outside, unit), with_kwargs=True)
+            unit.watches.append(watch)
+
+
+def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, Group, ShardedParameter]]:
+    """The parameters of a unit that a module shows sharded, with their names there."""
+    for name, shown in module._parameters.items():
+        group, index = owner_of(shown) or (None, 0)
+        if isinstance(group, Group) and group in unit.groups and shown is group.params[index].sharded:
+            yield name, group, group.params[index]
+
+
+def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before the forward of a module. What gets no tensor, or DTensors, may read sharded parameters."""
+    if unit.phase is not Phase.IDLE or is_dynamo_compiling():
+        return
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    if not given or any(isinstance(each, DTensor) for each in given):
+        return
+    for name, group, param in _sharded(unit, module):
+        is_whole = group.is_flat and group.data.shard_group is None
+        if is_whole or group.summoned is not None:
+            continue
+        where = plain_name(param.name).removesuffix(f".{name}")
+        method = (
+            "" if group.is_flat else "for another method of it, register_fsdp_forward_method(model, 'name') before; "
+        )
+        raise RuntimeError(
+            f"'{where}' ({type(module).__name__}) was called outside the forward of {unit!r}, where its parameters are "
+            f"sharded. Call {unit!r} itself: model(...), and not model.forward(...) or a part of it; {method}or gather "
+            f"the parameters by summon_full_params(model)"
+        )
+
+
+def _refuse_plain(
+    unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+) -> None:
+    """Runs before a module loads its part of a state dict."""
+    if local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, _, param in _sharded(unit, module):
+        value: Any = state_dict.get(prefix + name)
+        if isinstance(param.sharded, DTensor) and type(value) in (torch.Tensor, nn.Parameter) and value.ndim > 0:
+            raise RuntimeError(
+                f"parameter '{prefix}{name}' is sharded, and load_state_dict() was given a plain tensor of shape "
+                f"{tuple(value.shape)} for it. If every rank has the whole state dict: set_model_state_dict(model, "
+                f"state_dict, options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint."
+                f"state_dict; with broadcast_from_rank0=True it is enough if the first rank has it"
+            )
