@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -44,12 +44,32 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import replicated
 from fullshard.wrap import repeated_blocks, targets
 
-M = TypeVar("M", bound=nn.Module)
-
 #: Parameters, with every place where they stand.
 _Found = dict[nn.Parameter, list[Location]]
 
+if TYPE_CHECKING:
+    from fullshard.module import ShardedModule
+
 _log = logging.getLogger("fullshard")
+
+
+class ShardOptions(TypedDict, total=False):
+    """The options of :func:`fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    auto_wrap_policy: Any
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule: ...
+@overload
+def fully_shard(module: Sequence[nn.Module], **options: Unpack[ShardOptions]) -> list[ShardedModule]: ...
 
 
 def fully_shard(
@@ -184,7 +204,7 @@ def _check_offload(policy: OffloadPolicy, process_group: dist.ProcessGroup, devi
         )
 
 
-def fully_shard_blocks(model: M, **options: Any) -> M:
+def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule:
     """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line.
 
     The blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
@@ -193,8 +213,7 @@ def fully_shard_blocks(model: M, **options: Any) -> M:
     for block in repeated_blocks(model):
         if unit_of(block) is None:
             fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
+    return fully_shard(model, **options)
 
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -74,8 +74,6 @@ class FSDPModule:
         module.__init__(*args, **kwargs)
         return module
 
-    # -- gathering by hand -------------------------------------------------------------------------------------------
-
     def reshard(self) -> None:
         """Free the unsharded parameters and show the sharded ones. Not recursive."""
         unit = _unit(self)
@@ -107,8 +105,6 @@ class FSDPModule:
         schedule = _root_schedule(self, "reset_iter_state")
         if schedule is not None:
             schedule.reset()
-
-    # -- gradients ---------------------------------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last before the optimizer: only then does it wait for every reduction."""
@@ -198,8 +194,6 @@ class FSDPModule:
                 raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
             group.options.all_reduce_hook, group.options.all_reduce_hook_stream = hook, stream
 
-    # -- resharding and prefetch -------------------------------------------------------------------------------------
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed between forward and backward; see ``fully_shard``."""
         if not isinstance(reshard_after_forward, bool):
@@ -254,8 +248,6 @@ class FSDPModule:
         """Let the next forward's gathers wait for ``event`` and not for all that was enqueued; used once."""
         _schedule(self).after_optimizer = event
 
-    # -- communication -----------------------------------------------------------------------------------------------
-
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather each group of the module with ``comm``, which allocates the buffers too."""
         _use_custom(self, "set_custom_all_gather", comm, gather=CollectiveTransport(all_gather=comm))
@@ -300,16 +292,12 @@ class FSDPModule:
                     made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
                 group.reduce_over(made[ranks])
 
-    # -- memory ---------------------------------------------------------------------------------------------------
-
     def free_buffers(self) -> int:
         """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
 
         The staging of transports is freed too, which all models of the process share. Every rank must call it.
         """
         return _schedule(self).free_buffers()
-
-    # -- beyond ------------------------------------------------------------------------------------------------------
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
@@ -334,6 +322,12 @@ class FSDPModule:
         for name, value in self.__dict__.items():
             twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
+
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module):
+        """What type checkers are told that a sharded module is: it has the methods of both."""
 
 
 @contextmanager

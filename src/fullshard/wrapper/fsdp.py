@@ -175,8 +175,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         borrow(unit)
         attach(unit)
 
-    # -- passed through to the module inside ---------------------------------------------------------------------------
-
     @property
     def module(self) -> nn.Module:
         """The wrapped module; of one that is wrapped for activation checkpointing too, the module inside of that."""
@@ -202,8 +200,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         except BaseException:
             self._unit.failed = True
             raise
-
-    # -- what the tree looks like --------------------------------------------------------------------------------------
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -289,8 +285,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 for each in wrappers:
                     each._is_summoned = False
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
@@ -342,8 +336,6 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         for each in self.fsdp_modules(self):
             each._has_hook = True
             each._unit.reduce_by(partial(hook, state))
-
-    # -- as a module ---------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> Schedule:
         return self._unit.schedule or self._unit.start()

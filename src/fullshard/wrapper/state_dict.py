@@ -83,8 +83,6 @@ class StateDictMethods(nn.Module):
                 f"{method}() of {self._unit!r} was called inside its {phase}: call it after, on all ranks"
             )
 
-    # -- settings ------------------------------------------------------------------------------------------------------
-
     @staticmethod
     def set_state_dict_type(
         module: nn.Module,
@@ -139,8 +137,6 @@ class StateDictMethods(nn.Module):
             for wrapper in _wrappers(module):
                 wrapper._settings = before
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it."""
         self._check_idle("state_dict")
@@ -182,8 +178,6 @@ class StateDictMethods(nn.Module):
                     saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
         for key in unwanted:
             saved.pop(key, None)
-
-    # -- loading -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
