@@ -19,6 +19,7 @@ def test_a_sharded_module_has_the_methods_of_both_classes(world: World) -> None:
     model = fullshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=True)
     assert_type(model, "ShardedModule")
     assert_type(model.unshard(), fullshard.UnshardHandle | None)
+    model.reshard()
     model.set_requires_gradient_sync(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
