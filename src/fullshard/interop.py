@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from fullshard.group.flat import FLAT_NAME, FlatParameter
 from fullshard.module import FSDPModule
+from fullshard.policies import warn
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import unit_of
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
@@ -123,11 +123,10 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
     """Give names of a module new values."""
     found = names.keys() & vars(module).keys()
     if missing := sorted(names.keys() - found - _NOT_EVERYWHERE):
-        warnings.warn(
+        warn(
             f"{module.__name__} of torch {torch.__version__} has no {missing}, so that it does not find what fullshard "
             f"sharded: make state dicts of FullyShardedDataParallel by its own methods, or use an older torch",
             RuntimeWarning,
-            stacklevel=2,
         )
     else:
         vars(module).update({name: names[name](vars(module)[name]) for name in found})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -20,7 +19,7 @@ import torch.nn as nn
 
 from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
 from fullshard.group.group import Group
-from fullshard.policies import AllGather, ReduceScatter
+from fullshard.policies import AllGather, ReduceScatter, warn
 from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.schedule import Observer, Schedule
 from fullshard.schedule.unit import Unit, unit_of
@@ -161,7 +160,7 @@ class FSDPModule:
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
-        warnings.warn("Use `set_gradient_divide_factor` instead", DeprecationWarning, stacklevel=2)
+        warn("Use `set_gradient_divide_factor` instead", DeprecationWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

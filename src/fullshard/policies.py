@@ -9,6 +9,8 @@ classes, members and fields and so import nothing. What the settings do is left 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -347,6 +349,18 @@ def expect(holds: bool, name: str, found: object, expected: str, error: type[Exc
     """Raise an error that says what was found and what was expected, unless it ``holds``."""
     if not holds:
         raise error(f"{name} is {describe(found)}; expected {expected}")
+
+
+#: Modules whose lines tell users nothing.
+_INSIDE = ("fullshard.", "torch.", "contextlib")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the line that led here from outside of fullshard and torch: it is the user's, or the framework's."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def expect_dtypes(policy: object, *fields: str) -> None:

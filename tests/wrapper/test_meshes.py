@@ -248,19 +248,6 @@ def test_replicas_remain_where_one_rank_shards(world: World, given: str) -> None
 
 
 @ranks(2)
-def test_warnings_point_at_the_caller_of_the_constructor(world: World) -> None:
-    def constructor() -> None:
-        resolve_here()
-
-    def resolve_here() -> None:
-        strategy_and_mesh(NO_SHARD, None, None, False, "cpu")
-
-    with pytest.warns(FutureWarning) as caught:
-        constructor()
-    assert caught[0].lineno == constructor.__code__.co_firstlineno + 1
-
-
-@ranks(2)
 def test_a_mesh_without_this_rank(world: World) -> None:
     mesh = DeviceMesh("cpu", [0])
     if world.rank == 1:

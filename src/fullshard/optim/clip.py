@@ -6,7 +6,6 @@ Owns the arithmetic and its one message. Which parameters are sharded, and over 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import reduce
@@ -14,6 +13,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
+from fullshard.policies import warn
 from fullshard.torch_private import foreach_norm, foreach_scale
 
 
@@ -65,10 +65,9 @@ def clip_local_shards(
     for (where, dtype), same in _by_kind(grads).items():
         foreach_scale(same, factor.to(where, dtype))
     if sharded and not grads:
-        warnings.warn(
+        warn(
             f"clip_grad_norm_ found no gradient on rank {dist.get_rank(process_group)}; it returns the norm of all "
-            f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return",
-            stacklevel=4,  # the caller of the method that calls this, past the decorator
+            f"ranks' gradients as {total.dtype}, which need not be the dtype that other ranks return"
         )
     return total.to(reduce(torch.promote_types, (grad.dtype for grad in grads))) if grads else total
 

@@ -5,7 +5,6 @@ Owns the checks that need the whole tree or the other ranks. They cost nothing i
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.nn as nn
 
 from fullshard.group.group import Group
 from fullshard.group.verify import verify_order
+from fullshard.policies import warn
 from fullshard.torch_private import non_persistent_buffers, version_of
 
 
@@ -73,11 +73,10 @@ def warn_of_emptied(emptied: Sequence[EmptiedBuffers]) -> None:
     """Warn of non-persistent buffers that ``to_empty()`` left undefined."""
     names = [name for buffers in emptied for name in buffers.names()]
     if names:
-        warnings.warn(
+        warn(
             f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "
             f"Compute them again, for example with the module's reset_parameters()",
             UserWarning,
-            stacklevel=4,
         )
 
 
@@ -102,9 +101,8 @@ def warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[Group], ign
         if param.requires_grad and id(param) not in known
     ]
     if strangers:
-        warnings.warn(
+        warn(
             f"these trainable parameters were added after fully_shard: {strangers}. They are neither sharded nor are "
             f"their gradients reduced: add them before sharding, or reduce their gradients yourself",
             UserWarning,
-            stacklevel=4,
         )

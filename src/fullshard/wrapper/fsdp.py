@@ -7,7 +7,6 @@ wrapped module is a unit like any other, and checkpoints to the files beside it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,7 @@ from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting
+from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting, warn
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase
@@ -112,7 +111,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     ) -> None:
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(f"a {type(module).__name__} is never run itself: wrap its members", stacklevel=2)
+            warn(f"a {type(module).__name__} is never run itself: wrap its members")
         refuse_torchs(module)
         nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
         self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
@@ -361,10 +360,9 @@ def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, A
     chosen, paths = targets(root, policy, kept.modules, kept.params, forced), paths_in(root)
     precise = [module for module in chosen if isinstance(module, apart)]
     if precise:
-        warnings.warn(
+        warn(
             f"modules of {sorted({type(module).__name__ for module in precise})} are wrapped on their own and keep "
             f"their dtypes: mixed_precision._module_classes_to_ignore",
-            stacklevel=3,
         )
     for module in precise:
         keep_precision(module)

@@ -6,7 +6,6 @@ ranks, and neither groups nor hooks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +20,7 @@ from fullshard.device import default_device_type
 from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of
+from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import after_accumulation, plain_parts, replicated
 
@@ -62,9 +62,8 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested
     roots += replicated([module])
     modules = {inner for root in roots for inner in root.modules() if unit_of(inner) is None}
     if module in modules:
-        warnings.warn(
+        warn(
             f"{name} has the module that is to be wrapped, a {type(module).__name__}: nothing of it will be sharded",
-            stacklevel=3,
         )
     params = {element for element in elements if isinstance(element, nn.Parameter)}
     params.update(param for inner in modules for param in inner.parameters())
@@ -109,9 +108,8 @@ def compute_device(
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = current_device(device.type)
-        warnings.warn(
+        warn(
             f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index",
-            stacklevel=3,
         )
     if elsewhere and elsewhere[0] != device:
         raise ValueError(f"device_id is {device}, but parameters lie on {elsewhere[0]}: they must agree")
@@ -159,10 +157,9 @@ def materialize(
                     module.to_empty(device=device, recurse=False)
                     module.reset_parameters()  # type: ignore[operator]
             except BaseException as error:
-                warnings.warn(
+                warn(
                     f"{_where(module, names)} has tensors on the meta device, and its reset_parameters() failed: "
                     f"{error}. Write one for what the module itself has, or give param_init_fn",
-                    stacklevel=3,
                 )
                 raise
     made: dict[Tensor, Tensor] = {}

@@ -7,7 +7,6 @@ where there is one rank to shard over. It leaves to ``group/mesh.py`` what a mes
 from __future__ import annotations
 
 import os
-import warnings
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh, data_mesh
+from fullshard.policies import warn
 from fullshard.wrapper.settings import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -72,13 +72,12 @@ def strategy_and_mesh(
     data = data_mesh(mesh)
     if data.shard_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
-            warnings.warn(f"NO_SHARD takes the place of {strategy}: there is one rank to shard over", stacklevel=3)
+            warn(f"NO_SHARD takes the place of {strategy}: there is one rank to shard over")
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
-        warnings.warn(
+        warn(
             "NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same",
             FutureWarning,
-            stacklevel=3,
         )
     shard_group, replicate_group = data.shard_group, data.replicate_group
     if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
@@ -107,10 +106,9 @@ def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
             return DeviceMesh.from_group(groups, mesh.device_type, mesh=rows, mesh_dim_names=_NAMES)
     elif mesh.ndim > 1:
         if mesh.size() > mesh.size(0):
-            warnings.warn(
+            warn(
                 f"{strategy} uses the first dim of {mesh} only: ranks along the others are not kept in step. Give a "
                 f"mesh of one dim, or choose HYBRID_SHARD",
-                stacklevel=4,
             )
         return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
     return mesh

@@ -6,7 +6,6 @@ places, names, or, as old calls do, the places in what was given to the optimize
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from fullshard.policies import warn
 from fullshard.wrapper.optim_state import Key, expect, local_state, shown_parameters, whole_state, with_groups
 from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
 
@@ -194,6 +194,6 @@ def _params_given(model: nn.Module, optim_input: OptimInput, optim: Optimizer | 
 
 def _warn(old: str = "", new: str = "", optim_input: OptimInput = None) -> None:
     if old:
-        warnings.warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning, stacklevel=3)
+        warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning)
     if optim_input is not None:
-        warnings.warn("optim_input is deprecated: give the optimizer", FutureWarning, stacklevel=3)
+        warn("optim_input is deprecated: give the optimizer", FutureWarning)

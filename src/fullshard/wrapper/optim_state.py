@@ -13,7 +13,6 @@ is exchanged to agree, and for each group and each name of a state one gather fo
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -32,6 +31,7 @@ from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.optim.local_step import NUMBERS
+from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
 from fullshard.wrapper.state_dict import all_of, given_out, own_copy, whole_as_before
@@ -182,7 +182,7 @@ def whole_state(
         return {}
     for key, value in states.items():
         if key not in params and key not in saved:
-            warnings.warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it", stacklevel=4)
+            warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it")
             saved[key] = value
     known = {key: [place.name for place in shown[param]] for key, param in params.items()}
     return with_groups(state_dict, saved, known, "the optimizer has no such parameter of its own parameter groups")
@@ -311,7 +311,7 @@ def local_state(
         if first.param is not None and not joins and not _holds_some(first.param):
             state = None if named is None else copy.deepcopy(named.state.get(param))
             if state is None and named is not None:
-                warnings.warn(f"this rank has no state of '{first.name}' that it could keep", stacklevel=4)
+                warn(f"this rank has no state of '{first.name}' that it could keep")
         if state:
             loaded[keys[param]] = state
     names = {place.name: [keys[param]] if param in keys else [] for param, places in shown.items() for place in places}

@@ -14,7 +14,6 @@ part.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,7 +28,7 @@ from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.group import Group
 from fullshard.group.memory import give_own_storage
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
-from fullshard.policies import as_setting
+from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
 from fullshard.torch_private import (
     altered_spec,
@@ -99,11 +98,10 @@ class StateDictMethods(nn.Module):
             RuntimeError: a configuration of another type.
             AssertionError: the wrappers in ``module`` have different settings.
         """
-        warnings.warn(
+        warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
             "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
             FutureWarning,
-            stacklevel=2,
         )
         kind = as_setting(state_dict_type, StateDictType, "state_dict_type")
         configs: Any = zip(CONFIGS[kind], (state_dict_config, optim_state_dict_config), strict=True)
