@@ -65,6 +65,16 @@ def measure_contender(contender: Contender, work: Work, world_size: int, prefetc
     return {key: max(rank[key] for rank in by_rank) for key in by_rank[0]}
 
 
+def measure_peaks(work: Work, world_size: int) -> dict[str, Any]:
+    """For each contender over sockets, and torch's FSDP2, the peak of a step in a process, the parameters included."""
+    found: dict[str, Any] = {}
+    for contender in run_ranks(_contenders, world_size)[0]:
+        if contender.library == "FSDP2" or contender.transport in ("p2p", "collective"):
+            peak = max(run_ranks(_measure_peak, world_size, contender, work))
+            found[contender.name] = {"transport": contender.transport, "peak": peak}
+    return {"ranks": world_size, "model_bytes": work.model_bytes, "contenders": found}
+
+
 def measure_padding(world_sizes: list[int]) -> dict[str, Any]:
     """What sharding adds to the bytes of parameters.
 
@@ -111,6 +121,20 @@ def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
         allocated=allocated,
         freed=freed,
     )
+
+
+def _measure_peak(contender: Contender, work: Work) -> float:
+    """Bytes at the peak of a step, above what the process had before the model was built."""
+    resident.return_what_is_freed()
+    _train(contender, TINY, None)
+    resident.settle()
+    before = resident.bytes_now()
+    model, optimizer, steps = _train(contender, work, None)
+    resident.settle()
+    with resident.Peak() as step:
+        model(work.batch(dist.get_rank(), steps)).backward()
+        optimizer.step()
+    return step.bytes - before
 
 
 def _train(contender: Contender, work: Work, prefetch: int | None) -> tuple[nn.Module, torch.optim.Optimizer, int]:

@@ -27,7 +27,7 @@ from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
-from benchmarks.memory import measure_memory, measure_padding
+from benchmarks.memory import measure_memory, measure_padding, measure_peaks
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
@@ -67,7 +67,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
         "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
-        "memory": {"memory": lambda: measure_memory(blocks, 2)},
+        "memory": {"memory": lambda: measure_memory(blocks, 2), "peaks": lambda: measure_peaks(communication, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
         "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},
         "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
