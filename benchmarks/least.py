@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard.group.module_parameters import show, updates
+from fullshard.group.module_parameters import Updates, updates
 from fullshard.torch_private import (
+    all_gather_over,
     apply_function,
     foreach_copy,
     make_dtensor,
+    reduce_scatter_over,
     spec_of,
-    start_all_gather,
-    start_reduce_scatter,
 )
 
 
@@ -40,7 +40,9 @@ def shard_least(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
 class _Group:
     def __init__(self, block: nn.Module) -> None:
         assert dist.group.WORLD is not None
-        self.process_group, world_size = dist.group.WORLD, dist.get_world_size()
+        process_group, world_size = dist.group.WORLD, dist.get_world_size()
+        self.all_gather = all_gather_over(process_group, async_op=True)
+        self.reduce_scatter = reduce_scatter_over(process_group, dist.ReduceOp.SUM, async_op=True)
         mesh = init_device_mesh("cpu", (world_size,))
         places = [
             (inner, name, param)
@@ -71,7 +73,7 @@ class _Group:
         show(self.hidden)
 
     def gather(self) -> None:
-        self.work = start_all_gather(self.messages, self.shard, self.process_group, async_op=True)
+        self.work = self.all_gather(self.messages, self.shard)
 
     def unshard(self, ahead: _Group | None) -> None:
         if self.work is None:
@@ -109,7 +111,7 @@ class _Group:
             if self.following is not None:
                 self.following.hand_over()
             output = torch.empty(self.shard.shape)
-            work = start_reduce_scatter(output, self.messages, dist.ReduceOp.SUM, self.process_group, async_op=True)
+            work = self.reduce_scatter(output, self.messages)
             self.reducing = work, output
             show(self.hidden)
             if self.previous is None:
@@ -120,7 +122,7 @@ class _Group:
         work, output = self.reducing
         assert work is not None
         work.wait()
-        output.mul_(1 / dist.get_world_size(self.process_group))
+        output.mul_(1 / dist.get_world_size())
         for param, row in zip(self.sharded, output.unbind(), strict=True):
             param.grad = make_dtensor(row, self.spec)
         self.reducing = None
@@ -136,3 +138,9 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ctx.group.after_backward()
         return (None, *grads)
+
+
+def show(prepared: Updates) -> None:
+    """Put parameters in their places."""
+    for module, tensors in prepared:
+        module._parameters.update(tensors)

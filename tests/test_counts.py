@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -12,24 +14,28 @@ import torch.distributed as dist
 from benchmarks.host import measure_host
 from benchmarks.models import Work
 from benchmarks.traffic import Traffic
+from torch import nn
 
 import fullshard
 from fullshard.torch_private import CAN_SWAP_MEMORY
+from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine, both front ends, state dicts and optimizers.
-LINES = 13_204
+LINES = 13_201
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 256, "cli.py": 137, "__main__.py": 7, "schedule/misuse.py": 82}
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
-CALLS = {4: 319, 8: 327, 32: 375}
+CALLS = {4: 246, 8: 250, 32: 274}
 #: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.
 MORE_CALLS = 0 if CAN_SWAP_MEMORY else 6
 #: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent. Where storages
 #: cannot exchange memory, gradients of ranks that share memory travel as messages.
 COPIED = {"host": 1.015 if CAN_SWAP_MEMORY else 1.515, "p2p": 3.502, "collective": 4.0}
 SENT = {"host": 0.0 if CAN_SWAP_MEMORY else 0.5, "p2p": 1.5, "collective": 1.5}
+#: Calls of functions of the library for a gather and the wait for it, and files in which they are.
+GATHER = {"p2p": (18, 6), "collective": (17, 6)}
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
@@ -63,3 +69,32 @@ def test_a_step_moves_no_more_bytes(world: World, transport: str) -> None:
     assert copied <= COPIED[transport] + 0.005, f"{copied:.3f} times the parameters are copied"
     assert sent <= SENT[transport] + 0.005, f"{sent:.3f} times the parameters are sent"
     assert torch.isfinite(next(model.parameters()).to_local()).all()  # type: ignore[union-attr]
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", GATHER)
+def test_a_gather_takes_no_more_calls(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
+    for layer in model:
+        fullshard.fully_shard(layer)
+    fullshard.fully_shard(model)
+    for _ in range(3):
+        model(torch.ones(2, 512)).sum().backward()
+    group = groups_of(model[1])[0]
+    called: list[str] = []
+
+    def notice(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            called.append(frame.f_code.co_filename)
+
+    sys.setprofile(notice)
+    try:
+        group.unshard()
+        group.wait_for_unshard()
+    finally:
+        sys.setprofile(None)
+    group.reshard()
+    most_calls, most_files = GATHER[transport]
+    assert len(called) <= most_calls, f"{len(called)} calls"
+    assert len(set(called)) <= most_files, f"{set(called)}"

@@ -7,6 +7,7 @@ A *mark* is a point in a lane that can be waited for. Nothing above this file kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -46,14 +47,14 @@ class Mark(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class HostMark:
     """Steps by which the host completes communication. They are taken once, when the mark is first waited for."""
 
-    def __init__(self, steps: tuple[Callable[[], None], ...]) -> None:
-        self._steps = steps
+    steps: tuple[Callable[[], None], ...]
 
     def wait(self) -> None:
-        steps, self._steps = self._steps, ()
+        steps, self.steps = self.steps, ()
         for step in steps:
             step()
 

@@ -164,9 +164,9 @@ def gather(
             part = parts[index]
             place.zero_() if part is None else place.copy_(part)
         found.update(whole_views(group.params, section, full))
-    if group.data.shard_group is None:
+    if transfers and group.data.shard_group is None:
         foreach_copy(fulls, shards)
-    elif transfers:
+    elif transfers and group.data.shard_group is not None:
         group.transport.private.gather_route(transfers, group.data.shard_group, 2 * group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:

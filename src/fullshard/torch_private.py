@@ -111,9 +111,9 @@ concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._conca
 flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a node of a backward: a forward that runs then is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+#: The number of the backward of which this thread runs a node, and -1 outside of any: a forward that runs inside is a
+#: recomputation.
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
@@ -249,12 +249,9 @@ PYTREE_NODES: dict[type, Any] = pytree.SUPPORTED_NODES
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
-def foreach_copy(targets: Tensors, sources: Tensors) -> None:
-    """Many copies in one call, without waiting for the device; one by one they would cost the host most of a gather."""
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-
-
+#: Many copies (at least one) in one call, without waiting for the device; one by one they would cost the host most of a
+#: gather.
+foreach_copy: Callable[[Tensors, Tensors], object] = partial(torch._foreach_copy_, non_blocking=True)
 foreach_add: Callable[[Tensors, Tensors], None] = torch._foreach_add_  # in place
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm  # no tensor empty, if of the maximum
 foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # in place, with a 0-dim tensor
@@ -268,30 +265,22 @@ _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessG
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
-def start_all_gather(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """``all_gather_single`` of plain tensors, outside of coalescing."""
+#: Writes what the ranks bring, its second argument, to its first. What it returns, if anything, is waited for.
+Collective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
+
+
+def all_gather_over(group: dist.ProcessGroup, async_op: bool) -> Collective:
+    """``all_gather_single`` of plain tensors, outside of coalescing, for many calls."""
     options = AllgatherOptions()
     options.asyncOp = async_op
-    work: dist.Work | None = _gather(group, output, source, options)
-    if work is None or async_op:
-        return work
-    work.wait()
-    return None
+    return partial(_gather, group, opts=options)
 
 
-def start_reduce_scatter(
-    output: torch.Tensor, source: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | None:
-    """``reduce_scatter_single`` of plain tensors, outside of coalescing."""
+def reduce_scatter_over(group: dist.ProcessGroup, op: Any, async_op: bool) -> Collective:
+    """``reduce_scatter_single`` of plain tensors, outside of coalescing, for many calls."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, async_op
-    work: dist.Work | None = _reduce_scatter(group, output, source, options)
-    if work is None or async_op:
-        return work
-    work.wait()
-    return None
+    return partial(_reduce_scatter, group, opts=options)
 
 
 def premultiplied_sum(factor: float) -> Any:
@@ -351,7 +340,6 @@ def timeout_of(process_group: Any) -> float:
 profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def compiler_listens() -> bool:
-    """Whether ``torch.compile`` looks at every frame that this thread enters. Without it each hook would have to pay
-    for being kept out of graphs in programs that compile nothing."""
-    return get_eval_frame_callback() is not None
+#: What ``torch.compile`` calls for every frame that this thread enters, ``None`` outside of it. Without it each hook
+#: would have to pay for being kept out of graphs in programs that compile nothing.
+compiler_callback: Callable[[], object] = get_eval_frame_callback

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fullshard import torch_private
 from fullshard.buffer.plan import LayoutName
+from fullshard.buffer.slots import SHARED
 from fullshard.comm import collective
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.staging import SHARED
 from fullshard.comm.transport import Reduction
 from fullshard.policies import AllGather, ReduceScatter
 from tests.comm.cases import (
@@ -159,15 +159,15 @@ class Recorder:
         self.copies = 0
         copy = collective.foreach_copy
 
-        def record(output: torch.Tensor, source: torch.Tensor, **options: Any) -> None:
+        def record(output: torch.Tensor, source: torch.Tensor) -> None:
             self.calls.append((output, source))
 
         def count(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             self.copies += len(targets)
             copy(targets, sources)
 
-        patch.setattr(collective, "start_all_gather", record)
-        patch.setattr(collective, "start_reduce_scatter", record)
+        patch.setattr(collective, "all_gather_over", lambda *_: record)
+        patch.setattr(collective, "reduce_scatter_over", lambda *_: record)
         patch.setattr(collective, "foreach_copy", count)
 
 
@@ -284,5 +284,5 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
         for _ in range(2):
             op = torch_private.premultiplied_sum(0.5)
             before = sys.getrefcount(op)
-            torch_private.start_reduce_scatter(torch.zeros(1), torch.zeros(2), op, dist.group.WORLD, async_op=True)
+            torch_private.reduce_scatter_over(dist.group.WORLD, op, async_op=True)(torch.zeros(1), torch.zeros(2))
             assert sys.getrefcount(op) == before

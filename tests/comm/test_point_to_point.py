@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.slots import SHARED
 from fullshard.comm import sums
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.staging import SHARED
 from fullshard.comm.transport import Reduction, Transfer
 from tests.comm.cases import (
     LARGE,
@@ -92,6 +92,17 @@ def test_repeated_exchanges_take_no_new_memory(world: World) -> None:
         exchange()
     assert SHARED.nbytes_free == kept
     assert page_faults() - before < 100, "18 MiB, copied anew ten times, would be 46,000"
+
+
+@ranks(2)
+def test_two_ranks_receive_what_is_large_where_they_add_it_up(world: World) -> None:
+    case = Case("even", (Section(torch.float32, (((1024, 1024), 0), ((1024,), 0))),))
+    transfers = transfers_of(case, world.size)
+    SHARED.drop()
+    fill_fulls(case, transfers, world.rank)
+    reduce(PointToPointTransport(), transfers, group(), 1, Reduction(2)).finish()
+    assert_reduced(case, transfers, world.rank, 2)
+    assert SHARED.nbytes_free < 2**20, "small pieces, sent and received"
 
 
 @ranks(3)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.buffer import heap
-from fullshard.buffer.slots import SlotPool
-from fullshard.comm.staging import SHARED
+from fullshard.buffer.slots import SHARED, SlotPool
 from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd

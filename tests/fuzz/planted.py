@@ -19,7 +19,6 @@ from fullshard.group.full_buffer import GatheredBuffer
 from fullshard.group.gradients import Gradients, _PendingReduction
 from fullshard.group.group import Group
 from fullshard.group.memory import SharedChunks
-from fullshard.schedule.unit import Unit
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -42,7 +41,7 @@ def _stale_slot(patch: pytest.MonkeyPatch) -> None:
     fill = GatheredBuffer.fill
 
     def reuse(self: Any) -> Any:
-        if not self.buffer.keeps_values:
+        if self.buffer.slot is None:
             return fill(self)
         self.buffer.take()
         return None
@@ -72,7 +71,7 @@ def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:
     """A group is resharded when one of its units has ended, whoever else still reads it."""
-    patch.setattr(Unit, "_hold", lambda self: None)
+    patch.setattr(Group, "users", property(lambda self: set(), lambda self, users: None), raising=False)
 
 
 def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class SharedBuffer:
             self._tell_children()
         return PASSED
 
-    def give_back(self, released: Mark) -> None:
+    def give_back(self, released: Mark | None = None) -> None:
         """End its use: writes through ``.data`` are thrown away.
 
         Such a write leaves no version, but a page of this rank's own, and so a page fault. As a rule a use has none.

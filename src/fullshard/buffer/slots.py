@@ -1,4 +1,4 @@
-"""Slots: a few pieces of memory that take turns in holding the buffers of many groups.
+"""Memory that is kept and takes turns: slots for the buffers of many groups, and staging for bytes on their way.
 
 A :class:`SlotPool` owns the memory; a :class:`SlotBuffer` is one group's full buffer, which has memory only while it
 is in use. Its tensors are made once and keep their storage for good: taking a slot moves the slot's memory into that
@@ -15,16 +15,23 @@ Nothing is allocated, freed or faulted in once every slot exists. A buffer that 
 values, until somebody else needs it: taking it again then costs nothing. A buffer that keeps its memory shares it with
 no other, and its values stay at one address, as graphs of a device need. Where storages cannot exchange their memory
 (torch before 2.12), a slot is only a size: its taker frees the memory of its last holder and allocates anew.
+
+A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Memory
+that is freed and taken again at each exchange would be faulted in again by the kernel, at nine times the cost of
+copying it. So pieces stay, grow when a larger exchange comes, and serve the next one.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fullshard.device import PASSED, Mark, mark_now
+from fullshard.device import CPU, PASSED, Mark, mark_now
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -57,21 +64,9 @@ class SlotPool:
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
         self.ordinary = 0
 
-    def take(self, buffer: SlotBuffer) -> Slot:
-        """A slot for ``buffer``, which takes it from its last holder; one without a holder is preferred."""
-        nbytes, largest = buffer.nbytes, buffer.nbytes
-        if buffer.takes_turns:
-            largest = max(2 * nbytes, self.ordinary)
-        chosen = None
-        for slot in self.free:
-            if nbytes <= slot.nbytes <= largest and (chosen is None or slot.holder is None):
-                chosen = slot
-                if slot.holder is None:
-                    break
-        if chosen is not None:
-            self.free.remove(chosen)
-            return chosen
-        size = self.ordinary if buffer.takes_turns and nbytes <= self.ordinary else nbytes
+    def make(self, buffer: SlotBuffer) -> Slot:
+        """A new slot for ``buffer``."""
+        size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
         with torch.inference_mode(False):
             made = Slot(self._allocate(size, self.device if CAN_SWAP_MEMORY else torch.device("meta")))
         made.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
@@ -111,7 +106,8 @@ class SlotBuffer:
         self.takes_turns = True
         #: Whether it keeps the slot that it once took, and so its address, while it is not in use.
         self.keeps_memory = False
-        self._slot: Slot | None = None
+        #: The slot it has, in use or from its last use: what was written then is still there.
+        self.slot: Slot | None = None
         self._size = 0  # bytes at its address, its own or stale
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
@@ -131,18 +127,13 @@ class SlotBuffer:
                 self._memory = empty.set_(self._storage, 0, (self.nbytes,), (1,))
         return self._memory
 
-    @property
-    def keeps_values(self) -> bool:
-        """Whether what was written while it was last in use is still there."""
-        return self._slot is not None and not self.in_use
-
     def keep_memory(self, keep: bool) -> None:
         """Let no other have the memory, which then stays at its address, or let all take turns."""
         if keep != self.keeps_memory:
             self.keeps_memory = keep
-            if self._slot is not None and not self.in_use:
+            if self.slot is not None and not self.in_use:
                 change = self.pool.free.remove if keep else self.pool.free.append
-                change(self._slot)
+                change(self.slot)
 
     def take(self) -> Mark:
         """Get memory. The caller waits for the returned mark before it writes to it.
@@ -152,45 +143,59 @@ class SlotBuffer:
         """
         if self.in_use:
             raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
-        if self._slot is not None:
+        pool, slot = self.pool, self.slot
+        if slot is not None:
             self.in_use = True
             if not self.keeps_memory:
-                self.pool.free.remove(self._slot)
-            return self._slot.released
-        slot = self._slot = self.pool.take(self)
-        self.in_use = True
-        holder = slot.holder
+                pool.free.remove(slot)
+            return slot.released
+        # One without a holder, or else the longest unused of those that are not too large.
+        nbytes, largest = self.nbytes, self.nbytes
+        if self.takes_turns:
+            largest = pool.ordinary if pool.ordinary > 2 * nbytes else 2 * nbytes
+        for each in pool.free:
+            if nbytes <= each.nbytes <= largest and (slot is None or each.holder is None):
+                slot = each
+                if each.holder is None:
+                    break
+        if slot is None:
+            slot = pool.make(self)
+        else:
+            pool.free.remove(slot)
+        self.slot, self.in_use, holder = slot, True, slot.holder
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before its memory is the allocator's
             if holder is not None:
                 holder.lose()
             self._storage.resize_(slot.nbytes)
-            slot.released = mark_now(self.pool.device)
-        elif holder is not None and self._stale is self.pool is holder.pool and self._size == slot.nbytes:
+            slot.released = mark_now(pool.device)
+        elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
-            holder._slot = None
+            holder.slot = None
         else:
             if holder is not None:
                 holder.lose()
             if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
-        self._stale, self._size = self.pool, slot.nbytes
+        self._stale, self._size = pool, slot.nbytes
         slot.holder = self
         return slot.released
 
-    def give_back(self, released: Mark) -> None:
-        """Let others have the memory once ``released`` has passed. Does nothing if it is not in use."""
+    def give_back(self, released: Mark | None = None) -> None:
+        """Let others have the memory, if it is in use, once ``released`` or what the current lane holds has passed."""
         if self.in_use:
             self.in_use = False
-            assert self._slot is not None
-            self._slot.released = released
+            assert self.slot is not None
+            if released is None:
+                released = PASSED if self.pool.device == CPU else mark_now(self.pool.device)
+            self.slot.released = released
             if not self.keeps_memory:
-                self.pool.free.append(self._slot)
+                self.pool.free.append(self.slot)
 
     def lose(self) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
-        slot, self._slot = self._slot, None
+        slot, self.slot = self.slot, None
         if slot is None:
             return
         slot.holder = None
@@ -203,14 +208,14 @@ class SlotBuffer:
     def move(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
         if not self.in_use and pool is not self.pool:
-            if self._slot is not None and not self.keeps_memory:
+            if self.slot is not None and not self.keeps_memory:
                 self.lose()
             self.pool = pool
             pool.buffers.add(self)
 
     def forget_address(self) -> None:
         """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
-        if self._slot is None and CAN_SWAP_MEMORY:
+        if self.slot is None and CAN_SWAP_MEMORY:
             self._empty()
 
     def _empty(self) -> None:
@@ -220,3 +225,82 @@ class SlotBuffer:
     def poison(self) -> None:
         """Fill with NaN (as fp32 and most other formats read it), so that a read at the wrong time shows."""
         self.memory.fill_(0xFF)
+
+
+class Lease:
+    """A buffer that belongs to one exchange until it goes back to its ``place``: ``memory`` and what follows it there.
+
+    Views that were made of a buffer stay right in later leases of it, also when it has grown in between, and may be
+    kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
+    """
+
+    def __init__(self, memory: torch.Tensor, index: int = -1, place: object = None) -> None:
+        self.storage = memory.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.index = index
+        self.place = place
+        self.device = memory.device
+        self._start = memory.storage_offset() * memory.itemsize
+
+    def view(self, dtype: torch.dtype, start: int, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor in the buffer that begins ``start`` bytes into it."""
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        flat = empty.set_(self.storage, (self._start + start) // dtype.itemsize, (math.prod(shape),), (1,))
+        return flat.view(tuple(shape))
+
+
+#: Bytes of a small buffer.
+_SMALL = 2**20
+
+
+class Staging:
+    """Buffers that exchanges take in turn."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
+        self._made = 0
+
+    def lease(self, nbytes: int, device: torch.device) -> Lease:
+        """A buffer of at least ``nbytes``, contents undefined.
+
+        On a device with streams it may be used, and must be given back, on the current stream only.
+        """
+        # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
+        stream = 0 if device == CPU else torch.accelerator.current_stream(device).stream_id
+        place = (device, stream, nbytes <= _SMALL)
+        free = self._free[place]
+        if free:
+            # The first one, so that an exchange gets in every step the buffer for which it has views.
+            _, lease = heapq.heappop(free)
+        else:
+            with torch.inference_mode(False):
+                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, place)
+            self._made += 1
+        if lease.nbytes < nbytes:
+            lease.storage.resize_(0)  # or what is in it would be copied
+            lease.storage.resize_(nbytes)
+            lease.nbytes = nbytes
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        heapq.heappush(self._free[lease.place], (lease.index, lease))
+
+    @property
+    def nbytes_free(self) -> int:
+        """Bytes that are kept for the next exchange."""
+        return sum(lease.nbytes for free in self._free.values() for _, lease in free)
+
+    def drop(self) -> int:
+        """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
+        dropped = self.nbytes_free
+        for free in self._free.values():
+            for _, lease in free:
+                lease.storage.resize_(0)
+                lease.nbytes = 0
+        return dropped
+
+
+#: The buffers of this process, which all transports share. ``SHARED.drop()`` gives their memory back.
+SHARED = Staging()
+#: Stands for the lease of an exchange that needs no memory. It is not given back.
+NO_LEASE = Lease(torch.empty(0, dtype=torch.uint8, device="cpu"))

@@ -24,19 +24,20 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.sections import starts, views
-from fullshard.comm.process_group import backend_name, wait_for
-from fullshard.comm.staging import NO_LEASE, SHARED, Lease
+from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
+from fullshard.comm.process_group import backend_name, lost_in
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import Copies, GatherRoute, Nowhere, ReduceRoute, Reduction, Transfer, Transport, alias
 from fullshard.device import Pending
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
+    Collective,
+    all_gather_over,
     all_gather_single,
     allocating_backend,
     foreach_copy,
+    reduce_scatter_over,
     reduce_scatter_single,
-    start_all_gather,
-    start_reduce_scatter,
     storage_id,
     symm_mem,
 )
@@ -153,7 +154,7 @@ class _Call:
     before: Copies
     input: torch.Tensor
     output: torch.Tensor | None
-    after: Callable[[], None] | None = None
+    after: Callable[[], object] | None = None
     parts: Sequence[torch.Tensor] = ()
 
 
@@ -173,30 +174,23 @@ class _Route:
             staging += [] if each.is_full else [(process_group.size() * each.numel, each.dtype)]
             staging += [] if each.is_shard else [(each.numel, each.dtype)]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
-        self._nbytes = starts(self._numels, self._dtypes)[-1]
+        self._nbytes = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
         self._group = process_group
         self._device = device
         self._is_host = device.type == "cpu"
         self._comm = comm
         self._bound: dict[int, list[_Call]] = {}
 
-    def _bind(self) -> tuple[Lease, list[_Call]]:
-        """The tensors to work on, in memory that the user's collective brings or in that of a lease.
-
-        They are kept for the next time that the same memory is leased, or if none is needed.
-        """
+    @torch.inference_mode(False)
+    def _bind(self, lease: Lease) -> list[_Call]:
+        """The calls in the memory of a lease, kept for the next time that it comes, or in that of the user's."""
         if self._comm is not None and self._numels:
             each = zip(self._numels, self._dtypes, strict=True)
             memory = [self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each]
-            with torch.inference_mode(False):
-                return NO_LEASE, self._make(iter(memory))
-        lease = SHARED.lease(self._nbytes, self._device) if self._numels else NO_LEASE
-        calls = self._bound.get(lease.index)
-        if calls is None:
-            with torch.inference_mode(False):
-                staging = views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes)
-                calls = self._bound[lease.index] = self._make(iter(staging))
-        return lease, calls
+            return self._make(iter(memory))
+        staging = views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes)
+        calls = self._bound[lease.index] = self._make(iter(staging))
+        return calls
 
     def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
         """The calls; ``memory`` has the pieces of staging."""
@@ -208,14 +202,17 @@ class _AllGatherRoute(_Route):
         messages = _Messages(transfers, range(len(transfers)), comm, reduces=False)
         super().__init__([messages], process_group, transfers[0].full.device, comm)
         self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in transfers]
-        self._collective = comm or start_all_gather
+        self._collective: Collective = all_gather_over(process_group, self._is_host)
+        if comm is not None:
+            self._collective = partial(comm, group=process_group, async_op=self._is_host)
 
     def start(self) -> Pending:
-        lease, (call,) = self._bind()
+        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
+        (call,) = self._bound.get(lease.index) or self._bind(lease)
         assert call.output is not None
         if call.before[0]:
             foreach_copy(*call.before)
-        work = self._collective(call.output, call.input, group=self._group, async_op=self._is_host)
+        work = self._collective(call.output, call.input)
         return _PendingCollectives("an all-gather", [(work, call)], call.after, lease)
 
     def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
@@ -233,7 +230,7 @@ class _AllGatherRoute(_Route):
             kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
             there += [piece.of_shard(shard) for piece in kept]
             here += [piece.of_full(full) for piece in kept]
-        after = partial(foreach_copy, here, there)
+        after = partial(foreach_copy, here, there) if here else None
         return [_Call(messages.members, before, as_real(source), as_real(output), after)]
 
 
@@ -249,26 +246,37 @@ class _ReduceScatterRoute(_Route):
         sent = [_Messages(transfers, members, comm, reduces=True) for members in by_dtype.values()]
         sent = [messages for messages in sent if messages.numel]
         super().__init__(sent, process_group, transfers[0].full.device, comm)
-        self._collective = comm or start_reduce_scatter
         self._size, self._backend = process_group.size(), backend_name(process_group, self._device)
+        self._collective: Callable[..., Any] | None = comm
+        self._reduction: Reduction | None = None
+        self._scaled: list[tuple[Scaling, Collective]] = []  # for each of the messages, how it is reduced
+
+    def _scale(self, reduction: Reduction) -> None:
+        """Choose how values are divided, as a rule the same in every step."""
+        self._reduction, self._scaled = reduction, []
+        for messages in self._messages:
+            scaling = choose_scaling(messages.dtype, self._size, *reduction, self._backend)
+            collective: Collective = reduce_scatter_over(self._group, scaling.op, self._is_host)
+            if self._collective is not None:
+                collective = partial(self._collective, op=scaling.op, group=self._group, async_op=self._is_host)
+            self._scaled.append((scaling, collective))
 
     def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        lease, calls = self._bind()
-        divisor, sum_only = reduction
+        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
+        calls = self._bound.get(lease.index) or self._bind(lease)
+        if reduction != self._reduction:
+            self._scale(reduction)
         started = []
-        for call in calls:
-            dtype = call.input.dtype
-            scaling = choose_scaling(dtype, self._size, divisor, sum_only, self._backend)
+        for call, (scaling, collective) in zip(calls, self._scaled, strict=True):
             if call.before[0]:
                 foreach_copy(*call.before)
             if scaling.before != 1:
                 divide_(call.input, scaling.before)
             output = shards[call.members[0]] if call.output is None else call.output
             source = call.input
-            if dtype.is_complex:
+            if source.dtype.is_complex:
                 output, source = as_real(output), as_real(source)
-            work = self._collective(output, source, op=scaling.op, group=self._group, async_op=self._is_host)
-            started.append((work, call, scaling))
+            started.append((collective(output, source), call, scaling))
         return _PendingCollectives("a reduce-scatter", started, partial(_divide, started, shards), lease)
 
     def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
@@ -288,13 +296,16 @@ class _PendingCollectives:
 
     what: str
     started: Sequence[tuple[Any, ...]]
-    complete: Callable[[], None] | None
+    complete: Callable[[], object] | None
     lease: Lease
 
     def finish(self) -> None:
         for work, *_ in self.started:
             if work is not None:
-                wait_for(work, self.what)
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise lost_in(self.what, error) from error
         if self.complete is not None:
             self.complete()
         if self.lease is not NO_LEASE:

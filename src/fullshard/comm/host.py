@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from fullshard.buffer.sections import align
 from fullshard.buffer.shared_memory import Address, Counters, File, Segment
+from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.staging import Lease
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import (
     GatherRoute,

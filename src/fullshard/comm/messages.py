@@ -9,7 +9,7 @@ kind       gather (owner sends to everybody)        reduction (everybody sends t
 straight   large and contiguous: a message of its   --
            own, received where it is read
 whole      large and strided: a message of its      large and contiguous: a message of its own, received in
-           own, received in staging                 staging and added to the sum
+           own, received in staging                 staging, or where the sum will be, and added
 packed     small: all in one message, through       small or strided: all in one message, through staging on
            staging on both sides                    both sides
 =========  =======================================  ============================================================

@@ -1,8 +1,9 @@
 """Messages between pairs of ranks, for gloo on the CPU.
 
 A gather receives large pieces where the parameter will be read; a reduction is an all-to-all and a local sum, which
-moves half the bytes of gloo's own and adds low precision in fp32. Owns the tensors of the messages, which
-:mod:`fullshard.comm.messages` lays out, and their order in time::
+moves half the bytes of gloo's own and adds low precision in fp32. In fp32 a rank receives the large pieces of one other
+where the sum will be. Owns the tensors of the messages, which :mod:`fullshard.comm.messages` lays out, and their order
+in time::
 
     start       round 0, round 1: all receives posted, small pieces packed, all sends posted; own part copied
     finish      wait for round 0, copy or add what came; round 2 posted in its staging
@@ -22,8 +23,8 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.sections import align
+from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.messages import Direction, Round, plan_rounds
-from fullshard.comm.staging import NO_LEASE, SHARED, Lease
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
 from fullshard.comm.transport import Copies, GatherRoute, ReduceRoute, Reduction, Transfer, Transport, alias
 from fullshard.device import CPU, Pending
@@ -92,7 +93,8 @@ def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -
 class _BoundRound:
     """A round as this rank does it, with the tensors of its messages."""
 
-    receives: list[Message] = field(default_factory=list)  # posted first
+    in_shards: list[tuple[Piece, int]] = field(default_factory=list)  # where they are added up; posted first
+    receives: list[Message] = field(default_factory=list)  # posted then
     before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
     sends: list[Message] = field(default_factory=list)  # posted when they are made
     after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
@@ -104,63 +106,61 @@ class _Exchange:
     """Rounds of messages on their way.
 
     Args:
-        what: its name in errors.
-        process_group, tag: of its messages.
+        route: whose messages they are.
         rounds: in the memory of ``lease``.
         shards: where a reduction writes its sums, divided by ``divisor``.
     """
 
-    what: str
-    process_group: dist.ProcessGroup
-    tag: int
+    route: _MessageRoute
     rounds: Sequence[_BoundRound]
     lease: Lease
     shards: Sequence[torch.Tensor]
     divisor: float
     works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
 
-    def start(self) -> None:
-        for planned in self.rounds[:_DEPTH]:
-            self._post(planned)
-
-    def _post(self, planned: _BoundRound) -> None:
-        group, tag = self.process_group, _FIRST_TAG + self.tag
-        works = [(group.recv(tensors, peer, tag), peer) for tensors, peer in planned.receives]
-        foreach_copy(*planned.before)
+    def post(self, planned: _BoundRound) -> None:
+        group, tag = self.route.process_group, _FIRST_TAG + self.route.tag
+        works: list[tuple[dist.Work, int]] = []
+        for piece, peer in planned.in_shards:
+            works.append((group.recv([piece.of_shard(self.shards[piece.section])], peer, tag), peer))
+        works += [(group.recv(tensors, peer, tag), peer) for tensors, peer in planned.receives]
+        if planned.before[0]:
+            foreach_copy(*planned.before)
         works += [(group.send(tensors, peer, tag), peer) for tensors, peer in planned.sends]
         self.works.append(works)
 
     def finish(self) -> None:
+        """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
         failure: Exception | None = None
         for index, arrived in enumerate(self.rounds):
-            self._wait(self.works[index])
+            for work, peer in self.works[index]:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._lost(peer, error) from error
+            self.works[index].clear()
             if failure is None:
                 try:
-                    foreach_copy(*arrived.after)
+                    if arrived.after[0]:
+                        foreach_copy(*arrived.after)
                     for total in arrived.sums:
                         total.write(self.shards, self.divisor)
                 except Exception as error:
                     failure = error  # the peers wait for the other rounds: raised when they have them
             if index + _DEPTH < len(self.rounds):
-                self._post(self.rounds[index + _DEPTH])
+                self.post(self.rounds[index + _DEPTH])
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
         if failure is not None:
             raise failure
 
-    def _wait(self, works: list[tuple[dist.Work, int]]) -> None:
-        """Staging is not given back if this fails: what is still on its way may be written to it."""
-        for work, peer in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                group = self.process_group
-                here, there = dist.get_global_rank(group, group.rank()), dist.get_global_rank(group, peer)
-                raise RuntimeError(
-                    f"rank {here} lost rank {there} in a point-to-point {self.what} (tag {self.tag}), "
-                    f"look there for the first error: {error}"
-                ) from error
-        works.clear()
+    def _lost(self, peer: int, error: RuntimeError) -> RuntimeError:
+        group = self.route.process_group
+        here, there = dist.get_global_rank(group, group.rank()), dist.get_global_rank(group, peer)
+        return RuntimeError(
+            f"rank {here} lost rank {there} in a point-to-point {self.route.what} (tag {self.route.tag}), "
+            f"look there for the first error: {error}"
+        )
 
 
 class _MessageRoute:
@@ -181,8 +181,9 @@ class _MessageRoute:
         large: int,
     ) -> None:
         self._gathers = direction == "gather"
-        self._process_group = process_group
-        self._tag = tag
+        self.what = "all-gather" if self._gathers else "reduce-scatter"
+        self.process_group = process_group
+        self.tag = tag
         self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)
@@ -190,6 +191,8 @@ class _MessageRoute:
         self._dtypes = [full.dtype for full in self._fulls]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
+        #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
+        self._first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
         self._shards: list[torch.Tensor] = []  # those that are gathered: each reduction brings others
         self._own: Copies = ([], [])  # what this rank has, into its own full buffers
         if self._gathers:
@@ -204,23 +207,26 @@ class _MessageRoute:
         self._rounds = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
         self._count = max(map(len, self._rounds))
         self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
+        self._nbytes = self._scratch + min(_DEPTH, self._count) * self._turn  # of staging
         self._bound: dict[int, list[_BoundRound]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = _SUM) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
-        nbytes = self._scratch + min(_DEPTH, self._count) * self._turn
-        lease = SHARED.lease(nbytes, CPU) if nbytes else NO_LEASE
-        rounds = self._bound.get(lease.index)
-        if rounds is None:
-            with torch.inference_mode(False):
-                starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
-                rounds = [self._make(number, lease, at) for number, at in enumerate(starts)]
-                self._bound[lease.index] = rounds
-        what = "all-gather" if self._gathers else "reduce-scatter"
-        exchange = _Exchange(what, self._process_group, self._tag, rounds, lease, shards, reduction.divisor)
-        exchange.start()
-        foreach_copy(*self._own)
+        lease = SHARED.lease(self._nbytes, CPU) if self._nbytes else NO_LEASE
+        rounds = self._bound.get(lease.index) or self._bind(lease)
+        exchange = _Exchange(self, rounds, lease, shards, reduction.divisor)
+        for planned in rounds[:_DEPTH]:
+            exchange.post(planned)
+        if self._own[0]:
+            foreach_copy(*self._own)
         return exchange
+
+    @torch.inference_mode(False)
+    def _bind(self, lease: Lease) -> list[_BoundRound]:
+        """The rounds in the memory of a lease, kept for the next time that it comes."""
+        starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
+        rounds = self._bound[lease.index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
+        return rounds
 
     def _round(self, owner: int, index: int) -> Round:
         return self._rounds[owner][index] if index < len(self._rounds[owner]) else Round()
@@ -237,16 +243,21 @@ class _MessageRoute:
 
     def _round_bytes(self, index: int) -> int:
         """Bytes of staging of a round on this rank."""
-        received = sum(align(arriving.nbytes) for _, arriving in self._arriving(index))
+        arriving = self._arriving(index)
+        received = sum(align(each.nbytes) - (peer == self._first) * each.packed_start for peer, each in arriving)
         return received + sum(align(leaving.packed_bytes) for _, leaving in self._leaving(index))
 
     def _make(self, index: int, lease: Lease, start: int) -> _BoundRound:
         """A round whose staging begins ``start`` bytes into ``lease``."""
         bound = _BoundRound()
-        starts = {}
+        starts: dict[int, int | None] = {}
         for peer, arriving in self._arriving(index):
             bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
-            bound.receives += [([self._staged(lease, start, *each)], peer) for each in arriving.whole]
+            if peer == self._first:
+                bound.in_shards = [(piece, peer) for piece, _ in arriving.whole]
+                start -= arriving.packed_start
+            else:
+                bound.receives += [([self._staged(lease, start, *each)], peer) for each in arriving.whole]
             if arriving.packed:
                 packed = lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,))
                 bound.receives.append(([packed], peer))
@@ -265,17 +276,21 @@ class _MessageRoute:
             bound.sends += [(message, peer) for peer in peers for message in messages]
             start += align(leaving.packed_bytes)
         if not self._gathers:
-            for piece, offset in self._round(self._rank, index).staged:
-                bound.sums += [self._sum(piece, block, offset, lease, starts) for block in blocks(piece)]
+            mine, of_whole = self._round(self._rank, index), {**starts, self._first: None}
+            for staged, begins in ((mine.whole, of_whole), (mine.packed, starts)):
+                for piece, offset in staged:
+                    bound.sums += [self._sum(piece, block, offset, lease, begins) for block in blocks(piece)]
         return bound
 
-    def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int]) -> Sum:
-        """The sum of a block of a piece over all ranks, of which the others' lies ``offset`` bytes into staging."""
+    def _sum(self, piece: Piece, block: Piece, offset: int, lease: Lease, starts: dict[int, int | None]) -> Sum:
+        """The sum of a block of a piece over all ranks. The values of another lie ``offset`` bytes into its staging or,
+        if it has no start there, in the shard."""
         offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize
-        terms = [
-            self._full(block) if rank == self._rank else self._staged(lease, starts[rank], block, offset)
-            for rank in range(len(self._peers) + 1)
-        ]
+        terms: list[torch.Tensor | None] = []
+        for rank in range(len(self._peers) + 1):
+            start = starts.get(rank)
+            staged = None if start is None else self._staged(lease, start, block, offset)
+            terms.append(self._full(block) if rank == self._rank else staged)
         return Sum(block, terms, self._shard_dtypes[piece.section], lease.view)
 
     def _full(self, piece: Piece) -> torch.Tensor:

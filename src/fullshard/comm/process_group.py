@@ -29,14 +29,11 @@ def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
     return {device_type: name for device_type, _, name in pairs}
 
 
-def wait_for(work: dist.Work, what: str) -> None:
-    """Wait for a collective. If another rank was lost, backends say so, but not where to look."""
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank()} lost another rank in {what}, look on the others for the first error: {error}"
-        ) from error
+def lost_in(what: str, error: RuntimeError) -> RuntimeError:
+    """What to raise from the ``error`` of a wait for a collective: backends say that a rank was lost, not where."""
+    return RuntimeError(
+        f"rank {dist.get_rank()} lost another rank in {what}, look on the others for the first error: {error}"
+    )
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:

@@ -77,7 +77,7 @@ class Sum:
 
     Args:
         block: where it is written.
-        terms: as many as there are ranks.
+        terms: as many as there are ranks, at least one of the first two a tensor; ``None`` for what is in the shard.
         shard_dtype: of what is written.
         scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
     """
@@ -85,19 +85,20 @@ class Sum:
     def __init__(
         self,
         block: Piece,
-        terms: list[torch.Tensor],
+        terms: Sequence[torch.Tensor | None],
         shard_dtype: torch.dtype,
         scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
     ) -> None:
-        dtype, sum_dtype = terms[0].dtype, SUM_DTYPES[terms[0].dtype]
+        dtype = next(term.dtype for term in terms if term is not None)
+        sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
         self.total = scratch(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
         self.term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
-        first, *others = self.terms
         place = self.block.of_shard(shards[self.block.section])
+        first, *others = [place if term is None else term for term in self.terms]
         total = place if self.total is None else self.total
         if self.term is None and others:
             torch.add(first, others[0], out=total)

@@ -111,15 +111,6 @@ class State(Enum):
     __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
 
 
-LEGAL = {
-    State.SHARDED: {State.GATHERING, State.UNSHARDED},
-    State.GATHERING: {State.UNSHARDED},
-    State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
-    State.LEFT: {State.UNSHARDED, State.SHARDED},
-    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
-}
-
-
 @dataclass
 class GroupOptions:
     """The options that a user chose for a group; each may be changed between steps by the setters of ``FSDPModule``."""
@@ -182,6 +173,8 @@ class GroupContext:
         self.data = data
         self.device = device
         self.options = options
+        #: Whether parameters rest on the CPU.
+        self.offloads = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
         self.transport = transport
         self.reduce_transport = transport
         self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
@@ -198,18 +191,6 @@ class GroupContext:
 
     def __repr__(self) -> str:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"
-
-    def to_state(self, state: State) -> None:
-        """Make a transition.
-
-        Raises:
-            RuntimeError: it is not legal.
-        """
-        if state not in LEGAL[self.state]:
-            raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
-        self.state = state
-        self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
-        self.shows_unsharded = state is State.UNSHARDED or (state is State.LEFT and not self.is_flat)
 
     def lay_out(self) -> None:
         """Cut the parameters into sections, each with a plan."""
@@ -242,12 +223,6 @@ class GroupContext:
         """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
         return policy if dtype is None else replace(policy, param_dtype=dtype)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether parameters rest on the CPU."""
-        offload = self.options.offload
-        return isinstance(offload, CPUOffloadPolicy) and offload.parameters
 
     @property
     def offloads_state(self) -> bool:

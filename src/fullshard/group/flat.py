@@ -29,7 +29,7 @@ from fullshard.buffer.plan import LayoutName, Plan
 from fullshard.buffer.sections import Section
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
-from fullshard.group.module_parameters import ModuleParameters, put
+from fullshard.group.module_parameters import ModuleParameters, Presentation
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks
 from fullshard.tree import tensors
@@ -277,7 +277,9 @@ class FlatModuleParameters(ModuleParameters):
         placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
-            self._sharded = self._unsharded = [(home, {name: flat}) for home, name, flat, _ in self._flats]
+            registered = [(home, {name: flat}) for home, name, flat, _ in self._flats]
+            self.as_sharded = Presentation(registered, self.as_sharded.apart)
+            self.as_unsharded = Presentation(registered, self.as_unsharded.apart)
         self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
 
     def gradient_views(
@@ -302,19 +304,12 @@ class FlatModuleParameters(ModuleParameters):
                 sharded.grad.data = local
         return more
 
-    def show_sharded(self) -> None:
+    def show(self, what: Presentation) -> None:
+        whole = what is self.as_unsharded
         for _, param, module, name in self._indexed() if self._flats else ():
             module.__dict__.get("_parameters", {}).pop(name, None)  # none yet where the module is still being copied
-            module.__dict__[name] = param.stands_in
-        super().show_sharded()
-
-    def show_unsharded(self) -> None:
-        if not self._flats:
-            return super().show_unsharded()
-        for _, param, module, name in self._indexed():
-            module.__dict__[name] = param.unsharded
-        for _, param, module, path in self._apart:
-            put(module, path, param.unsharded)
+            module.__dict__[name] = param.unsharded if whole else param.stands_in
+        super().show(what)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         if self._flats and full:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,13 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
 from fullshard.group.parameter import chunk_views, whole_views
 from fullshard.torch_private import (
+    PlainAttributes,
     altered_spec,
     foreach_copy,
-    in_backward,
     is_traceable_subclass,
     make_dtensor,
     plain_parts,
+    running_backward,
     set_versions,
     version_of,
 )
@@ -60,7 +62,8 @@ class PostForwardShard:
         for section, full, shard in zip(sections, full_views, views, strict=True):
             transfers.append(Transfer(section.plan, full, shard))
             pieces = section.plan.pieces(mesh.shard_rank)
-            foreach_copy([piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces])
+            if pieces:
+                foreach_copy([piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces])
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
                 param = group.params[index]
                 if param.unsharded_spec is None:
@@ -84,6 +87,7 @@ class FullBuffer:
         self._extensions = ExtensionGather(group) if any(param.extends for param in group.params) else None
         self._views: tuple[torch.Tensor, ...] = ()
         self._values: tuple[int, int] | None = None  # epoch and version of the values that are there
+        self._written: list[int] = []  # versions that count the writes to the shard
         self._leaves: tuple[torch.Tensor, ...] = ()  # and what they hold
         self._versions: tuple[int, ...] = ()
         self._released: tuple[int, ...] = ()
@@ -97,6 +101,16 @@ class FullBuffer:
             with torch.inference_mode(False):
                 self._views = full_views(self.buffer.memory, self._group.sections, self._group.compute_dtypes)
         return self._views
+
+    def version(self) -> int:
+        """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
+        group = self._group
+        with PlainAttributes():
+            versions = list(map(version_of, chain(group.sharded, self._memory.written)))
+        if versions != self._written:
+            self._written = versions
+            group.writes += 1  # a sum of versions could come back to what it was
+        return group.writes
 
     def is_current(self) -> bool:
         """Whether the values that are shown are those of the shards."""
@@ -159,7 +173,7 @@ class FullBuffer:
         if self._memory.poisons and self.buffer.in_use:
             self.buffer.poison()
             self._values = None
-        self.buffer.give_back(mark_now(self._group.device))
+        self.buffer.give_back()
         if self._memory.shared is None or not self._group.clock.reading:
             set_versions(self._leaves, self._released)
 
@@ -195,13 +209,13 @@ class GatheredBuffer(FullBuffer):
         self._staging: SlotBuffer | None = None
 
     def is_current(self) -> bool:
-        return self._values is None or self._values[1] == self._memory.version()
+        return self._values is None or self._values[1] == self.version()
 
     def fill(self) -> Mark | None:
         clock, memory = self._group.clock, self._memory
-        values = clock.epoch, memory.version()
+        values = clock.epoch, self.version()
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        reuses = self.buffer.keeps_values and in_backward() and self._values == values
+        reuses = self.buffer.slot is not None and self._values == values and running_backward() >= 0
         ready = self.buffer.take()
         if reuses:
             return None
@@ -239,7 +253,7 @@ class GatheredBuffer(FullBuffer):
 
     def _end_gather(self) -> None:
         if self._staging is not None:
-            self._staging.give_back(mark_now(self._group.device))
+            self._staging.give_back()
 
     def join(self) -> None:
         self.buffer.move(self._group.parameter_pool)
@@ -258,7 +272,7 @@ class MappedBuffer(FullBuffer):
         self.buffer = SharedBuffer(shared.memory.view, shared.memory.start, nbytes)
 
     def is_current(self) -> bool:
-        if not self._group.clock.reading or self._values is None or self._values[1] != self._memory.version():
+        if not self._group.clock.reading or self._values is None or self._values[1] != self.version():
             return False
         if self._versions == tuple(map(version_of, self._leaves)):
             self.buffer.be_shared()  # otherwise what was written shows until it is resharded
@@ -273,12 +287,12 @@ class MappedBuffer(FullBuffer):
             self.buffer.be_private()
             barrier.leave(doing)
         self.buffer.take()
-        self._values = self._group.clock.epoch, self._memory.version()
+        self._values = self._group.clock.epoch, self.version()
         return PASSED
 
     def publish(self, whatever: bool) -> None:
         if self._shared.must_publish:
-            self._shared.publish(self._memory.version(), whatever)
+            self._shared.publish(self.version(), whatever)
 
     def _discard_writes(self) -> None:
         self._values = None

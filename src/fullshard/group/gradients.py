@@ -23,7 +23,7 @@ from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import ReduceRoute, Reduction, StillRead, Transfer
-from fullshard.device import CPU, Done, Pending, mark_now
+from fullshard.device import CPU, Done, Pending
 from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
@@ -43,7 +43,7 @@ class _Part:
     section: int
     dtype: torch.dtype  # in which the reduced values are written
     home_dtype: torch.dtype  # of ``param.grad``
-    chunks: tuple[tuple[torch.Size, tuple[int, ...], int], ...]  # size, stride and offset of each in the shard
+    chunks: tuple[list[torch.Size], list[tuple[int, ...]], list[int]]  # sizes, strides and offsets in the shard
 
 
 class _ReductionPlan:
@@ -59,14 +59,13 @@ class _ReductionPlan:
         self.parts = parts
         self.fulls = fulls
         self.is_final = is_final
-        self._route: ReduceRoute | None = None
+        self.route: ReduceRoute | None = None  # once a reduction was started
 
-    def route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
+    def make_route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
         """The route to ``outputs``, which serves all later ones."""
-        if self._route is None:
-            transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
-            self._route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
-        return self._route
+        transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
+        self.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
+        return self.route
 
 
 class TrainedGroup(GroupContext):
@@ -125,9 +124,8 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        if self._arrived or self._waiting:
-            return True
-        return bool(self._partial and self._group.options.all_reduce_gradients)
+        waits = self._arrived or self._waiting or (self._partial and self._group.options.all_reduce_gradients)
+        return bool(waits)
 
     @property
     def has_any(self) -> bool:
@@ -203,9 +201,10 @@ class Gradients:
         self._trainable = ()
         self._begin()
         with torch.no_grad():
-            foreach_copy([self._views[i] for i, _ in arrived], [view for _, view in arrived])
+            if arrived:
+                foreach_copy([self._views[i] for i, _ in arrived], [view for _, view in arrived])
         assert before is not None
-        before.give_back(mark_now(self._group.device))
+        before.give_back()
 
     @staticmethod
     def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
@@ -238,7 +237,8 @@ class Gradients:
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
             foreach_add([views[index] for index in again], [waiting.pop(index) for index in again])
-        foreach_copy([views[index] for index in waiting], list(waiting.values()))
+        if waiting:
+            foreach_copy([views[index] for index in waiting], list(waiting.values()))
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
@@ -353,7 +353,8 @@ class Gradients:
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
             grads = [(i, part) for i, part in group.module_params.gradient_views(members, plan, shard) if i in wanted]
-            chunks = tuple((part.shape, part.stride(), int(part.storage_offset())) for _, part in grads)
+            places = [part for _, part in grads]
+            chunks = [p.shape for p in places], [p.stride() for p in places], [int(p.storage_offset()) for p in places]
             home_dtype = self._home_dtype(at)
             dtype = home_dtype if is_final else self._dtypes[at]
             parts.append(_Part(tuple(i for i, _ in grads), plan, at, dtype, home_dtype, chunks))
@@ -377,7 +378,7 @@ class Gradients:
         self._partial.clear()
         self._collects = False
         if self._buffer is not None:
-            self._buffer.give_back(mark_now(self._group.device))
+            self._buffer.give_back()
 
 
 class _PendingReduction:
@@ -405,7 +406,7 @@ class _PendingReduction:
         factor, over = group.options.divide_factor, group.reduce_process_group
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if over is not None:
-            route = choice.route(group, over, outputs)
+            route = choice.route or choice.make_route(group, over, outputs)
             self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only))
             return self._pending
         for part, full, output in zip(choice.parts, choice.fulls, outputs, strict=True):  # the shard is the whole
@@ -416,8 +417,7 @@ class _PendingReduction:
     def scattered(self) -> None:
         """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
         group = self._group
-        read = self._pending if isinstance(self._pending, StillRead) else mark_now(group.device)
-        self._buffer.give_back(read)
+        self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._choice.is_final:
@@ -458,11 +458,10 @@ class _PendingReduction:
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
         """The chunk of each parameter in the outputs."""
-        return [
-            (index, output.as_strided(size, stride, start))
-            for part, output in zip(self._choice.parts, self._outputs, strict=True)
-            for index, (size, stride, start) in zip(part.indices, part.chunks, strict=True)
-        ]
+        found: list[tuple[int, torch.Tensor]] = []
+        for part, output in zip(self._choice.parts, self._outputs, strict=True):
+            found += zip(part.indices, map(output.as_strided, *part.chunks), strict=True)
+        return found
 
     def accumulate(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""

@@ -29,6 +29,15 @@ from fullshard.group.parameter import Location, ShardedParameter
 
 _TAGS_APART = 1 << 16
 
+#: Which state may follow which.
+LEGAL = {
+    State.SHARDED: {State.GATHERING, State.UNSHARDED},
+    State.GATHERING: {State.UNSHARDED},
+    State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
+    State.LEFT: {State.UNSHARDED, State.SHARDED},
+    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
+}
+
 
 class Group(TrainedGroup):
     """A group, made of its parts; see :class:`GroupContext` for the arguments."""
@@ -38,7 +47,7 @@ class Group(TrainedGroup):
         self._copies = 0
         self.has_custom_communication = False
         self.summoned: Any = None  # what the modules show while they show private full copies
-        #: The units that need it now: several where parameters are tied across groups.
+        #: The units that need it now: several where parameters are tied across groups. It stays unsharded meanwhile.
         self.users: set[object] = set()
         self._build()
 
@@ -61,6 +70,18 @@ class Group(TrainedGroup):
             self.module_params = ModuleParameters(self)
         self.module_params.show_sharded()
         register_sharded(self)
+
+    def to_state(self, state: State) -> None:
+        """Make a transition.
+
+        Raises:
+            RuntimeError: it is not legal.
+        """
+        if state not in LEGAL[self.state]:
+            raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+        self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
+        self.shows_unsharded = state is State.UNSHARDED or (state is State.LEFT and not self.is_flat)
 
     def check_in(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
@@ -91,7 +112,7 @@ class Group(TrainedGroup):
                 register_sharded(self)
         self.module_params.prepare()
         if self.shows_unsharded:
-            self.module_params.show_unsharded()
+            self.module_params.show(self.module_params.as_unsharded)
         else:
             self.module_params.show_sharded()
 
@@ -126,7 +147,7 @@ class Group(TrainedGroup):
             if self.full.is_current():
                 if not self.shows_unsharded:
                     self.to_state(State.UNSHARDED)
-                    self.module_params.show_unsharded()
+                    self.module_params.show(self.module_params.as_unsharded)
                 return False
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
@@ -152,14 +173,16 @@ class Group(TrainedGroup):
             for index, param in enumerate(self.params):
                 self.gradients.listen(index, param)
             self.module_params.prepare()
-        self.module_params.show_unsharded()
+        self.module_params.show(self.module_params.as_unsharded)
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
         if self.state is State.GATHERING:
             self.wait_for_unshard()
-        if self.state is not State.SHARDED or self.module_params.stand_ins:
+        if self.module_params.stand_ins:
             self.module_params.show_sharded()
+        elif self.state is not State.SHARDED:
+            self.module_params.show(self.module_params.as_sharded)
         if self.state is not State.SHARDED:
             self.full.release()
             self.to_state(State.SHARDED)

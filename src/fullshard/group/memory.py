@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -21,7 +20,7 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import SharedMemory
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
-from fullshard.torch_private import PlainAttributes, foreach_copy, version_of
+from fullshard.torch_private import foreach_copy
 
 
 class Memory:
@@ -34,7 +33,6 @@ class Memory:
         #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
         self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
         self.has_meta = any(tensor.is_meta for tensor in held)
-        self._versions: list[int] = []
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -47,7 +45,7 @@ class Memory:
             give_own_storage(place)
         #: Of each section, where they are contiguous.
         self.shards = self.views if self.shared is None else self.shared.shards
-        self._written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
+        self.written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
@@ -94,15 +92,6 @@ class Memory:
             places.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
         return places
 
-    def version(self) -> int:
-        """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
-        with PlainAttributes():
-            versions = list(map(version_of, chain(self._group.sharded, self._written)))
-        if versions != self._versions:
-            self._versions = versions
-            self._group.writes += 1  # a sum of versions could come back to what it was
-        return self._group.writes
-
     @torch.inference_mode(False)
     @torch.no_grad()
     def take_in(self) -> None:
@@ -136,7 +125,8 @@ class Memory:
             with torch.inference_mode(False):
                 self.staged_views = shard_views(staging.memory, group.sections, group.compute_dtypes)
         with torch.no_grad():
-            foreach_copy(self.staged_views, self.views)
+            if self.views:
+                foreach_copy(self.staged_views, self.views)
         return staging
 
     def refuse_meta(self) -> NoReturn:

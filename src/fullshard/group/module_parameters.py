@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from operator import attrgetter, is_
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -26,13 +26,20 @@ _requires_grad = attrgetter("requires_grad")
 Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
+class Presentation(NamedTuple):
+    """Tensors for the places of parameters: by name where these are registered, by path where modules keep them."""
+
+    registered: Updates
+    apart: Sequence[tuple[nn.Module, tuple[Any, ...], Any]]
+
+
 class ModuleParameters:
     """The places of a group's parameters in the module tree, and the tensors that stand there."""
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
         self.stand_ins: set[tuple[int, str]] = set()  # places where something stands in for a parameter
-        self._shown: Updates = ()  # what was put into the places of parameters
+        self._shown = Presentation((), ())  # what was put into the places of parameters
         self.prepare()
 
     def gradient_views(
@@ -55,15 +62,21 @@ class ModuleParameters:
 
     def _prepare_updates(self) -> None:
         """Leave alone the places where something stands in for a parameter."""
-        self._apart = [
+        self._apart = apart = [
             (i, param, module, path)
             for i, param in enumerate(self._group.params)
             for module, path in param.kept_apart
             if not any((id(module), at.name) in self.stand_ins for at in param.locations)
         ]
         self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self.stand_ins]
-        self._sharded = updates([(module, name, param.sharded) for _, param, module, name in free])
-        self._unsharded = updates([(module, name, param.unsharded) for _, param, module, name in free])
+        self.as_sharded = Presentation(
+            updates([(module, name, param.sharded) for _, param, module, name in free]),
+            [(module, path, at.sharded if at.stands_in is None else at.stands_in) for _, at, module, path in apart],
+        )
+        self.as_unsharded = Presentation(
+            updates([(module, name, param.unsharded) for _, param, module, name in free]),
+            [(module, path, param.unsharded) for _, param, module, path in apart],
+        )
 
     def _indexed(self) -> list[tuple[int, ShardedParameter, nn.Module, str]]:
         """Every place where a parameter stands."""
@@ -87,8 +100,8 @@ class ModuleParameters:
     def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:
         """Show parameters, by index, as they are sharded over a smaller mesh, and all others as sharded ones."""
         self.show_sharded()
-        self._shown = updates([(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free])
-        show(self._shown)
+        places = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
+        self.show(Presentation(updates(places), self.as_sharded.apart))
 
     def _look_again(self) -> None:
         """Show parameters again in the places that what stood in for them has left."""
@@ -98,25 +111,35 @@ class ModuleParameters:
         self._prepare_updates()
 
     def show_sharded(self) -> None:
+        """Show the sharded parameters, also where something stood in for one and has left."""
         if self.stand_ins:
             self._look_again()
-        self._shown = self._sharded
-        show(self._shown)
-        for _, param, module, path in self._apart:
-            put(module, path, param.stands_in if param.stands_in is not None else param.sharded)
+        self.show(self.as_sharded)
 
-    def show_unsharded(self) -> None:
-        self._shown = self._unsharded
-        show(self._shown)
-        for _, param, module, path in self._apart:
-            put(module, path, param.unsharded)
+    def show(self, what: Presentation) -> None:
+        """Put tensors in the places of parameters.
+
+        The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays.
+        Assigning through the module is for classes that watch their attributes. A module that is still being copied
+        gets copies of what its original shows.
+        """
+        self._shown = what
+        for module, tensors in what.registered:
+            if "_modules" not in module.__dict__:
+                continue
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters.update(tensors)
+            else:
+                for name, tensor in tensors.items():
+                    setattr(module, name, tensor)
+        for module, path, tensor in what.apart:
+            put(module, path, tensor)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         """Show full copies of parameters, by index, until something else is shown."""
-        show(updates([(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]))
-        for index, _, module, path in self._apart:
-            if index in full:
-                put(module, path, full[index])
+        places = [(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]
+        apart = [(module, path, full[index]) for index, _, module, path in self._apart if index in full]
+        ModuleParameters.show(self, Presentation(updates(places), apart))
 
     def shown_full(self, index: int) -> torch.Tensor | None:
         """The full copy that stands for a parameter now, which users may have replaced."""
@@ -127,15 +150,17 @@ class ModuleParameters:
         """Whether the modules hold what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
             self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self._group.shows_unsharded:
+        if not self._group.shows_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             self._train_leaves()
-        return not self.stand_ins and stand(self._shown) and self._keeps_place()
+        for module, tensors in self._shown.registered:
+            if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
+                return False
+        return not self.stand_ins and self._keeps_place()
 
     def _train_leaves(self) -> None:
         """Let those unsharded parameters require gradients whose sharded ones do."""
-        if self.unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
-            for trained, leaf in zip(self.trainable, self.unsharded, strict=True):
-                leaf.requires_grad_(trained)
+        for trained, leaf in zip(self.trainable, self.unsharded, strict=bool(self.unsharded)):
+            leaf.requires_grad_(trained)
 
     def _keeps_place(self) -> bool:
         """Whether the parameters still hold their places in the shard."""
@@ -255,29 +280,3 @@ def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     for module, name, tensor in places:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
-
-
-def stand(prepared: Updates) -> bool:
-    """Whether parameters are in their places."""
-    for module, tensors in prepared:
-        shown = map(module._parameters.get, tensors)
-        if not all(map(is_, shown, tensors.values())):
-            return False
-    return True
-
-
-def show(prepared: Updates) -> None:
-    """Put parameters in their places.
-
-    The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays. Assigning
-    through the module is for classes that watch their attributes. A module that is still being copied gets copies of
-    what its original shows.
-    """
-    for module, tensors in prepared:
-        if "_modules" not in module.__dict__:
-            continue
-        if type(module).__setattr__ is nn.Module.__setattr__:
-            module._parameters.update(tensors)
-        else:
-            for name, tensor in tensors.items():
-                setattr(module, name, tensor)

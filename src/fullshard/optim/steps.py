@@ -19,7 +19,7 @@ from fullshard.device import CPU
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.optim.local_step import prepare_step
-from fullshard.torch_private import in_backward, local_of, set_local
+from fullshard.torch_private import local_of, running_backward, set_local
 
 #: How many parameters an optimizer had when it was looked at, and their groups.
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[GroupContext]]]] = weakref.WeakKeyDictionary()
@@ -38,7 +38,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _count_writes(groups)  # after a step that raises no hook is called
     for clock in {id(group.clock): group.clock for group in groups}.values():
-        clock.steps += not in_backward()  # where it steps for the parameters of which this rank has a part
+        clock.steps += running_backward() < 0  # where it steps for the parameters of which this rank has a part
     _move_state(optimizer, groups, up=True)
     prepare_step(optimizer)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from fullshard.torch_private import in_backward
+from fullshard.torch_private import running_backward
 
 
 class Finalization:
@@ -41,7 +41,7 @@ class Finalization:
         Raises:
             RuntimeError: in a backward, or after one that was not finalized.
         """
-        if by_hand != self.by_hand and in_backward():
+        if by_hand != self.by_hand and running_backward() >= 0:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during a backward")
         if self._began_by_hand not in (None, by_hand):
             raise RuntimeError(

@@ -15,17 +15,17 @@ from torch.compiler import is_dynamo_compiling
 
 from fullshard.schedule.misuse import watch_misuse
 from fullshard.schedule.unit import Unit
-from fullshard.torch_private import compiler_listens
+from fullshard.torch_private import compiler_callback
 
 
 def _before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_dynamo_compiling() or compiler_listens():
+    if is_dynamo_compiling() or compiler_callback() is not None:
         return _outside_graphs()[0](unit, module, args, kwargs)
     return unit.pre_forward(module, args, kwargs)
 
 
 def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if is_dynamo_compiling() or compiler_listens():
+    if is_dynamo_compiling() or compiler_callback() is not None:
         return _outside_graphs()[1](unit, module, args, output)
     return unit.post_forward(module, args, output)
 

@@ -21,7 +21,7 @@ class Order:
         self._last_forward: list[Group] = []
         self._forward: list[Group] = []
         self._finished: list[Group] = []
-        self._uses: defaultdict[int, list[int]] = defaultdict(list)
+        self._uses: defaultdict[Group, list[int]] = defaultdict(list)
 
     def begin_forward(self) -> None:
         if self._forward:
@@ -36,21 +36,21 @@ class Order:
         """``group`` ended its forward."""
         if len(self._finished) >= _LONGEST:
             self.forget()
-        self._uses[id(group)].append(len(self._finished))
+        self._uses[group].append(len(self._finished))
         self._finished.append(group)
 
     def next_in_forward(self) -> Iterator[Group]:
         """The groups that followed, last time, the one that has just been entered."""
         at = len(self._forward)
-        if 0 < at < len(self._last_forward) and self._last_forward[at - 1] is self._forward[-1]:
+        if at and self._last_forward[at - 1 : at] == self._forward[-1:]:
             return islice(self._last_forward, at, None)
         return iter(())
 
     def next_in_backward(self, group: Group) -> Iterator[Group]:
         """The groups whose backward follows that of the last use of ``group``, without those that asked before it."""
-        uses = self._uses.get(id(group))
+        finished, every, uses = self._finished, self._uses, self._uses.get(group)
         earlier = range(uses.pop() - 1, -1, -1) if uses else ()
-        return (self._finished[at] for at in earlier if at in self._uses[id(self._finished[at])])
+        return (finished[at] for at in earlier if at in every[finished[at]])
 
     def forget(self) -> None:
         """Forget the uses so far: their backward has ended."""

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import wait_for
+from fullshard.comm.process_group import lost_in
 from fullshard.comm.transport import PassBarrier
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
@@ -156,7 +156,10 @@ class _Comparison:
     def is_there(self) -> bool:
         if self._event is not None:
             return self._event.query()
-        wait_for(self._work, f"the comparison after a {self._kind}")
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise lost_in(f"the comparison after a {self._kind}", error) from error
         return True
 
     def check(self) -> None:

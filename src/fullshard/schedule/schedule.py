@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import Literal, NoReturn, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
-from fullshard.comm.staging import SHARED
+from fullshard.buffer.slots import SHARED
 from fullshard.device import EventMark, mark_now
 from fullshard.group.context import Clock, CommContext, State
 from fullshard.group.group import Group
@@ -33,7 +34,7 @@ from fullshard.schedule.checks import (
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import NOTHING, Consistency, Kind, Passes
-from fullshard.torch_private import call_after_backward, in_backward, profiler_listens
+from fullshard.torch_private import call_after_backward, profiler_listens, running_backward
 
 T = TypeVar("T")
 
@@ -77,6 +78,7 @@ class Scheduled(Protocol):
 
     Attributes:
         groups: their parameters.
+        is_list: whether they are several.
         ignored: ids of parameters that the user keeps out of them.
         emptied: buffers to look at before the next forward.
         forward_prefetch: units whose groups are gathered ahead in its forward, by the user's choice.
@@ -84,6 +86,7 @@ class Scheduled(Protocol):
     """
 
     modules: tuple[nn.Module, ...]
+    is_list: bool
     groups: list[Group]
     ignored: set[int]
     emptied: list[EmptiedBuffers]
@@ -98,7 +101,7 @@ class Scheduled(Protocol):
         """Become part of the tree of a schedule."""
 
     def end_forward(self) -> None:
-        """The forward of the whole tree ended."""
+        """The forward of the whole tree ended. Only called where there are several modules."""
 
     def end_backward(self) -> None:
         """The backward of the whole tree ended."""
@@ -124,7 +127,7 @@ class Schedule:
         self.is_last_backward = True
         self.finalization = Finalization(repr(root))
         self.after_optimizer: torch.Event | None = None
-        self._forward_root: Scheduled | None = None
+        self.forward_root: Scheduled | None = None  # the unit whose forward is the outermost one
         self._process_groups: list[dist.ProcessGroup] = []
         self._checked = False
         self._is_profiled = False  # in the pass that runs; outside of passes each gather asks
@@ -189,9 +192,9 @@ class Schedule:
                 f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
                 f"{_RESET}. The gradients of that step are lost"
             )
-        if self._forward_root is not None:
-            if unit is self._forward_root or unit is self.root:
-                self.refuse_forward(self._forward_root)
+        if self.forward_root is not None:
+            if unit is self.forward_root or unit is self.root:
+                self.refuse_forward(self.forward_root)
             return False
         self.finalization.begin_forward()
         self.consistency.check()
@@ -204,7 +207,7 @@ class Schedule:
             for each in self.units:
                 each.emptied.clear()
             warn_of_emptied(emptied)
-        self._forward_root = unit
+        self.forward_root = unit
         self._is_profiled = profiler_listens()
         self.step += 1
         self.clock.epoch += 1
@@ -230,7 +233,7 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward runs, or was cut short by an error."""
-        return self._forward_root is None and not self.is_in_backward
+        return self.forward_root is None and not self.is_in_backward
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
         """Raise: ``unit`` is still in an earlier forward."""
@@ -238,15 +241,13 @@ class Schedule:
             f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
         )
 
-    def end_forward(self, unit: Scheduled, mark: object | None) -> bool:
-        """The forward of ``unit`` ended; returns whether it was the outermost one.
+    def end_forward(self, mark: object | None) -> None:
+        """The outermost forward ended.
 
         Args:
             mark: lives as long as autograd's graph of it; ``None`` if it has none.
         """
-        if self._forward_root is not unit:
-            return False
-        self._forward_root = None
+        self.forward_root = None
         self.finalization.end_forward(mark)
         for group in self.groups():
             if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
@@ -255,12 +256,14 @@ class Schedule:
         self.consistency.start("forward", self.passes.steps)
         if not torch.is_grad_enabled():
             self.consistency.check()
-        return True
+        for unit in self.units:
+            if unit.is_list:
+                unit.end_forward()
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
         if unit.forward_prefetch:
-            self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), -1)
+            self._gather_ahead((group for target in unit.forward_prefetch for group in target.groups), None)
         else:
             self._gather_ahead(self.order.next_in_forward(), self.prefetch_limit)
 
@@ -278,7 +281,7 @@ class Schedule:
     def prefetch_backward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that come before ``unit`` in forward, and so after it in backward."""
         if unit.backward_prefetch:
-            self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), -1)
+            self._gather_ahead((group for target in unit.backward_prefetch for group in reversed(target.groups)), None)
             return
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
@@ -340,7 +343,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
-        self._forward_root = None
+        self.forward_root = None
         self.is_in_backward = False
         self.finalization.reset()
         self.passes.give_up()
@@ -368,19 +371,16 @@ class Schedule:
             return
         if self._compares_order and not group.is_unsharded and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group)
-        profiled = profiler_listens() if self._forward_root is None and not self.is_in_backward else self._is_profiled
+        profiled = profiler_listens() if self.forward_root is None and not self.is_in_backward else self._is_profiled
         started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
         if started:
             self.consistency.calls.append((group, NOTHING))
         if self.observers and before is not group.state and before is not State.LEFT:
             self.tell("gather" if started else "reuse", group)
 
-    def _gather_ahead(self, targets: Iterable[Group], most: int) -> None:
-        """Start the first ``most`` gathers (-1: all) that are needed soon; shared memory has nothing to start."""
-        for group in targets:
-            if most == 0:
-                return
-            most -= 1
+    def _gather_ahead(self, targets: Iterable[Group], most: int | None) -> None:
+        """Start the first ``most`` gathers (``None``: all) that are needed soon; shared memory has nothing to start."""
+        for group in islice(targets, most):
             if group.memory.shared is None and (
                 group.state is State.SHARDED or group.state is State.SHARDED_POST_FORWARD
             ):
@@ -412,7 +412,7 @@ class Schedule:
             return do()
 
     def tell(self, action: Action, group: Group) -> None:
-        during: Kind = "backward" if in_backward() or self.is_in_backward else "forward"
+        during: Kind = "backward" if running_backward() >= 0 or self.is_in_backward else "forward"
         event = Event(action, group.name, during, self.step)
         for observer in self.observers:
             observer(event)

@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Literal
 
 import torch
@@ -29,11 +29,14 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
+from fullshard.group.context import State
 from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import EmptiedBuffers
 from fullshard.schedule.schedule import Schedule
-from fullshard.torch_private import apply_function, base_of, in_backward, storage_id
+from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
+
+_storage_of = attrgetter("full.buffer.storage_id")
 
 
 class Phase(Enum):
@@ -84,6 +87,8 @@ class Unit:
         self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
     ) -> None:
         self.modules = tuple(modules)
+        #: Whether it is several modules, none of which contains the others: never the root.
+        self.is_list = len(self.modules) > 1
         self.device = device
         self.mp_policy = mp_policy
         #: Whether the root may choose to stay unsharded after forward, because the user did not say.
@@ -120,11 +125,6 @@ class Unit:
     def __repr__(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
 
-    @property
-    def is_list(self) -> bool:
-        """Whether it is several modules, none of which contains the others: never the root."""
-        return len(self.modules) > 1
-
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -132,7 +132,7 @@ class Unit:
         schedule = self.schedule or self.start()
         if self._in_method:
             return self._cast_inputs(args, kwargs)
-        recomputes = in_backward()
+        recomputes = running_backward() >= 0
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
         if self.phase is Phase.BACKWARD:
@@ -140,20 +140,22 @@ class Unit:
                 schedule.unshard(group)
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
-        if not first and not recomputes and module not in self._to_run and len(self.modules) == 1:
+        if not first and not recomputes and module not in self._to_run and not self.is_list:
             schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and self.device.type != "cpu":
             args, kwargs = tree.to_device((args, kwargs), self.device)
         self.phase = Phase.FORWARD
-        if not self._to_run and len(self.modules) > 1:
+        if self.is_list and not self._to_run:
             self._to_run.update(self.modules)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.mp_policy.param_dtype is not None:
+            args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.enter(group)
             schedule.unshard(group)
+            if first:
+                group.users.add(self)
         if first:
-            self._hold()
             self._use = Use()
             if not recomputes and self.prefetches_forward:
                 schedule.prefetch_forward(self)
@@ -170,11 +172,13 @@ class Unit:
         schedule = self.schedule
         assert schedule is not None
         if self.phase is Phase.BACKWARD or self._in_method:
-            return self._cast_output(output)
-        recomputes = in_backward()
+            return tree.cast_floating(output, self.mp_policy.output_dtype)
+        recomputes = running_backward() >= 0
         self._to_run.discard(module)
         ended = not self._to_run
-        output = self._cast_output(self._own_output(output))
+        output = self._own_output(output)
+        if self.mp_policy.output_dtype is not None:
+            output = tree.cast_floating(output, self.mp_policy.output_dtype)
         mark = None
         if torch.is_grad_enabled():
             found = tree.reachable_tensors(output)
@@ -182,14 +186,14 @@ class Unit:
             self._is_opaque |= not found
         if recomputes:
             if ended:
-                self._release()
+                for group in self.needed:
+                    group.users.discard(self)
                 self.phase = Phase.IDLE
             return output
         if ended:
             self._leave_forward(schedule)
-        if schedule.end_forward(self, mark):
-            for unit in schedule.units:
-                unit.end_forward()
+        if schedule.forward_root is self:
+            schedule.end_forward(mark)
         return output
 
     def run_method(
@@ -211,8 +215,8 @@ class Unit:
 
     def _leave_forward(self, schedule: Schedule) -> None:
         self._to_run.clear()
-        self._release()
         for group in self.needed:
+            group.users.discard(self)
             schedule.order.leave(group)
             if not group.users:
                 if not self._is_opaque:
@@ -222,29 +226,17 @@ class Unit:
                     group.leave_unsharded()
         self.phase, self._is_opaque = Phase.IDLE, False
 
-    def _hold(self) -> None:
-        """Add this unit to the users of its groups: a tied group stays unsharded while it has any."""
-        for group in self.needed:
-            group.users.add(self)
-
-    def _release(self) -> None:
-        for group in self.needed:
-            group.users.discard(self)
-
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.casts_inputs:
             return args, kwargs
         return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
 
-    def _cast_output(self, output: Any) -> Any:
-        if self.mp_policy.output_dtype is None:
-            return output
-        return tree.cast_floating(output, self.mp_policy.output_dtype)
-
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = {group.full.buffer.storage_id for group in self.needed}
+        storages = set(map(_storage_of, self.needed))
+        if isinstance(output, torch.Tensor):
+            return _owned(storages, output)
         return tree.map_tensors(partial(_owned, storages), output)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -334,10 +326,9 @@ class Unit:
         for group in self.needed:
             if group.options.unshard_in_backward:
                 schedule.unshard(group)
-        self._hold()
+            group.users.add(self)
 
     def _finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
-        self._release()
         self.phase = Phase.IDLE
         for group in self.groups:
             if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
@@ -345,6 +336,7 @@ class Unit:
             else:
                 group.gradients.wait_for_more()
         for group in self.needed:
+            group.users.discard(self)
             if group.options.reshard_after_backward and not group.users:
                 schedule.reshard(group)
         if self.prefetches_backward == "after" and ahead:
@@ -356,6 +348,12 @@ class Unit:
         assert schedule is not None
         self._entered, self._is_differentiated = 0, False
         self._to_run.clear()
+        if self.phase is Phase.IDLE:
+            for group in self.needed:
+                if group.state is not State.SHARDED or group.gradients.pending:
+                    break
+            else:
+                return  # all was done when its own backward ended
         self._finish_backward(schedule)
 
     def reset(self) -> None:

@@ -21,7 +21,7 @@ from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit
-from fullshard.torch_private import in_backward
+from fullshard.torch_private import running_backward
 from fullshard.wrapper.settings import MixedPrecision
 
 
@@ -66,7 +66,7 @@ class WrappedUnit(Unit):
         """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
         schedule = self.schedule
         root = None if schedule is None else schedule.root
-        if schedule is None or not isinstance(root, WrappedUnit) or in_backward():
+        if schedule is None or not isinstance(root, WrappedUnit) or running_backward() >= 0:
             return
         if root.failed or schedule.is_in_backward:
             schedule.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fullshard.buffer.sections import ALIGNMENT, align
-from fullshard.comm.staging import Lease, Staging
+from fullshard.buffer.slots import Lease, Staging
 
 CPU = torch.device("cpu")
 
