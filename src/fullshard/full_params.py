@@ -6,21 +6,20 @@ used, so that a copy is never another group's memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.group.group import Group
+from fullshard.group.module_parameters import FullGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, unit_of
-from fullshard.torch_private import foreach_copy, local_of
+from fullshard.torch_private import foreach_copy
 
 
 @contextmanager
@@ -81,53 +80,6 @@ def summon_full_params(
         yield
         for full in kept:
             full.write_back()
-
-
-class FullGroup:
-    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`.
-
-    They may stand in the places of another one's meanwhile.
-    """
-
-    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
-    is_left_by_errors = False
-
-    def __init__(self, group: Group, shown: Mapping[int, nn.Parameter]) -> None:
-        self._group = group
-        self._full = dict(shown)
-        self._outer: FullGroup | None = group.summoned
-        if self._outer is not None:
-            self._outer.shown()
-        group.summoned = self
-        group.module_params.show_full(self._full)
-
-    def shown(self) -> Mapping[int, nn.Parameter]:
-        """The parameters that are shown now, by index: users may have replaced them."""
-        for index in self._full:
-            if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
-                self._full[index] = now
-        return self._full
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        for index in self._full:
-            param, full = self._group.params[index], self._group.module_params.shown_full(index)
-            if full is None:
-                continue
-            param.held.copy_(param.chunk_of(local_tensor(full)))
-            grad = param.gradient
-            if full.grad is not None and grad is not None:
-                grad.copy_(param.chunk_of(local_tensor(full.grad)))
-
-    def close(self) -> None:
-        if self._group.summoned is not self:
-            return
-        self._group.summoned = self._outer
-        if self._full and self._outer is not None:
-            self._group.module_params.show_full(self._outer._full)
-        elif self._full:
-            self._group.module_params.show_sharded()
-        self._full.clear()
 
 
 @torch.no_grad()
@@ -193,11 +145,6 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
             full.grad = param.as_before(grads[index])
         shown[index] = full
     return shown
-
-
-def local_tensor(value: Any) -> Any:
-    """This rank's part of a tensor; the value itself if it is no DTensor."""
-    return local_of(value) if isinstance(value, DTensor) else value
 
 
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:

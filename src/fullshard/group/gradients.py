@@ -24,10 +24,9 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import ReduceRoute, Reduction, StillRead, Transfer
 from fullshard.device import CPU, Done, Pending
-from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.module_parameters import ModuleParameters
+from fullshard.group.module_parameters import ShownGroup
 from fullshard.group.parameter import ShardedParameter, whole_views
 from fullshard.torch_private import after_accumulation, foreach_add, foreach_copy, run_after_accumulation, version_of
 
@@ -68,10 +67,9 @@ class _ReductionPlan:
         return self.route
 
 
-class TrainedGroup(GroupContext):
+class TrainedGroup(ShownGroup):
     """A group as its gradients know it."""
 
-    module_params: ModuleParameters
     gradients: Gradients
 
 

@@ -46,7 +46,6 @@ class Group(TrainedGroup):
         super().__init__(*args, **kwargs)
         self._copies = 0
         self.has_custom_communication = False
-        self.summoned: Any = None  # what the modules show while they show private full copies
         #: The units that need it now: several where parameters are tied across groups. It stays unsharded meanwhile.
         self.users: set[object] = set()
         self._build()

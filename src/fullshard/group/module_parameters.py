@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import Location, ShardedParameter, chunk_views
+from fullshard.group.parameter import Location, ShardedParameter, chunk_views, local_tensor
 from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
 
 _requires_grad = attrgetter("requires_grad")
@@ -280,3 +280,58 @@ def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     for module, name, tensor in places:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
+
+
+class ShownGroup(GroupContext):
+    """A group as full parameters in place of its own know it."""
+
+    module_params: ModuleParameters
+    #: What its modules show while they show private full copies.
+    summoned: FullGroup | None = None
+
+
+class FullGroup:
+    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`.
+
+    They may stand in the places of another one's meanwhile.
+    """
+
+    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
+    is_left_by_errors = False
+
+    def __init__(self, group: ShownGroup, shown: Mapping[int, nn.Parameter]) -> None:
+        self._group = group
+        self._full = dict(shown)
+        self._outer: FullGroup | None = group.summoned
+        if self._outer is not None:
+            self._outer.shown()
+        group.summoned = self
+        group.module_params.show_full(self._full)
+
+    def shown(self) -> Mapping[int, nn.Parameter]:
+        """The parameters that are shown now, by index: users may have replaced them."""
+        for index in self._full:
+            if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
+                self._full[index] = now
+        return self._full
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for index in self._full:
+            param, full = self._group.params[index], self._group.module_params.shown_full(index)
+            if full is None:
+                continue
+            param.held.copy_(param.chunk_of(local_tensor(full)))
+            grad = param.gradient
+            if full.grad is not None and grad is not None:
+                grad.copy_(param.chunk_of(local_tensor(full.grad)))
+
+    def close(self) -> None:
+        if self._group.summoned is not self:
+            return
+        self._group.summoned = self._outer
+        if self._full and self._outer is not None:
+            self._group.module_params.show_full(self._outer._full)
+        elif self._full:
+            self._group.module_params.show_sharded()
+        self._full.clear()

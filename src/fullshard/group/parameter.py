@@ -43,6 +43,11 @@ WRAPPED_NAME = "_fsdp_wrapped_module"
 CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
 
 
+def local_tensor(value: Any) -> Any:
+    """This rank's part of a tensor; the value itself if it is no DTensor."""
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
 def plain_name(name: str) -> str:
     """A qualified name as it is in the model without any wrappers."""
     return ".".join(part for part in name.split(".") if part not in ("", WRAPPED_NAME, CHECKPOINTED_NAME))

@@ -34,8 +34,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.full_params import local_tensor
 from fullshard.group.owners import owner_of
+from fullshard.group.parameter import local_tensor
 from fullshard.torch_private import (
     STEP_HOOKS,
     DTensorSpec,

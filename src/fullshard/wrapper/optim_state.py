@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm.process_group import broadcast_object, gather_objects
-from fullshard.full_params import gather, local_tensor
+from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
-from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
 from fullshard.optim.local_step import NUMBERS
 from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of

@@ -23,11 +23,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard.full_params import FullGroup, gather, local_tensor
+from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.group import Group
 from fullshard.group.memory import give_own_storage
-from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, plain_name
+from fullshard.group.module_parameters import FullGroup
+from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
 from fullshard.torch_private import (
@@ -220,13 +221,13 @@ class StateDictMethods(nn.Module):
             if is_flat:
                 _load_local(group, values, inner)
             blank = {index: _blank(group, index) for index in range(len(group.params))}
-            if group.summoned is None:
-                self._loaded.append(_Loaded(group, blank))
+            full = group.summoned
+            if full is None:
+                self._loaded.append(full := _Loaded(group, blank))
             if is_flat:
                 values.update((name, blank[index].detach()) for name, index in plain.items())
             elif self._loads_local and not is_own:  # loaded by the unit to which it belongs, before this one or after
-                shown = group.summoned.shown()
-                values.update((name, shown[index].detach()) for name, index in plain.items())
+                values.update((name, full.shown()[index].detach()) for name, index in plain.items())
 
     def _after_loading(self, incompatible: Any) -> None:
         """Keep this rank's part of what was loaded."""
@@ -256,9 +257,6 @@ class _Loaded(FullGroup):
     is_left_by_errors = True
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def _kind_for(group: Group, kind: StateDictType) -> StateDictType:
     """The kind of state dict to make: ``kind``, or a full one where nothing is sharded."""
     return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
@@ -271,11 +269,10 @@ def _is_dropped(config: StateDictConfig, group: Group) -> bool:
 
 def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
     """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
-    summoned: FullGroup | None = group.summoned
-    if summoned is None:
+    if group.summoned is None:
         whole = gather(group, [param.held for param in group.params])
     else:
-        whole = {index: local_tensor(full) for index, full in summoned.shown().items()}
+        whole = {index: local_tensor(full) for index, full in group.summoned.shown().items()}
     if _is_dropped(config, group):
         return {}
     as_rows, to_cpu = _kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
@@ -352,9 +349,6 @@ def _blank(group: Group, index: int) -> nn.Parameter:
     if not param.held.is_meta:
         param.chunk_of(whole).copy_(param.held)
     return nn.Parameter(param.as_before(whole), requires_grad=param.sharded.requires_grad)
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
 
 
 def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
