@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +20,22 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Add up what this rank holds of ``tensors``: of a DTensor, its own shard."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None)
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def kept_for_backward(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
+    """Return how much a call of ``forward`` keeps for its backward: the activations, without the parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()  # as long as there is an output, what was kept has its memory
+    for parameter in parameters:
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    del output
+    return sum(kept.values())
 
 
 def now(device: torch.device) -> int:

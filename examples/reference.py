@@ -8,8 +8,10 @@ A process of its own runs it, which ends before anything of it could count as me
 from __future__ import annotations
 
 import multiprocessing
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from tabulate import tabulate
@@ -30,26 +32,40 @@ RIGHT = ("left", "right", "right", "right")
 
 @dataclass(frozen=True)
 class Measurement:
-    """The first steps of a run: their losses in nats per byte, and after them what one rank holds, in bytes."""
+    """The first steps of a run: their losses in nats per byte, and what one rank holds, in bytes.
+
+    ``memory`` is what it holds after each step, ``peak`` the most that it held in one. Both count from ``start``, the
+    moment before there was a model. ``activations`` is measured unsharded only: a rank keeps as much.
+    """
 
     losses: list[float]
+    memory: list[int]
     parameters: int
     gradients: int
     optimizer: int
     peak: int
+    start: int
+    activations: int = 0
 
 
 def measure(
-    model: nn.Module, optimizer: torch.optim.Optimizer, losses: list[float], device: torch.device, start: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    losses: list[float],
+    held: list[int],
+    device: torch.device,
+    start: int,
 ) -> Measurement:
     """Add up the tensors of this rank; ``start`` is the memory that was taken before there was a model, in bytes."""
     parameters = list(model.parameters())
     return Measurement(
         losses,
+        held,
         parameters=memory.bytes_of(parameters),
         gradients=memory.bytes_of(parameter.grad for parameter in parameters),
         optimizer=memory.bytes_of(value for state in optimizer.state.values() for value in state.values()),
         peak=memory.peak(device) - start,
+        start=start,
     )
 
 
@@ -65,7 +81,7 @@ def _train(settings: Settings, device: torch.device, ranks: int, steps: int) -> 
     torch.manual_seed(settings.seed)
     model = GPT(MODELS[settings.model]).to(device)
     optimizer = optimizers.build(model, settings)
-    losses = []
+    losses, held = [], []
     for step in range(steps):
         optimizer.zero_grad()
         batch = data.training_batch(corpus, settings.seed, step, settings.batch_size, settings.seq_len).to(device)
@@ -76,7 +92,10 @@ def _train(settings: Settings, device: torch.device, ranks: int, steps: int) -> 
             total += loss.detach()
         optimizers.update(model, optimizer, settings, step)
         losses.append(total.item())
-    return measure(model, optimizer, losses, device, start)
+        held.append(memory.now(device) - start)
+    found = measure(model, optimizer, losses, held, device, start)
+    loss_of_part = partial(loss_of, _InPrecision(model, settings.precision), part)
+    return replace(found, activations=memory.kept_for_backward(loss_of_part, model.parameters()))
 
 
 class _InPrecision(nn.Module):
@@ -116,5 +135,28 @@ def table(sharded: Measurement, unsharded: Measurement, ranks: int) -> str:
             tabulate(held, ["a rank holds", over, "unsharded", "ratio"], disable_numparse=True, colalign=RIGHT),
             tabulate(losses, ["loss of step", over, "unsharded", "difference"], disable_numparse=True, colalign=RIGHT),
             f"Largest difference of a loss: {max(gaps):.1e}.",
+            in_words(sharded, unsharded, ranks),
         )
     )
+
+
+def in_words(sharded: Measurement, unsharded: Measurement, ranks: int) -> str:
+    """Say what the numbers of :func:`table` mean."""
+    state = sharded.parameters + sharded.gradients + sharded.optimizer
+    whole = unsharded.parameters + unsharded.gradients + unsharded.optimizer
+    written = memory.readable
+    paragraphs = (
+        "The losses are those of unsharded training. The sums are the same; ranks add them in another order, which "
+        "changes the last digits.",
+        "The state (parameters, gradients, optimizer) is what sharding divides: a rank holds "
+        f"{state / whole:.2f} of the whole.",
+        f"The peak is the most that a process took in one step, above the {written(sharded.start)} that it had taken "
+        f"before there was a model. It is {sharded.peak / unsharded.peak:.2f} of the unsharded one, because only "
+        f"{written(state)} of a rank's {written(sharded.peak)} are state. Nobody divides the rest. About "
+        f"{written(unsharded.activations)} are activations of a rank's part of the batch, which forward keeps for "
+        "backward; the unsharded run takes the parts one after the other, and keeps as much. The others are buffers "
+        "for gradients, the parameters that are whole while they are used (on one host's CPU the ranks share them, and "
+        "each counts them), and on a CPU work memory, and libraries that the first step loads.",
+        "In a larger model (MODEL=base) the state is more of the whole. More ranks (RANKS=4) hold smaller parts.",
+    )
+    return "\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs)

@@ -1,8 +1,8 @@
 """Train a small language model, sharded over several ranks: ``make train``, or torchrun on this file.
 
-The path from text to a trained model, in order: :func:`shard` the model, :func:`train` it, compare its first steps
-with the same steps unsharded, :func:`evaluate` it, and let it :func:`write`. Every rank runs this file; what is printed
-comes from rank 0.
+The path from text to a trained model, in order: :func:`shard` the model, :func:`train` it, :func:`compare` its first
+steps with the same steps unsharded, :func:`evaluate` it, and let it :func:`write`. Every rank runs this file; what is
+printed and what ``history.py`` writes comes from rank 0.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import checkpoint
 import data
+import history
 import memory
 import optimizer as optimizers
 import reference
@@ -56,6 +57,13 @@ class Place:
         dist.all_reduce(value)
         return value.item() / self.ranks
 
+    def gather(self, value: int) -> list[int]:
+        """Return a number of each rank."""
+        values = torch.zeros(self.ranks, dtype=torch.int64, device=self.device)
+        values[self.rank] = value
+        dist.all_reduce(values)
+        return values.tolist()
+
     def say(self, text: str = "") -> None:
         """Print on rank 0, above the progress bar if there is one."""
         if self.rank == 0:
@@ -72,6 +80,7 @@ class Run:
     corpus: data.Corpus
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    start_memory: int
 
     @property
     def identity(self) -> dict[str, str | int]:
@@ -107,20 +116,20 @@ def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> nn.Module:
     return model
 
 
-def train(run: Run, done: int, start_memory: int) -> reference.Measurement | None:
+def train(run: Run, done: int) -> reference.Measurement | None:
     """Train from step ``done`` to the last one. Returns the measurement of the first steps if they were among these."""
     settings, place = run.settings, run.place
-    first, losses = None, []
-    terminal = sys.stdout.isatty()
-    every = 5 if terminal else 20
+    first, losses, held = None, [], []
     bar = tqdm(
         total=settings.steps,
         initial=done,
-        bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+        bar_format="{n_fmt}/{total_fmt} |{bar}| {remaining} left",
         file=sys.stdout,
-        disable=place.rank != 0 or not terminal,
+        disable=place.rank != 0 or not sys.stdout.isatty(),
     )
-    clock, shown = time.perf_counter(), done
+    if place.rank == 0:
+        history.begin(settings.checkpoint_dir, done)
+    clock, seconds = time.perf_counter(), []
     for step in range(done, settings.steps):
         run.optimizer.zero_grad()
         batch = data.training_batch(run.corpus, settings.seed, step, settings.batch_size, settings.seq_len)
@@ -128,25 +137,55 @@ def train(run: Run, done: int, start_memory: int) -> reference.Measurement | Non
         loss.backward()
         norm = optimizers.update(run.model, run.optimizer, settings, step)
         losses.append(place.mean(loss.detach()))
+        seconds.append(time.perf_counter() - clock)
+        held.append(memory.now(place.device) - run.start_memory)
 
         count = step + 1
         if done == 0 and count == min(reference.STEPS, settings.steps):
-            first = reference.measure(run.model, run.optimizer, list(losses), place.device, start_memory)
-        if count % every == 0 or count == settings.steps:
-            speed = (count - shown) * settings.batch_size * settings.seq_len / (time.perf_counter() - clock)
-            report = (
-                f"loss {losses[-1]:.3f}  {speed:,.0f} tokens/s  gradient norm {norm.item():.2f}  "
-                f"{memory.readable(memory.now(place.device))} a rank"
+            first = reference.measure(
+                run.model, run.optimizer, list(losses), list(held), place.device, run.start_memory
             )
-            bar.set_postfix_str(report, refresh=False)
-            if not terminal:
-                place.say(f"step {count:4d}/{settings.steps}  {report}")
-            clock, shown = time.perf_counter(), count
+        report(run, count, losses[-1], norm.item(), seconds, place.gather(held[-1]))
         bar.update()
         if count % settings.checkpoint_every == 0 or count == settings.steps:
             checkpoint.save(settings.checkpoint_dir, run.model, run.optimizer, count, run.identity)
+        clock = time.perf_counter()
     bar.close()
     return first
+
+
+def report(run: Run, count: int, loss: float, norm: float, seconds: list[float], held: list[int]) -> None:
+    """Write a line of the history for a step, and print one every so many steps: its speed is that of these steps."""
+    settings, place = run.settings, run.place
+    tokens = settings.batch_size * settings.seq_len
+    if place.rank == 0:
+        history.add(
+            settings.checkpoint_dir,
+            step=count,
+            loss=loss,
+            gradient_norm=norm,
+            tokens_per_second=tokens / seconds[-1],
+            memory_bytes=held,
+        )
+    if count % settings.report_every == 0 or count == settings.steps:
+        some = seconds[-settings.report_every :]
+        place.say(
+            f"step {count:4d}/{settings.steps}  loss {loss:.3f}  {tokens * len(some) / sum(some):,.0f} tokens/s  "
+            f"gradient norm {norm:.2f}  memory of a rank {memory.readable(max(held))}"
+        )
+
+
+def compare(run: Run, first: reference.Measurement) -> None:
+    """Train the first steps unsharded on rank 0, and say how the two runs differ. Every rank calls this."""
+    settings, place = run.settings, run.place
+    ranks: list[reference.Measurement] = [first] * place.ranks
+    dist.all_gather_object(ranks, first)
+    if place.rank == 0:
+        unsharded = reference.run(settings, place.device, place.ranks, len(first.losses))
+        history.compare(settings.checkpoint_dir, ranks, unsharded)
+        place.say(f"\nThe first {len(first.losses)} steps, sharded and not:\n")
+        place.say(reference.table(first, unsharded, place.ranks))
+    dist.barrier()
 
 
 @torch.no_grad()
@@ -225,7 +264,7 @@ def main(settings: Settings, place: Place) -> None:
     whole = GPT(MODELS[settings.model]).to(place.device)
     size = sum(parameter.numel() for parameter in whole.parameters())
     model = shard(whole, init_device_mesh(place.device.type, (place.ranks,)), settings)
-    run = Run(settings, place, corpus, model, optimizers.build(model, settings))
+    run = Run(settings, place, corpus, model, optimizers.build(model, settings), start_memory)
     place.say(
         f"{settings.model}: {size / 1e6:.1f} million parameters on {place.device.type}, {settings.precision}, "
         f"{settings.api}; "
@@ -240,18 +279,18 @@ def main(settings: Settings, place: Place) -> None:
             f"No step left to do: {done} of {settings.steps} are done. For more, give --steps {2 * done} "
             f"(make train STEPS={2 * done}); to begin anew, remove {settings.checkpoint_dir}."
         )
-    first = train(run, done, start_memory) if done < settings.steps else None
+    first = train(run, done) if done < settings.steps else None
     if first and settings.compare:
-        if place.rank == 0:
-            unsharded = reference.run(settings, place.device, place.ranks, len(first.losses))
-            place.say(f"\nThe first {len(first.losses)} steps, sharded and not:\n")
-            place.say(reference.table(first, unsharded, place.ranks))
-        dist.barrier()
-
+        compare(run, first)
     loss = evaluate(run)
     place.say(f"\nValidation loss: {loss:.3f} nats a byte. (Guessing costs 5.545.)")
     if settings.sample_tokens:
         place.say(f"\nWhat the model writes after {settings.prompt!r}:\n\n{write(run)}")
+    if place.rank == 0 and history.read(settings.checkpoint_dir):
+        picture = history.draw(settings.checkpoint_dir)
+        place.say(f"\nThe history of the run: {picture.with_name('metrics.jsonl')}, a line for each step.")
+        place.say(f"Its curves:             {picture}")
+    dist.barrier()
 
 
 @record  # hands an error to torchrun, whose closing words then name it
