@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train test test-all test-torch frameworks lint types docs-test fuzz bench clean
+.PHONY: help train finetune test test-all test-torch frameworks lint types docs-test fuzz bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -32,12 +32,20 @@ help: ## list the commands
 	@echo
 	@sed -n '3,6s/^# *//p' Makefile | sed 's/^/  /'
 
-train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (default 2, or one for each GPU)
+# Starts a program of examples/ on RANKS ranks.
+define start
 	@ranks="$(RANKS)"; \
 	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)'); \
 	threads=$$(($(CORES) / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
-		--nproc-per-node=$$ranks examples/train.py --model $(MODEL) --api $(API) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+		--nproc-per-node=$$ranks examples/$(1) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+endef
+
+train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (default 2, or one for each GPU)
+	$(call start,train.py --model $(MODEL) --api $(API))
+
+finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA on RANKS ranks
+	$(call start,finetune.py)
 
 test: lint types ## lint, check types, run the quick lane of the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)

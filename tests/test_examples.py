@@ -1,7 +1,8 @@
-"""The training example: both front ends train alike, and each goes on from a checkpoint of the other."""
+"""The examples: both front ends train alike, and a run goes on with the other one, or with other numbers of ranks."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,12 +20,17 @@ pytestmark = pytest.mark.slow
 
 def train(checkpoints: Path, steps: int, *flags: str) -> str:
     """Run a few steps of the smallest size on two ranks, and return what was printed."""
-    arguments = ["--nproc-per-node=2", str(ROOT / "examples" / "train.py"), "--device=cpu", f"--steps={steps}"]
-    arguments += ["--batch-size=4", "--seq-len=16", "--sample-tokens=0", f"--checkpoint-dir={checkpoints}", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    arguments = ["--device=cpu", f"--steps={steps}", "--batch-size=4", "--seq-len=16", "--sample-tokens=0"]
+    return start("train.py", 2, *arguments, f"--checkpoint-dir={checkpoints}", *flags)
+
+
+def start(example: str, ranks: int, *flags: str) -> str:
+    """Run an example on a machine without accelerators, and return what was printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "examples" / example), *flags]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -34,15 +42,56 @@ def number_after(text: str, printed: str) -> float:
     return float(found.group(1))
 
 
+def the_history_is_there(directory: Path, printed: str, steps: int, width: int) -> None:
+    """A line for each step, also of a run that went on from a checkpoint, and a picture of at least this width."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
+    for line in lines:
+        assert 0 < line["loss"] < 6
+        assert line["tokens_per_second"] > 0
+        assert len(line["memory_bytes"]) == 2
+        assert min(line["memory_bytes"]) > 0
+    assert re.search(rf"step +{steps}/{steps}  loss [\d.]+  [\d,]+ tokens/s .* memory of a rank [\d.]+ MiB", printed)
+    for name in ("metrics.jsonl", "curves.png"):
+        assert str(directory / name) in printed
+    with Image.open(directory / "curves.png") as picture:
+        picture.load()
+        assert picture.format == "PNG"
+        assert picture.width >= width
+        assert picture.height >= 400
+        assert len(picture.convert("L").getcolors() or ()) > 10  # something is drawn
+
+
 def test_a_run_changes_its_front_end_twice_and_is_the_same_run(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 6)  # compares its first steps with the same steps unsharded
     assert number_after("Largest difference of a loss", whole) < 1e-5
+    assert "because only" in whole  # the numbers are explained
+    the_history_is_there(tmp_path / "whole", whole, steps=6, width=1200)
     for api, steps in (("wrapper", 2), ("fully_shard", 4), ("wrapper", 6)):
         printed = train(tmp_path / "changes", steps, f"--api={api}", "--no-compare")
     assert f"Going on from {tmp_path / 'changes' / 'step-4'}" in printed
+    the_history_is_there(tmp_path / "changes", printed, steps=6, width=800)
     assert abs(number_after("Validation loss", printed) - number_after("Validation loss", whole)) <= 0.001
 
 
 def test_the_wrapper_trains_as_unsharded_steps_do_in_low_precision(tmp_path: Path) -> None:
     printed = train(tmp_path, 5, "--api=wrapper", "--precision=bf16", "--reshard-after-forward=no")
     assert number_after("Largest difference of a loss", printed) < 1e-2
+
+
+def test_a_fine_tuned_model_goes_on_with_fewer_ranks_and_is_read_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="make finetune needs peft, which is not installed")
+    transformers = pytest.importorskip("transformers")
+    flags = ["--batch-size=4", "--micro-batch=1", "--seq-len=16"]
+    start("finetune.py", 2, "--steps=2", f"--directory={tmp_path / 'changes'}", *flags)
+    changed = start("finetune.py", 1, "--steps=4", f"--directory={tmp_path / 'changes'}", *flags)
+    assert "from step 2 on" in changed
+    whole = start("finetune.py", 2, "--steps=4", f"--directory={tmp_path / 'whole'}", *flags)
+    text = "Validation loss of the averaged weights"
+    assert abs(number_after(text, changed) - number_after(text, whole)) < 0.01
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "changes" / "merged", dtype=torch.float32)
+    assert not any("lora" in name for name in model.state_dict())
+    tokens = torch.tensor([list(b"import os")])
+    with torch.no_grad():
+        assert 4 < model(input_ids=tokens, labels=tokens).loss < 7
