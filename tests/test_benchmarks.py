@@ -22,6 +22,7 @@ from benchmarks.models import TINY, Work
 from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
 from benchmarks.steps import measure_steps
+from benchmarks.timeline import bars, draw, record
 
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
@@ -283,3 +284,15 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["memroy"])
     assert "no benchmark is named memroy: choose from communication, compute" in capsys.readouterr().err
+
+
+def test_a_step_is_recorded_and_drawn(tmp_path: Path) -> None:
+    step, sizes = ranks.run_ranks(record, 2, TINY, 1)[0]
+    assert sum(sizes.values()) == TINY.model_bytes
+    found = bars(step)
+    assert {(bar.group, bar.state) for bar in found} == {
+        (group, state) for group in sizes for state in ("gathered", "whole", "reduced")
+    }
+    assert all(0 <= bar.begin <= bar.end <= step.ends[-1] for bar in found)
+    draw(step, sizes, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
