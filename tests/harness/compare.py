@@ -212,10 +212,11 @@ def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
     for step in range(training.steps):
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
+        worker = _Worker(model, training.precision)
         for other in range(size):
             of_rank: dict[str, Tensor] = {}
             for micro in range(training.micro_batches):
-                worker = _Worker(model, training.precision)
+                worker.begin()
                 loss = training.loss(worker, training.micro(step, other, size, micro))
                 optimizer.scaler.scale(loss).backward()
                 losses += [loss.detach()] if other == rank else []
@@ -310,15 +311,26 @@ def unwrapped(name: str) -> str:
 
 
 class _Worker:
-    """A copy of the model as one rank computes with it: low-precision parameters, and casts at the boundary."""
+    """A copy of the model as one rank computes with it: low-precision parameters, and casts at the boundary.
+
+    It serves all ranks in turn, and all micro-batches of a step.
+    """
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.model = copy.deepcopy(model)
         self.precision = precision
+        self.buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        if precision.param_dtype is not None:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(precision.param_dtype)
+
+    def begin(self) -> None:
+        """Forget what the last micro-batch left."""
         for parameter in self.model.parameters():
             parameter.grad = None
-            if precision.param_dtype is not None:
-                parameter.data = parameter.data.to(precision.param_dtype)
+        with torch.no_grad():
+            for buffer, value in self.buffers:
+                buffer.copy_(value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
