@@ -19,6 +19,7 @@ pytest.register_assert_rewrite("tests.harness")
 # Only a first import is rewritten, so this one has to follow.
 from tests.harness import RankPool, failure_report  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
+from tests.harness.lanes import with_all_pairs  # noqa: E402
 from tests.harness.rank import run_test  # noqa: E402
 
 _RANKS = 4
@@ -35,23 +36,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, and let ranks know the lane."""
     config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
-    config.addinivalue_line("markers", "everywhere: in the quick lane too with all world sizes and transports")
+    config.addinivalue_line("markers", "everywhere: in the quick lane too with all cases, world sizes and transports")
     if config.getoption("--all"):
         os.environ[WITH_TORCH] = "1"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
 
-    Leave to the long lane what is slow, and what runs torch's own library alone: it proves the tests, and not ours.
+    Leave to the long lane what is slow, what runs torch's own library alone (it proves the tests, and not ours), and
+    of each test the cases whose values meet in pairs in other cases of it.
     """
     files = {item.path: number for number, item in reversed(list(enumerate(items)))}
     items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
     if not config.getoption("--all"):
-        longer = [item for item in items if item.get_closest_marker("slow") or _runs_torch(item)]
-        config.hook.pytest_deselected(items=longer)
-        left_out = set(map(id, longer))
-        items[:] = [item for item in items if id(item) not in left_out]
+        quick = [item for item in items if not (item.get_closest_marker("slow") or _runs_torch(item))]
+        chosen = set(map(id, _cases(quick)))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
 
 
 def pytest_collection_finish() -> None:
@@ -63,6 +66,19 @@ def _ranks_of(item: pytest.Item) -> int:
     """How many ranks a test runs on; 0 for one without."""
     world = item.callspec.params.get("world") if hasattr(item, "callspec") else None
     return world[0] if isinstance(world, tuple) else 0
+
+
+def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The cases of each test that the quick lane takes: all of a test that is to run everywhere, of others a part."""
+    tests: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for cases in tests.values():
+        if len(cases) == 1 or cases[0].get_closest_marker("everywhere"):
+            yield from cases
+        else:
+            values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
+            yield from (cases[number] for number in with_all_pairs(values))
 
 
 def _runs_torch(item: pytest.Item) -> bool:

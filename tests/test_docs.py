@@ -103,6 +103,14 @@ def readme_blocks() -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(readme_blocks())))
+def test_a_block_of_the_readme_runs(rank_pool: RankPool, number: int) -> None:
+    outcomes = rank_pool.run(run_program, 2, "README.md", readme_blocks()[number], fresh=True)
+    if any(outcome.kind != "returned" for outcome in outcomes):
+        pytest.fail(failure_report(outcomes), pytrace=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(readme_blocks())))
 def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None:
     """Pasted into a file and started with the command that the README gives, on a machine without accelerators."""
     file = tmp_path / "file.py"

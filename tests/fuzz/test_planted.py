@@ -16,6 +16,7 @@ MOST = 240
 """Programs within which each is found; most are within twenty."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_defect_is_found(rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch, plant: str) -> None:
     monkeypatch.setattr(pool, "PATIENCE", 10.0)

@@ -19,8 +19,9 @@ process group (gloo) has exactly `W` ranks, so that for the code under test the 
 There are two lanes. `make test` runs the quick one, which leaves out what proves the tests rather than the library, or
 proves it once more: torch's own library in the same cases; worlds of other sizes than 2 (in tests/parity and tests/comm
 2 and 3) where a test has that one; in tests/parity all transports but the first (tests/comm compares their bytes); and
-tests with the mark `slow`. `make test-all` runs everything. A test
-with the mark `@everywhere` has all its worlds and transports in both lanes.
+tests with the mark `slow`. Of a test with three parameters or more (the number of ranks is one) it takes so many cases
+that every two values meet: a mistake that only three together show is left to the long lane. `make test-all` runs
+everything. A test with the mark `@everywhere` has all its cases, worlds and transports in both lanes.
 
 What a test may count on, and what it may not:
 

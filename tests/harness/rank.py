@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
-#: Runs a test in the quick lane too with all its world sizes and transports.
+#: Runs a test in the quick lane too with all its cases, world sizes and transports.
 everywhere = pytest.mark.everywhere
 
 
