@@ -23,6 +23,8 @@ from tests.harness.lanes import with_all_pairs  # noqa: E402
 from tests.harness.rank import run_test  # noqa: E402
 
 _RANKS = 4
+#: Folders of tests of which the quick lane takes every case: what they prove, others build on.
+_WHOLE = ("buffer", "comm")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,12 +71,12 @@ def _ranks_of(item: pytest.Item) -> int:
 
 
 def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The cases of each test that the quick lane takes: all of a test that is to run everywhere, of others a part."""
+    """The cases of each test that the quick lane takes: of most tests with all pairs of values, of some all."""
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
     for cases in tests.values():
-        if len(cases) == 1 or cases[0].get_closest_marker("everywhere"):
+        if len(cases) == 1 or cases[0].get_closest_marker("everywhere") or cases[0].path.parent.name in _WHOLE:
             yield from cases
         else:
             values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]

@@ -18,7 +18,7 @@ def accelerate(folder: Path, *options: str) -> None:
     row("accelerate", folder, *options, apart=APART)
 
 
-@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("version", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_trains_saves_and_resumes(tmp_path: Path, version: str) -> None:
     accelerate(tmp_path, version, "FULL_STATE_DICT")
 
