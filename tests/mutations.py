@@ -1,93 +1,516 @@
-"""Deliberate bugs in the library, and whether the quick lane of the tests finds each: `python -m tests.mutations`.
+"""Deliberate bugs in the library, and which test of the quick lane finds each: `python -m tests.mutations`.
 
-Each is one changed line of the kind that a mistaken edit makes. A copy of the source gets it, and the tests that stand
-nearest run on that copy until the first one fails. The lane would let a bug through that none of them finds.
+Each is one change of the kind that a mistaken edit makes. A copy of the source gets it, and tests run on that copy
+until the first one fails: the one that is known to find it, then those that stand nearest, then the rest of the lane. A
+bug that none of them finds would get through.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+#: The tests that stand nearest to the files that begin so, the most telling ones first.
 NEAREST = {
-    "buffer/plan.py": ("tests/buffer", "tests/comm"),
-    "group/gradients.py": ("tests/parity", "tests/fully_shard"),
-    "schedule/": ("tests/parity", "tests/fully_shard"),
-    "comm/host.py": ("tests/comm", "tests/fully_shard/test_shared_memory.py", "tests/parity"),
-    "comm/point_to_point.py": ("tests/comm", "tests/parity"),
-    "wrapper/": ("tests/wrapper", "tests/parity"),
-    "group/flat.py": ("tests/parity", "tests/wrapper"),
+    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_messages.py", "tests/comm/test_transports.py"),
+    "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
+    "group/gradients.py": (
+        "tests/parity/test_accumulation.py",
+        "tests/fully_shard/test_errors_in_step.py",
+        "tests/fully_shard/test_communication.py",
+        "tests/parity/test_wrapper_flat.py",
+        "tests/parity/test_wrapper_gradients.py",
+        "tests/parity/test_parameters.py",
+        "tests/parity/test_gradient_dtypes.py",
+    ),
+    "schedule/": (
+        "tests/parity/test_sharding.py",
+        "tests/fully_shard/test_order.py",
+        "tests/fully_shard/test_decisions.py",
+        "tests/fully_shard/test_outputs.py",
+        "tests/parity/test_finalization.py",
+        "tests/fully_shard/test_shared_memory.py",
+    ),
+    "comm/host.py": (
+        "tests/comm/test_host.py",
+        "tests/comm/test_transports.py",
+        "tests/fully_shard/test_shared_memory.py",
+    ),
+    "comm/local_ranks.py": (
+        "tests/comm/test_local_ranks.py",
+        "tests/fully_shard/test_shared_memory.py",
+        "tests/fully_shard/test_shared_memory_failures.py",
+    ),
+    "comm/": ("tests/comm/test_messages.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
+    "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
+    "wrapper/optim_state.py": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
+    "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
+    "group/flat.py": ("tests/parity/test_wrapper_flat.py", "tests/parity/test_wrapper_original.py", "tests/wrapper"),
 }
+#: Bytes that a process of a run may take: some bugs make lists that do not end.
+_MOST_MEMORY = 2**33
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """In `file`, below `src/fullshard`, `before` stands once and becomes `after`."""
+    """In `file`, below `src/fullshard`, `before` stands once and becomes `after`; `test` is one that finds it."""
 
     file: str
     before: str
     after: str
+    test: str
 
 
 MUTATIONS = (
     # where parameters lie
-    Mutation("buffer/plan.py", "step = -(-size // world_size)", "step = max(1, size // world_size)"),
-    Mutation("buffer/plan.py", "return -(-numel // alignment) * alignment", "return numel"),
-    Mutation("buffer/plan.py", "(plan.end,)", "(plan.full_numel,)"),
-    Mutation("buffer/plan.py", "(outer, row, numel)", "(outer, numel, numel)"),
-    Mutation("buffer/plan.py", "in edges if end < start]", "in edges if end > start]"),
     Mutation(
-        "buffer/plan.py", "begin = self.full_offsets[index] + start - rank", "begin = self.full_offsets[index] - rank"
+        "buffer/plan.py",
+        "step = -(-size // world_size)",
+        "step = max(1, size // world_size)",
+        "tests/buffer/test_plan.py::test_chunks_are_those_of_torch",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "min((rank + 1) * step, size)",
+        "(rank + 1) * step",
+        "tests/buffer/test_plan.py::test_chunks_are_those_of_torch",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "*starts, self.is_kept, self.section)",
+        "*starts, self.is_kept)",
+        "tests/comm/test_messages.py::test_every_element_travels_once",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "return same and self.full_numel == self.world_size * self.shard_numel",
+        "return same",
+        "tests/buffer/test_plan.py::test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "begin = self.full_offsets[index] + start - rank",
+        "begin = self.full_offsets[index] - rank",
+        "tests/buffer/test_plan.py::test_a_part_lies_in_its_place_in_the_shard",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "max(start + self.shard_numel, 0)",
+        "start + self.shard_numel",
+        "tests/buffer/test_plan.py::test_fragments_of_flat_are_what_the_pieces_say",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "in edges if end < start]",
+        "in edges if end > start]",
+        "tests/buffer/test_plan.py::test_gaps_are_what_no_parameter_fills",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "shard_numel = _align(end, plan.alignment)",
+        "shard_numel = end",
+        "tests/buffer/test_plan.py::test_parameters_are_aligned_and_nothing_more_is_added_between_them",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "return -(-numel // alignment) * alignment",
+        "return numel",
+        "tests/buffer/test_plan.py::test_parameters_are_aligned_and_nothing_more_is_added_between_them",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "(plan.end,)",
+        "(plan.full_numel,)",
+        "tests/buffer/test_plan.py::test_flat_is_one_piece_for_each_rank_up_to_the_last_parameter",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "(outer, row, numel)",
+        "(outer, numel, numel)",
+        "tests/buffer/test_plan.py::test_every_element_of_a_parameter_has_one_owner",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "alike = others[count:]",
+        "alike = others[count + 1 :]",
+        "tests/buffer/test_plan.py::test_the_pieces_of_all_ranks_are_those_of_each_rank",
     ),
     # how gradients are taken and reduced
-    Mutation("group/gradients.py", "self._views[index].zero_()", "pass"),
-    Mutation("group/gradients.py", "gap.zero_()", "pass"),
-    Mutation("group/gradients.py", "local.add_(partial.pop(index))", "partial.pop(index)"),
-    Mutation("group/gradients.py", "self._arrived.update(waiting)", "self._arrived |= set(list(waiting)[:1])"),
+    Mutation(
+        "group/gradients.py",
+        "leaf.requires_grad_(trainable)",
+        "pass",
+        "tests/parity/test_parameters.py::test_frozen_blocks",
+    ),
     Mutation(
         "group/gradients.py",
         "if index in self._waiting:\n            self.settle()",
         "if False:\n            self.settle()",
+        "tests/parity/test_composition.py::test_a_weight_in_several_checkpoints",
     ),
-    Mutation("group/gradients.py", "self._dtypes_of.refuse_unknown()", "pass"),
-    Mutation("group/gradients.py", "leaf.requires_grad_(trainable)", "pass"),
-    # when each group is gathered and reduced
-    Mutation("schedule/schedule.py", "group.check_in()\n", "pass\n"),
-    Mutation("schedule/schedule.py", "self.clock.epoch += 1", "pass"),
-    Mutation("schedule/schedule.py", 'self.passes.end("backward")', "pass"),
-    Mutation("schedule/schedule.py", "self.comm.reductions.keep_at_most(0)", "pass"),
-    Mutation("schedule/unit.py", "if self._entered > 0 or self._is_differentiated:", "if self._is_differentiated:"),
-    Mutation("schedule/unit.py", "self._is_opaque |= not found", "pass"),
-    Mutation("schedule/order.py", "self._uses.clear()", "pass"),
-    # memory that the ranks of a host share
-    Mutation("comm/host.py", "self.done.set(number)\n\n", "\n"),
-    Mutation("comm/host.py", "if subject != route.subject:", "if False:"),
-    Mutation("comm/host.py", "if (number, tag) != (reading.number, route.tag):", "if number != reading.number:"),
-    Mutation("comm/host.py", "if dropped != self._purged[rank]:", "if False:"),
-    Mutation("comm/host.py", "self._dropped.set(self._dropped.value + 1)", "pass"),
-    # messages between ranks
-    Mutation("comm/point_to_point.py", "foreach_copy(*self._own)", "pass"),
-    Mutation("comm/point_to_point.py", "large = min(large, capacity)", "large = 2 * capacity"),
-    Mutation("comm/point_to_point.py", "foreach_copy(*planned.before)", "pass"),
-    Mutation("comm/point_to_point.py", "SHARED.give_back(self.lease)", "pass"),
-    Mutation("comm/point_to_point.py", "start += align(leaving.packed_bytes)", "start += 0"),
-    # the wrapper
-    Mutation("wrapper/unit.py", "root.failed = False", "pass"),
-    Mutation("wrapper/unit.py", "module._buffers[name] = buffer.to(dtype)", "pass"),
-    Mutation("wrapper/unit.py", "group.options.mp_policy = self.mp_policy", "pass"),
-    Mutation("group/flat.py", "self.sharded.grad = None\n", "pass\n"),
     Mutation(
-        "group/flat.py", "return grad if grad is None or self.home is None else self.part_in(grad)", "return grad"
+        "group/gradients.py",
+        "self._arrived.update(waiting)",
+        "self._arrived |= set(list(waiting)[:1])",
+        "tests/parity/test_accumulation.py::test_gradients_that_wait_for_one_another",
     ),
-    Mutation("group/flat.py", "replaced |= not same_memory(shown, shard)", "pass"),
+    Mutation(
+        "group/gradients.py",
+        "self._arrived.discard(index)",
+        "self._arrived.clear()",
+        "tests/wrapper/test_attacks.py::test_an_optimizer_clears_what_waits_of_its_own_parameters_only",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "self._dtypes_of.refuse_unknown()",
+        "pass",
+        "tests/parity/test_gradient_dtypes.py::test_any_dtype_and_unused_parameters_exclude_each_other",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "wanted = frozenset(arrived.union(self._partial))",
+        "wanted = frozenset(arrived)",
+        "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "self._views[index].zero_()",
+        "pass",
+        "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "gap.zero_()",
+        "pass",
+        "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "self._partial.clear()",
+        "pass",
+        "tests/fully_shard/test_errors_in_step.py::test_a_reset_forgets_sums_over_some_of_the_ranks",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "output[part.plan.held(group.data.shard_rank) :].zero_()",
+        "pass",
+        "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "self._pending if isinstance(self._pending, StillRead) else None",
+        "None",
+        "tests/fully_shard/test_shared_memory.py::test_gradients_stay_until_a_slow_rank_has_read_them",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "local.add_(partial.pop(index))",
+        "partial.pop(index)",
+        "tests/parity/test_accumulation.py::test_hybrid_accumulated_before_all_reduce_on_two_ranks",
+    ),
+    # when each group is gathered and reduced
+    Mutation(
+        "schedule/schedule.py",
+        "group.check_in()\n",
+        "pass\n",
+        "tests/fully_shard/test_decisions.py::test_load_state_dict_by_assignment",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        "self.clock.epoch += 1",
+        "pass",
+        "tests/parity/test_read_by_others.py::test_parameters_that_every_rank_has_may_be_read_by_any_module",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        "if group.state is State.GATHERING:  #",
+        "if False:  #",
+        "tests/fully_shard/test_decisions.py::test_what_was_gathered_ahead_and_not_used_is_gathered_again",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        'self.passes.end("backward")',
+        "pass",
+        "tests/fully_shard/test_shared_memory.py::test_writes_are_read_by_all_afterwards_and_by_none_before",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        "self.comm.reductions.keep_at_most(0)",
+        "pass",
+        "tests/parity/test_sharding.py::test_mlp_of_odd_sizes",
+    ),
+    Mutation(
+        "schedule/unit.py",
+        "self._is_opaque |= not found",
+        "pass",
+        "tests/parity/test_stale_reads.py::test_blocks_hand_on_what_no_hook_can_replace",
+    ),
+    Mutation(
+        "schedule/unit.py",
+        "base.register_hook(hook)",
+        "pass",
+        "tests/fully_shard/test_outputs.py::test_an_operation_in_place_on_an_output_that_is_a_view",
+    ),
+    Mutation(
+        "schedule/unit.py",
+        "output = self._own_output(output)",
+        "pass",
+        "tests/fully_shard/test_decisions.py::test_a_forward_may_return_its_own_weight",
+    ),
+    Mutation(
+        "schedule/unit.py",
+        "reshard_after_backward and not group.users:",
+        "reshard_after_backward:",
+        "tests/parity/test_parameters.py::test_a_block_tied_to_a_root_that_is_still_in_its_backward",
+    ),
+    Mutation(
+        "schedule/order.py",
+        "self._uses.clear()",
+        "pass",
+        "tests/fully_shard/test_errors_in_step.py::test_backward_twice_through_one_graph",
+    ),
+    Mutation(
+        "schedule/passes.py",
+        "said = steps, len(kind), hash(",
+        "said = 0, len(kind), hash(",
+        "tests/fully_shard/test_consistency.py::test_a_micro_batch_left_out_is_found_with_collectives",
+    ),
+    Mutation(
+        "schedule/finalization.py",
+        "self._began_by_hand = self.is_by_hand\n        self._forward = lambda: None",
+        "self._began_by_hand = self.is_by_hand",
+        "tests/parity/test_finalization.py::test_between_a_forward_and_its_backward_it_is_refused",
+    ),
+    # memory that the ranks of a host share
+    Mutation(
+        "comm/host.py",
+        "self.done.set(number)\n\n",
+        "\n",
+        "tests/comm/test_host.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
+    ),
+    Mutation(
+        "comm/host.py",
+        "self._ready.set(self._number)\n        self.done.set(self._number)",
+        "self._ready.set(self._number)",
+        "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
+    ),
+    Mutation(
+        "comm/host.py",
+        "if dropped != self._purged[rank]:",
+        "if False:",
+        "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
+    ),
+    Mutation(
+        "comm/host.py",
+        "if (number, tag) != (reading.number, route.tag):",
+        "if number != reading.number:",
+        "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
+    ),
+    Mutation(
+        "comm/host.py",
+        "if subject != route.subject:",
+        "if False:",
+        "tests/comm/test_host.py::test_ranks_that_reduce_different_parameters_of_a_group_are_told",
+    ),
+    Mutation(
+        "comm/host.py",
+        "self._dropped.set(self._dropped.value + 1)",
+        "pass",
+        "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
+    ),
+    Mutation(
+        "comm/host.py",
+        "while self._files and self.done.reached(self._files[0][0]):",
+        "while self._files:",
+        "tests/comm/test_host.py::test_a_slot_that_was_freed_is_still_found_by_a_slow_rank",
+    ),
+    Mutation(
+        "comm/local_ranks.py",
+        "or look is None or not everyone:",
+        "or look is None:",
+        "tests/comm/test_local_ranks.py::test_if_one_rank_cannot_nobody_shares",
+    ),
+    Mutation(
+        "comm/local_ranks.py",
+        "(said >> (said // 8 - number)) & 1 != kind",
+        "said & 1 != kind",
+        "tests/fully_shard/test_shared_memory_failures.py::test_a_reset_of_one_model_says_what_another_has_lost",
+    ),
+    Mutation(
+        "comm/local_ranks.py",
+        "self._counters.value // 4 * 4",
+        "self._counters.value // 8 * 8",
+        "tests/comm/test_local_ranks.py::test_a_gate_keeps_writers_and_readers_apart",
+    ),
+    Mutation(
+        "buffer/shared.py",
+        "or self._uses % _USES == 0)",
+        ")",
+        "tests/buffer/test_shared.py::test_a_write_outside_of_any_use_is_found_in_time",
+    ),
+    Mutation(
+        "buffer/shared_memory.py",
+        "ctypes.memmove(other.pages.start + at, self.pages.start + at, nbytes)",
+        "pass",
+        "tests/comm/test_local_ranks.py::test_if_one_rank_cannot_nobody_shares",
+    ),
+    # messages between ranks
+    Mutation(
+        "comm/point_to_point.py",
+        "full_precision = all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)",
+        "full_precision = True",
+        "tests/comm/test_select.py::test_two_hosts_move_small_groups_by_collectives",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "foreach_copy(*planned.before)",
+        "pass",
+        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "failure = error  #",
+        "raise  #",
+        "tests/comm/test_point_to_point.py::test_an_error_after_arrival_leaves_the_group_usable",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "SHARED.give_back(self.lease)",
+        "pass",
+        "tests/comm/test_point_to_point.py::test_repeated_exchanges_take_no_new_memory",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "large = min(large, capacity)",
+        "large = 2 * capacity",
+        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters[W2-large-even-p2p-rounds]",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "self._scratch + number % _DEPTH * self._turn for",
+        "self._scratch for",
+        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "rounds = self._bound.get(lease.index)",
+        "rounds = next(iter(self._bound.values()), None)",
+        "tests/comm/test_point_to_point.py::test_a_route_takes_whatever_staging_is_free",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "foreach_copy(*self._own)",
+        "pass",
+        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "start += align(leaving.packed_bytes)",
+        "start += 0",
+        "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
+        "offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize",
+        "pass",
+        "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
+    ),
+    Mutation(
+        "comm/messages.py",
+        "if piece.is_kept and not with_kept:",
+        "if piece.is_kept:",
+        "tests/comm/test_messages.py::test_every_element_travels_once",
+    ),
+    Mutation(
+        "comm/messages.py",
+        "end = align(end + head.numel * itemsize)",
+        "end += head.numel * itemsize",
+        "tests/comm/test_messages.py::test_no_round_needs_more_staging_than_there_is",
+    ),
+    # the wrapper
+    Mutation(
+        "wrapper/unit.py",
+        "root.failed = False",
+        "pass",
+        "tests/parity/test_wrapper_modules.py::test_gradients_wait_for_others_after_an_error_in_a_forward",
+    ),
+    Mutation(
+        "wrapper/unit.py",
+        "module._buffers[name] = buffer.to(dtype)",
+        "pass",
+        "tests/parity/test_wrapper_precision.py::test_dtypes_of_buffers",
+    ),
+    Mutation(
+        "wrapper/unit.py",
+        "group.options.mp_policy = self.mp_policy",
+        "pass",
+        "tests/parity/test_wrapper_precision.py::test_full_precision_in_evaluation",
+    ),
+    Mutation(
+        "wrapper/fsdp.py",
+        "group.options.reduce_gradients = reduces",
+        "group.options.reduce_gradients = True",
+        "tests/parity/test_wrapper_gradients.py::test_a_hook_of_ones_own",
+    ),
+    Mutation(
+        "wrapper/fsdp.py",
+        "whole = [param for param in self.parameters() if param not in sharded]",
+        "whole: list[nn.Parameter] = []",
+        "tests/parity/test_wrapper_gradients.py::test_clipped_gradients_with_parameters_that_are_ignored",
+    ),
+    Mutation(
+        "wrapper/initialise.py",
+        "for group in groups:",
+        "for group in groups[:1]:",
+        "tests/wrapper/test_initialise.py::test_values_reach_every_node",
+    ),
+    Mutation(
+        "wrapper/state_dict.py",
+        "return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved",
+        "return moved",
+        "tests/checkpoint/test_optim_state_odd.py::test_nothing_is_shared_with_the_optimizer",
+    ),
+    Mutation(
+        "wrapper/optim_state.py",
+        "wholes[index].to(dtypes[index])",
+        "wholes[index]",
+        "tests/checkpoint/test_optim_state_odd.py::test_dtypes_that_differ_within_a_unit",
+    ),
+    Mutation(
+        "group/flat.py",
+        "self.sharded.grad = None\n",
+        "pass\n",
+        "tests/wrapper/test_attacks.py::test_a_gradient_that_waited_comes_home_in_its_own_dtype",
+    ),
+    Mutation(
+        "group/flat.py",
+        "return grad if grad is None or self.home is None else self.part_in(grad)",
+        "return grad",
+        "tests/parity/test_wrapper_full_params.py::test_full_gradients_of_flat_parameters",
+    ),
+    Mutation(
+        "group/flat.py",
+        "self.sharded.grad is grad and not grad.any()):",
+        "self.sharded.grad is grad):",
+        "tests/parity/test_wrapper_gradients.py::test_what_a_user_writes_while_a_gradient_waits_is_added_to",
+    ),
+    Mutation(
+        "group/flat.py",
+        "replaced |= not same_memory(shown, shard)",
+        "pass",
+        "tests/wrapper/test_composition.py::test_another_dtype",
+    ),
 )
 
 
@@ -95,16 +518,17 @@ def main() -> int:
     """Runs the mutations; returns how many were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
     parser.add_argument("--file", default="", help="only those of files whose path begins so")
+    parser.add_argument("--change", default="", help="only those whose text before has this in it")
     parser.add_argument("--all", action="store_true", help="with the long lane of the tests")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for each")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for each")
     options = parser.parse_args()
     missed = 0
     for mutation in MUTATIONS:
-        if mutation.file.startswith(options.file):
+        if mutation.file.startswith(options.file) and options.change in mutation.before:
             began = time.monotonic()
             found = _find(mutation, options)
             missed += not found
-            what = f"{mutation.file}: {mutation.before.strip().splitlines()[0]!r} -> {mutation.after.strip()!r}"
+            what = f"{mutation.file}: {mutation.before.strip()!r} -> {mutation.after.strip()!r}"
             print(f"{time.monotonic() - began:5.0f} s  {what}\n         {found or 'NOT FOUND IN TIME'}", flush=True)
     print(f"{missed} were not found")
     return missed
@@ -112,6 +536,7 @@ def main() -> int:
 
 def _find(mutation: Mutation, options: argparse.Namespace) -> str:
     """The test that finds a mutation; empty if none does."""
+    end = time.monotonic() + options.timeout
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "src")
         shutil.copytree(ROOT / "src", source)
@@ -119,24 +544,40 @@ def _find(mutation: Mutation, options: argparse.Namespace) -> str:
         text = file.read_text()
         assert text.count(mutation.before) == 1, f"{mutation} stands {text.count(mutation.before)} times"
         file.write_text(text.replace(mutation.before, mutation.after))
-        (tests,) = [tests for prefix, tests in NEAREST.items() if mutation.file.startswith(prefix)]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        environment = {**os.environ, "PYTHONPATH": f"{source}:{ROOT}", "OMP_NUM_THREADS": "1"}
+        for tests in _stages(mutation):
+            code, said = _run([*tests, *(["--all"] if options.all else [])], source, end - time.monotonic())
+            if code not in (0, 5):  # all passed, or there was none
+                lines = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return lines[0].removeprefix("FAILED ") if lines else said[-200:]
+    return ""
+
+
+def _stages(mutation: Mutation) -> Iterator[list[str]]:
+    """What to run, one after the other: arguments of pytest."""
+    yield [mutation.test]
+    nearest = [*next(tests for prefix, tests in NEAREST.items() if mutation.file.startswith(prefix))]
+    yield nearest
+    yield ["tests", *(f"--ignore={each}" for each in nearest)]
+
+
+def _run(arguments: list[str], source: Path, seconds: float) -> tuple[int, str]:
+    """Run tests on a source until one fails; what pytest returns and prints, 0 if it is not known in time."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{source}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that its ranks end with it
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY)),
+    ) as run:
         try:
-            run = subprocess.run(
-                [*command, *(["--all"] if options.all else [])],
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=options.timeout,
-            )
+            said, _ = run.communicate(timeout=max(seconds, 0))
         except subprocess.TimeoutExpired:
-            return ""  # nobody knows
-        if run.returncode == 0:
-            return ""
-        lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return lines[0] if lines else run.stdout[-200:]
+            os.killpg(run.pid, signal.SIGKILL)
+            return 0, ""
+        return run.returncode, said
 
 
 if __name__ == "__main__":

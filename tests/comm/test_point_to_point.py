@@ -15,6 +15,7 @@ from fullshard.comm import sums
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, Transfer
 from tests.comm.cases import (
+    EQUAL,
     LARGE,
     ODD,
     Case,
@@ -51,6 +52,23 @@ def test_gathers_with_two_tags_may_start_in_opposite_order(world: World, finish_
         pending[tag].finish()
     for case, some in zip(cases, transfers, strict=True):
         assert_gathered(case, some, world.rank)
+
+
+@ranks(2)
+def test_a_route_takes_whatever_staging_is_free(world: World) -> None:
+    transport = PointToPointTransport()
+    cases = [Case("even", (Section(torch.float32, shapes),)) for shapes in (ODD, EQUAL, ODD[::-1])]
+    transfers = [transfers_of(case, world.size) for case in cases]
+    routes = [transport.gather_route(some, group(), tag) for tag, some in enumerate(transfers)]
+    for chosen in ((0, 1), (1, 2), (2, 0, 1)):
+        for number in chosen:
+            fill_shards(cases[number], transfers[number], world.rank)
+            transfers[number][0].full.fill_(float("nan"))
+        pending = [routes[number].start() for number in chosen]
+        for one in pending:
+            one.finish()
+        for number in chosen:
+            assert_gathered(cases[number], transfers[number], world.rank)
 
 
 @ranks(2)

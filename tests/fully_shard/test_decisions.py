@@ -211,8 +211,10 @@ class UsesLookup(nn.Module):
 
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_a_forward_may_return_its_own_weight(world: World, reshard: bool) -> None:
-    pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_a_forward_may_return_its_own_weight(world: World, reshard: bool, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
     for _ in range(3):
         pair.step()
 
@@ -258,6 +260,19 @@ def test_blocks_are_used_in_one_step_and_not_in_the_next(world: World) -> None:
     for used in ([1, 1], [1, 0], [0, 1], [1, 1], [0, 0, 1], [1, 0]):
         flags = torch.tensor(used)
         pair.step(loss=lambda model, x, flags=flags: model(x, flags).square().mean())
+
+
+@ranks(2, transport="p2p")
+def test_what_was_gathered_ahead_and_not_used_is_gathered_again(world: World) -> None:
+    model, reference = seeded(Branches), seeded(Branches)
+    each_block()(fullshard, model)
+    parameters = [*model.parameters(), *reference.parameters()]
+    with torch.no_grad():
+        for used in ([1, 1], [1, 0], [1, 1]):
+            flags = torch.tensor(used)
+            assert_close(model(inputs(), flags), reference(inputs(), flags), f"output of {used}")
+            for parameter in parameters:
+                parameter.mul_(1.5)
 
 
 @ranks(2)

@@ -105,6 +105,19 @@ def test_reset_between_good_steps_changes_nothing(world: World) -> None:
         pair.step()
 
 
+@ranks(2)
+def test_a_reset_forgets_sums_over_some_of_the_ranks(world: World) -> None:
+    model, reference = shard_mlp(mesh=world.mesh(2, 1, names=("replicate", "shard"))), seeded(MLP)
+    model.set_requires_all_reduce(False)
+    model(inputs(0)).sum().backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    model(inputs(1)).sum().backward()
+    reference(inputs(1)).sum().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(whole(parameter.grad), expected.grad, "gradient")
+
+
 @ranks(1)
 @both_with("reset_iter_state")
 def test_only_the_root_is_reset(world: World, fsdp: Library) -> None:
@@ -214,9 +227,12 @@ def _fail(parameter: Tensor) -> None:
 @ranks(2)
 @BOTH
 @pytest.mark.parametrize("reshard", [True, None])
-def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: bool | None) -> None:
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_backward_twice_through_one_graph(world: World, fsdp: Library, reshard: bool | None, evaluates: bool) -> None:
     model, reference = shard_mlp(fsdp, reshard_after_forward=reshard), seeded(MLP)
     parameters = list(model.parameters())
+    with torch.no_grad():
+        model(inputs()) if evaluates else None
     found, expected = model(inputs()).sum(), reference(inputs()).sum()
     for _ in range(2):
         found.backward(retain_graph=True)

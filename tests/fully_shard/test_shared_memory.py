@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
-from tests.fully_shard.cases import SHARED_GRADIENTS, assert_close, environment, groups_of, inputs, shard_mlp
+from tests.fully_shard.cases import SHARED_GRADIENTS, assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, whole
 from tests.harness.models import MLP, Transformer, seeded, token_batch
@@ -142,9 +142,12 @@ def training_in_low_precision_with_other_cuts(world: World) -> Iterator[Any]:
         model = mlp(**options)
         optimizer = sgd(model)
         yield from steps(world, model, optimizer)
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.to_local().detach().mul_(0.9)
-        yield from steps(world, model, optimizer, 1)
+        for written in (Tensor.detach, lambda chunk: chunk.data):  # with a new version, and without
+            with torch.no_grad():
+                model(inputs())  # here the ranks see what the optimizer wrote
+            for parameter in optimizer.param_groups[0]["params"]:
+                written(parameter.to_local()).mul_(0.9)
+            yield from steps(world, model, optimizer, 1)
 
 
 @story
@@ -519,6 +522,21 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
     assert resident(world) <= used + 16384
     step(model)
     dist.barrier()
+
+
+@SHARED_GRADIENTS
+@ranks(2, transport="host")
+def test_gradients_stay_until_a_slow_rank_has_read_them(world: World) -> None:
+    def read(transport: HostTransport, reading: Any) -> None:
+        time.sleep(0.03)
+        read_at_once(transport, reading)
+
+    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._read
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(HostTransport, "_read", read)
+        for _ in range(2):
+            pair.step()
 
 
 @ranks(2, transport="host")

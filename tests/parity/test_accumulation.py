@@ -23,7 +23,7 @@ from tests.harness.compare import (
     sgd,
     whole,
 )
-from tests.harness.models import MLP, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, Branches, Transformer, random_batch, seeded, token_batch
 
 LAST = 2
 """The last of three micro-batches, the one after which gradients are complete."""
@@ -102,6 +102,24 @@ def test_hybrid_accumulated_before_all_reduce_on_two_ranks(world: World, shape: 
 
     mesh = world.mesh(*shape, names=("replicate", "shard"))
     compare(world, micro_batches(each_block(mesh=mesh), set_up_micro=set_up))
+
+
+@ranks(2)
+@pytest.mark.parametrize("as_one", [True, False])
+def test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out(world: World, as_one: bool) -> None:
+    def batch(seed: int) -> tuple[Tensor, ...]:
+        return (*random_batch(4, 6)(seed), torch.tensor([1, int(seed % (LAST + 1) < LAST), 0]))
+
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_all_reduce(micro == LAST)
+
+    mesh = world.mesh(2, 1, names=("replicate", "shard"))
+
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        fsdp.fully_shard(model, mesh=mesh) if as_one else each_block(mesh=mesh)(fsdp, model)
+
+    training = micro_batches(shard, build=lambda: seeded(Branches), batch=batch, set_up_micro=set_up)
+    compare(world, training, with_torch=False)
 
 
 @ranks(4)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from tests.harness import World, everywhere, ranks
 from tests.harness.compare import Precision, Training, adamw, compare, each_block, sgd
@@ -89,6 +90,29 @@ def test_checkpoints_inside_sharded_blocks(world: World, checkpointing: Checkpoi
         return model
 
     compare(world, Training(build=build, shard=each_block(), batch=token_batch(3, 5)))
+
+
+class Repeating(nn.Module):
+    """Its own weight is used in two checkpoints: in reentrant ones autograd gives a gradient of it for each."""
+
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 5)])
+        self.weight = nn.Parameter(torch.randn(5, 5) / 2)
+        self.reentrant = checkpointing == "reentrant"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(y @ self.weight), x, use_reentrant=self.reentrant)
+        return x
+
+
+@ranks(2)
+@CHECKPOINTING
+def test_a_weight_in_several_checkpoints(world: World, checkpointing: Checkpointing) -> None:
+    build = lambda: seeded(lambda: Repeating(checkpointing))  # noqa: E731
+    compare(world, Training(build=build, shard=each_block(), batch=random_batch(4, 6)))
 
 
 @ranks(2)

@@ -61,6 +61,24 @@ def test_embedding_and_head_tied_across_groups(world: World, optimizer: Any) -> 
     compare(world, training, with_torch=False)  # torch refuses a tie between groups
 
 
+class TiedToTheRoot(nn.Module):
+    """The root computes with the weight of a block, before the block does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.again = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.blocks = nn.ModuleList([nn.Linear(5, 5)])
+        self.again.weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.blocks[0](torch.tanh(self.again(torch.tanh(self.stem(x)))))
+
+
+@ranks(2)
+def test_a_block_tied_to_a_root_that_is_still_in_its_backward(world: World) -> None:
+    compare(world, Training(build=lambda: seeded(TiedToTheRoot), shard=each_block(), batch=random_batch(4, 6)))
+
+
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_tied_across_groups_in_bf16(world: World, reshard: bool) -> None:

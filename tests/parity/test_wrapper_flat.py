@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import World, ranks
+import fullshard
+from tests.harness import World, everywhere, ranks
 from tests.harness.compare import adamw, compare, mean_square
 from tests.harness.models import MLP, Branches, OddParameters, Transformer, random_batch, seeded, token_batch
 from tests.harness.wrapper import (
@@ -49,6 +50,22 @@ def test_so_do_their_gradients(world: World, strategy: str) -> None:
         return {name: (list(p.grad.shape), p.grad.dtype) for name, p in parameters.items() if p.grad is not None}
 
     assert_all_see(observe)
+
+
+@everywhere
+@ranks(2)
+def test_the_padding_of_a_gradient_is_zero(world: World) -> None:
+    """Whatever is in new memory, as NaN is in deterministic mode."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = wrap_blocks(original=False)(fullshard, seeded(MLP))
+        mean_square(model, random_batch(4, 6)(world.rank)).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    sizes = [(each._unpadded_unsharded_size, each._padded_unsharded_size) for each in model.parameters()]
+    assert any(size != padded for size, padded in sizes)
+    for parameter in model.parameters():
+        assert parameter.grad.isfinite().all()
 
 
 @ranks(2, transport="host")

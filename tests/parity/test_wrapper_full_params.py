@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fullshard
 from tests.harness import World, ranks
 from tests.harness.compare import mean_square, unwrapped
 from tests.harness.models import MLP, random_batch, seeded
@@ -147,6 +148,20 @@ def test_full_gradients(world: World, strategy: str, writeback: bool) -> None:
         found, _ = observe(fsdp)
         for name, gradient in grads(reference).items():
             assert torch.allclose(torch.tensor(found[name]), torch.tensor(gradient), rtol=1e-6, atol=1e-8)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_full_gradients_of_flat_parameters(world: World, strategy: str) -> None:
+    """The function shows them; the method refuses, as torch's does."""
+    model, reference = wrap_blocks(strategy=strategy, original=False)(fullshard, seeded(MLP)), seeded(MLP)
+    for each in (model, reference):
+        mean_square(each, random_batch(4, 6)(0)).backward()
+    for factor in (1, 2):
+        with fullshard.summon_full_params(model, with_grads=True), torch.no_grad():
+            for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, factor * torch.as_tensor(expected.grad))
+                parameter.grad.mul_(2)
 
 
 REFUSED: list[tuple[dict[str, bool], bool]] = [

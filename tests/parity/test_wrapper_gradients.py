@@ -95,6 +95,22 @@ def test_gradients_that_were_not_communicated_can_be_thrown_away(world: World, s
             assert torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-8), name
 
 
+@ranks(2)
+def test_what_a_user_writes_while_a_gradient_waits_is_added_to(world: World) -> None:
+    model, reference = wrap_blocks(original=False)(fullshard, seeded(MLP)), seeded(MLP)
+    with model.no_sync():
+        mean_square(model, random_batch(4, 6)(0)).backward()
+    for parameter in model.parameters():
+        parameter.grad.fill_(0.5)
+    mean_square(model, random_batch(4, 6)(1)).backward()
+    for seed in range(2):
+        mean_square(reference, random_batch(4, 6)(seed)).backward()
+    found = whole_gradients(fullshard, model)
+    for name, parameter in reference.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad + 0.5)
+
+
 def clip_to(max_norm: float, norm_type: float) -> Callable[[Any], Tensor]:
     """Clip the gradients of a wrapped model, or of a plain one, and return the norm."""
 
@@ -262,6 +278,8 @@ def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None
         seen: list[Any] = []
         model = hooked(lambda: seen, sum_by_hand, strategy=strategy, original=original)(fsdp, seeded(MLP))
         with model.no_sync():
+            with model.no_sync():
+                mean_square(model, random_batch(4, 6)(0)).backward()
             mean_square(model, random_batch(4, 6)(0)).backward()
         assert not seen
         mean_square(model, random_batch(4, 6)(0)).backward()

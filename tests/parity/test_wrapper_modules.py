@@ -259,6 +259,29 @@ def after_a_step(world: World, fsdp: ModuleType, original: bool, *, fails: str |
 
 
 @ranks(2, transport="host")
+@ORIGINAL
+def test_gradients_wait_for_others_after_an_error_in_a_forward(world: World, original: bool) -> None:
+    """Each error ends one step. torch refuses to go on without synchronization."""
+    models: list[Any] = [seeded(lambda: MLP((6, 5, 5, 3))) for _ in range(2)]
+    for model in models:
+        model.blocks[1] = seeded(Fails)
+    failing, batch = models[0].blocks[1], random_batch(4, 6)(0)
+    (fsdp,) = OUR_WRAPPER.values()
+    wrapped = wrap_blocks(original=original)(fsdp, models[0])
+    failing.where = "forward"
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        wrapped(*batch)
+    failing.where = None
+    with wrapped.no_sync():
+        mean_square(wrapped, batch).backward()
+    mean_square(wrapped, batch).backward()
+    mean_square(models[1], batch).backward()
+    found = whole_gradients(fsdp, wrapped)
+    for name, parameter in models[1].named_parameters():
+        torch.testing.assert_close(found[name], 2 * parameter.grad)
+
+
+@ranks(2, transport="host")
 @SOME_STRATEGIES
 def test_a_gradient_of_the_inputs(world: World, strategy: str) -> None:
     for fsdp in WRAPPERS.values():

@@ -231,7 +231,7 @@ def sync_module_states(
     new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
     for buffer in new:
         buffer._fullshard_synced = True  # type: ignore[attr-defined]
-    # From the first rank along its column, and from there along each row; a row's first rank has to come first.
+    # From the first rank along its column, and from there along each row.
     groups = [group for group in (data.replicate_group, data.shard_group) if group is not None and group.size() > 1]
     if not groups:
         return

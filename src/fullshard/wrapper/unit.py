@@ -59,7 +59,6 @@ class WrappedUnit(Unit):
             for unit in schedule.units if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" else ():
                 if isinstance(unit, WrappedUnit):
                     unit._compute_in_full(not module.training)
-        self.failed = False
         return super().pre_forward(module, args, kwargs)
 
     def recover(self) -> None:
