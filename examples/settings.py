@@ -12,7 +12,7 @@ from pathlib import Path
 
 from model import MODELS
 
-#: Enough to see the loss fall: about a minute on two idle cores for ``small``, about ten for ``base``.
+#: Enough to see the loss fall: one to two minutes on two cores for ``small``, about ten for ``base``.
 STEPS = {"small": 150, "base": 200}
 
 

@@ -65,7 +65,7 @@ def the_history_is_there(directory: Path, printed: str, steps: int, width: int) 
 def test_a_run_changes_its_front_end_twice_and_is_the_same_run(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", 6)  # compares its first steps with the same steps unsharded
     assert number_after("Largest difference of a loss", whole) < 1e-5
-    assert "because only" in whole  # the numbers are explained
+    assert "because only" in " ".join(whole.split())  # the numbers are explained
     the_history_is_there(tmp_path / "whole", whole, steps=6, width=1200)
     for api, steps in (("wrapper", 2), ("fully_shard", 4), ("wrapper", 6)):
         printed = train(tmp_path / "changes", steps, f"--api={api}", "--no-compare")
