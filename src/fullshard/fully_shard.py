@@ -26,7 +26,7 @@ from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.group.verify import verify_parameters
+from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.module import sharded_class
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
@@ -64,6 +64,7 @@ class ShardOptions(TypedDict, total=False):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     auto_wrap_policy: Any
+    check_values: bool
 
 
 @overload
@@ -83,6 +84,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     auto_wrap_policy: Any = None,
+    check_values: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of a mesh, in place.
 
@@ -112,13 +114,15 @@ def fully_shard(
         dp_mesh_dims: which dims of ``mesh``, the full mesh of parameters that are DTensors on it, are data-parallel.
         auto_wrap_policy: shards the submodules that it picks first, each with the same options; see
             ``fullshard.wrap``. One call on the root is then enough.
+        check_values: compare the values of the parameters between the ranks, in one pass over them: ranks that were
+            seeded differently would each shard another model.
 
     Returns:
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its own.
 
     Raises:
         ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
-            differ between ranks, or lie in the memory of others.
+            differ between ranks, in their values too if these are checked, or lie in the memory of others.
         AssertionError: a module to which ``fully_shard`` was applied before.
         TypeError: an argument of a wrong type.
     """
@@ -139,6 +143,7 @@ def fully_shard(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "dp_mesh_dims": dims,
+        "check_values": check_values,
     }
     theirs = replicated(modules)
     if auto_wrap_policy is not None:
@@ -161,6 +166,8 @@ def fully_shard(
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
+        if check_values:
+            verify_values(sharded, place)
         add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
     borrow(unit)
     attach(unit)

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeGuard
 
+import torch
 import torch.distributed as dist
 
 from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
+from fullshard.torch_private import plain_parts
 
 _next_tag = 0
 
@@ -44,6 +46,27 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy
         tag = _compare(described, tag, group, "do not shard the same parameters")
     _next_tag = tag + 1
     return tag
+
+
+def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:
+    """Compare the values of parameters that are about to be sharded; every rank of the mesh must call it.
+
+    Raises:
+        ValueError: on every rank, naming the first parameter that differs and the ranks.
+    """
+    described = [f"'{p.name}' with values of hash {_hash(p.local)}" for p in params]
+    advice = "Seed all ranks alike before the model is built, or load one state dict on all of them"
+    for group in (data.replicate_group, data.shard_group):
+        _compare(described, 0, group, "begin with different values", advice)
+
+
+@torch.no_grad()
+def _hash(tensor: torch.Tensor) -> str:
+    """Tells values apart in one pass: their bits, and their sum, because equal bits cancel each other out."""
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in plain_parts(tensor)]
+    if tensor.is_meta or not tensor.numel():
+        return "none"
+    return ", ".join(f"{torch.hash_tensor(part).item():x} ({part.sum(dtype=torch.float64).item():g})" for part in parts)
 
 
 def verify_order(groups: Sequence[str], process_group: dist.ProcessGroup) -> None:
@@ -76,7 +99,12 @@ def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Process
     return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
-def _compare(described: Sequence[str], tag: int, group: dist.ProcessGroup | None, problem: str) -> int:
+_SAME_MODEL = "Every rank must build the same model and make the same calls of fully_shard in the same order"
+
+
+def _compare(
+    described: Sequence[str], tag: int, group: dist.ProcessGroup | None, problem: str, advice: str = _SAME_MODEL
+) -> int:
     """The largest tag of the ranks, all of which must have the same description."""
     if not has_peers(group):
         return tag
@@ -85,10 +113,7 @@ def _compare(described: Sequence[str], tag: int, group: dist.ProcessGroup | None
     if all(other == found[0][0] for other, _ in found):
         return max(tag for _, tag in found)
     one, here, other, there = first_difference(described, group)
-    raise ValueError(
-        f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. Every rank must build the same "
-        f"model and make the same calls of fully_shard in the same order"
-    )
+    raise ValueError(f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. {advice}")
 
 
 def first_difference(described: Sequence[str], group: dist.ProcessGroup) -> tuple[int, str, int, str]:
