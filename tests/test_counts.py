@@ -24,6 +24,8 @@ from tests.harness import World, ranks
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine, both front ends, state dicts and optimizers.
 LINES = 13_198
+#: What later features added to these, each by itself.
+ADDED = {"check_values": 32}
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 256, "cli.py": 137, "__main__.py": 7, "schedule/misuse.py": 82}
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
@@ -44,7 +46,7 @@ def test_the_library_does_not_grow() -> None:
     for file in SOURCE.rglob("*.py"):
         path = file.relative_to(SOURCE).as_posix()
         lines[next(filter(path.startswith, MORE_LINES), "")] += len(file.read_text().splitlines())
-    assert lines.pop("") <= LINES
+    assert lines.pop("") <= LINES + sum(ADDED.values())
     assert all(count <= MORE_LINES[name] for name, count in lines.items()), lines
 
 

@@ -24,9 +24,7 @@ def altered(model: nn.Module, rank: int) -> str:
 def test_the_first_parameter_that_differs_is_named(world: World, build: type[nn.Module]) -> None:
     model = seeded(build)
     name = altered(model, world.rank)
-    with pytest.raises(
-        ValueError, match=rf"with different values: rank 0 has '{name}' with .* rank 1 has"
-    ):
+    with pytest.raises(ValueError, match=rf"with different values: rank 0 has '{name}' with .* rank 1 has"):
         fullshard.fully_shard(model, check_values=True)
 
 
