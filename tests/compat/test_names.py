@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 import fullshard
 from tests.harness import World, ranks
@@ -86,3 +87,28 @@ def test_flat_parameters_are_cast_up(world: World, use_orig_params: bool) -> Non
 @ranks(2)
 def test_nothing_is_to_be_set_for_gathers_ahead(world: World) -> None:
     fullshard.fully_shard(MLP())._set_unshard_async_op(True)  # type: ignore[attr-defined]
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_sharded_state_is_loaded_into_an_optimizer_that_made_no_step(world: World, use_orig_params: bool) -> None:
+    """accelerate resumes so: what it asks for is where a checkpoint is loaded into. The optimizer is left as it was."""
+    fsdp = fullshard.FullyShardedDataParallel
+    models = [fsdp(seeded(MLP), use_orig_params=use_orig_params) for _ in range(2)]
+    stepped, fresh = (torch.optim.AdamW(model.parameters(), lr=0.1) for model in models)
+    models[0](torch.ones(3, 6)).square().sum().backward()
+    stepped.step()
+    for model in models:
+        fsdp.set_state_dict_type(model, fullshard.StateDictType.SHARDED_STATE_DICT)
+    saved = fsdp.optim_state_dict(models[0], stepped)
+    place = fsdp.optim_state_dict(models[1], fresh)
+    assert not fresh.state
+    assert place["state"].keys() == saved["state"].keys()
+    for name, state in saved["state"].items():
+        for key, value in state.items():
+            zeros = place["state"][name][key]
+            assert not (zeros.full_tensor() if isinstance(zeros, DTensor) else zeros).any()
+            zeros.copy_(value)
+    fresh.load_state_dict(fsdp.optim_state_dict_to_load(models[1], fresh, place))
+    for mine, theirs in zip(fresh.state.values(), stepped.state.values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)

@@ -1,57 +1,24 @@
-"""A small Llama with accelerate: trains, saves, goes on, resumes, exports."""
+"""A small Llama with accelerate: trains, saves, goes on, resumes and exports, case by case."""
 
-import json
-import os
 import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of
+from tests.frameworks.lift import accelerate_on_cpu, library_of, tell
 
-folder, version, *options = sys.argv[1:]
+top, *cases = sys.argv[1:]
 accelerate_on_cpu()
-plugin = FullyShardedDataParallelPlugin(
-    fsdp_version=int(version),
-    auto_wrap_policy="transformer_based_wrap",
-    transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-    state_dict_type=next((each for each in options if each.endswith("STATE_DICT")), "FULL_STATE_DICT"),
-    use_orig_params="flat" not in options if version == "1" else None,
-    cpu_ram_efficient_loading="low-memory" in options,
-    activation_checkpointing="recompute" in options,
-    cpu_offload="offload" in options,
-)
-accelerator = Accelerator(
-    cpu=True,
-    fsdp_plugin=plugin,
-    mixed_precision="bf16" if "bf16" in options else "no",
-    gradient_accumulation_steps=2 if "accumulate" in options else 1,
-)
-set_seed(0)
-config = LlamaConfig(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    tie_word_embeddings="tied" in options,
-)
-model = LlamaForCausalLM(config)
-if "bf16-weights" in options:
-    model = model.to(torch.bfloat16)
-if "compile" in options:
-    model = torch.compile(model, backend="aot_eager")
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def train(steps):
+def train(accelerator, model, optimizer, steps, options):
     losses = []
     for step in steps:
-        torch.manual_seed(100 * step + (0 if "same-batches" in options else accelerator.process_index))
+        torch.manual_seed(100 * step + (0 if "same_batches" in options else accelerator.process_index))
         ids = torch.randint(0, 97, (2, 16))
         with accelerator.accumulate(model):
             loss = model(input_ids=ids, labels=ids).loss
@@ -64,24 +31,72 @@ def train(steps):
     return losses
 
 
-checkpoint = os.path.join(folder, "checkpoint")
-found = {}
-if "resume" not in options:
-    found["losses"] = train(range(4))
+def run_case(folder, version, *options):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=int(version),
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type=next((each for each in options if each.endswith("STATE_DICT")), "FULL_STATE_DICT"),
+        use_orig_params="flat" not in options if version == "1" else None,
+        cpu_ram_efficient_loading="low_memory" in options,
+        activation_checkpointing="recompute" in options,
+        cpu_offload="offload" in options,
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin,
+        mixed_precision="bf16" if "bf16" in options else "no",
+        gradient_accumulation_steps=2 if "accumulate" in options else 1,
+    )
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings="tied" in options,
+    )
+    model = LlamaForCausalLM(config)
+    if "bf16_weights" in options:
+        model = model.to(torch.bfloat16)
+    if "compile" in options:
+        model = torch.compile(model, backend="aot_eager")
+    if "flat" in options:  # the parameters are others afterwards
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    found = {"sharded by": library_of(accelerator.unwrap_model(model) if version == "2" else model)}
+    if "resume" not in options:
+        found["losses"] = train(accelerator, model, optimizer, range(4), options)
+        if "train-only" not in options:
+            accelerator.save_state(str(folder))
+        found["uninterrupted"] = train(accelerator, model, optimizer, range(4, 6), options)
     if "train-only" not in options:
-        accelerator.save_state(checkpoint)
-    found["uninterrupted"] = train(range(4, 6))
-if "train-only" not in options:
-    accelerator.load_state(checkpoint)
-    found["resumed"] = train(range(4, 6))
-    exported = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        plain = LlamaForCausalLM(config)
-        plain.load_state_dict(exported)
-        ids = torch.arange(16)[None]
-        found["exported"] = plain.double()(input_ids=ids, labels=ids).loss.item()
-found["sharded by"] = library_of(accelerator.unwrap_model(model) if version == "2" else model)
-if accelerator.is_main_process:
-    with open(os.path.join(folder, "result.json"), "w") as file:
-        json.dump(found, file)
-accelerator.end_training()
+        accelerator.load_state(str(folder))
+        found["resumed"] = train(accelerator, model, optimizer, range(4, 6), options)
+        found["exported"] = exported(accelerator, model, config)
+    return found
+
+
+def exported(accelerator, model, config):
+    """The loss of the sharded model, and of a plain one that loads its state dict."""
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        sharded = model(input_ids=ids, labels=ids).loss.item()
+    whole = accelerator.get_state_dict(model)
+    if not accelerator.is_main_process:
+        return None
+    plain = LlamaForCausalLM(config)
+    plain.load_state_dict({name.removeprefix("_orig_mod."): value for name, value in whole.items()})
+    return [sharded, plain.double()(input_ids=ids, labels=ids).loss.item()]
+
+
+common = [each for each in cases if each in ("train-only", "resume")]
+for case in cases:
+    if case not in common:
+        tell(top, case, run_case(Path(top) / case, *case.split("-"), *common))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def accelerate_on_cpu() -> None:
@@ -11,8 +16,15 @@ def accelerate_on_cpu() -> None:
     from accelerate.utils import DistributedType
 
     torchs_wrapper_on_cpu()
-    PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    partial_state: Any = PartialState
+    made = partial_state.__init__
+
+    def made_on_cpu(state: Any, *args: Any, **kwargs: Any) -> None:
+        made(state, *args, **kwargs)
+        if state.distributed_type in (DistributedType.MULTI_CPU, DistributedType.NO):
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    partial_state.__init__ = made_on_cpu
 
 
 def lightning_strategy(base: type) -> Any:
@@ -21,10 +33,16 @@ def lightning_strategy(base: type) -> Any:
 
 
 def torchs_wrapper_on_cpu() -> None:
-    """torch's wrapper compares ``cpu``, where parameters lie, with ``cpu:0``, and refuses."""
-    from torch.distributed.fsdp import _init_utils
+    """torch's wrapper looks for an accelerator, compares ``cpu``, where parameters lie, with ``cpu:0``, and refuses."""
+    from torch.distributed.fsdp import _init_utils, fully_sharded_data_parallel
+
+    handle: Any = _init_utils._init_device_handle
+
+    def on_cpu(state: Any, module: Any, ignored: Any, device_id: Any) -> Any:
+        return handle(state, module, ignored, torch.device("cpu") if device_id is None else device_id)
 
     _init_utils._get_device_from_device_id = lambda *args: None  # type: ignore[assignment]
+    fully_sharded_data_parallel._init_device_handle = on_cpu
 
 
 def library_of(model: Any) -> str:
@@ -33,3 +51,11 @@ def library_of(model: Any) -> str:
         cls.__module__.split(".")[0] for cls in type(model).__mro__ if "FSDP" in cls.__name__ or "Fully" in cls.__name__
     }
     return "fullshard" if "fullshard" in packages else "torch" if "torch" in packages else "nobody"
+
+
+def tell(folder: str, case: str, found: dict[str, Any]) -> None:
+    """Add what a case found to `result.json`, on the first rank."""
+    if os.environ["RANK"] == "0":
+        file = Path(folder) / "result.json"
+        told = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**told, case: found}))
