@@ -160,7 +160,7 @@ def fully_shard(
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
     ignored = {*ignored, *(param for inner in theirs for param in inner.parameters())}
     params = free_parameters(modules, ignored)
-    _check_parameters(params, data, device)
+    _check_parameters(params, data if shard_placement_fn is None else None, device)  # else each beside its own mesh
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
@@ -305,7 +305,7 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(managed)
 
 
-def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> None:
+def _check_parameters(params: _Found, data: DataMesh | None, device: torch.device) -> None:
     for param, locations in params.items():
         where = f"parameter '{locations[0].full_name}' of a {type(locations[0].module).__name__}"
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -317,8 +317,7 @@ def _check_parameters(params: _Found, data: DataMesh, device: torch.device) -> N
                 f"{where} is a DTensor on a mesh of {param.device_mesh.device_type}, but fully_shard is given a mesh "
                 f"of {device.type}: both must have one device type"
             )
-        shared = set(param.device_mesh.mesh.flatten().tolist()) & set(data.mesh.mesh.flatten().tolist())
-        if data.spmd_mesh is None and len(shared) > 1:  # so that no root mesh can hold both
+        if data is not None and data.spmd_mesh is None and torch.isin(param.device_mesh.mesh, data.mesh.mesh).sum() > 1:
             raise ValueError(
                 f"{where} is already a DTensor on {param.device_mesh}, whose ranks fully_shard is asked to shard over: "
                 f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
@@ -347,6 +346,7 @@ def _by_mesh(
                         f"to fully_shard only replicates"
                     )
                 place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
+            _check_parameters({param: locations}, place, torch.device(place.mesh.device_type))
         groups.setdefault(place, []).append(ShardedParameter(param, locations, place, placement))
     return groups
 

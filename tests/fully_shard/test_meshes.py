@@ -268,6 +268,36 @@ def test_experts_on_a_mesh_of_their_own(world: World, hybrid: bool) -> None:
     assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
 
 
+class Expert(nn.Linear):
+    """Each rank computes with the rows that it has of a distributed weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.weight, DTensor)
+        return x @ self.weight.to_local().T * self.bias.sum()
+
+
+@ranks(2)
+def test_experts_that_all_ranks_hold_in_parts_get_a_mesh_of_their_own(world: World) -> None:
+    """Expert parallelism over all ranks that the other parameters are sharded over, as in torchtitan."""
+    meshes = world.mesh(1, 2, names=("shard", "experts"))
+    model = seeded(lambda: Expert(3, 4))
+    nn.init.ones_(model.bias)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), meshes["experts"], [Shard(0)]))
+
+    def place(parameter: nn.Parameter) -> Any:
+        return fullshard.ShardPlacementResult(Shard(0), mesh) if isinstance(parameter, DTensor) else None
+
+    mesh = world.mesh()
+    with pytest.raises(ValueError, match="'weight' of a Expert is already a DTensor"):
+        fullshard.fully_shard(model, mesh=world.mesh(), shard_placement_fn=place)
+    mesh = meshes["shard"]
+    fullshard.fully_shard(model, mesh=world.mesh(), shard_placement_fn=place)
+    assert model.weight.device_mesh.shape == (1, 2)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert torch.equal(local(model.weight.grad), torch.full((2, 3), 4 * (world.rank + 1.0)))
+
+
 @ranks(4)
 def test_two_sub_meshes_train_apart(world: World) -> None:
     mesh = world.mesh(2, 2, names=("models", "shard"))["shard"]
