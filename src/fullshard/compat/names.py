@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.compat.memory_tracker import state_of
 from fullshard.fully_shard import managed_modules
 from fullshard.group.flat import FLAT_NAME
 from fullshard.module import FSDPModule
@@ -121,6 +122,7 @@ for _name, _read in _ON_WRAPPERS.items():
 _wrapper: Any = FullyShardedDataParallel
 _wrapper.optim_state_dict = staticmethod(_optim_state_dict)
 FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
+FSDPModule._get_fsdp_state = lambda module: state_of(_unit(module), module)  # type: ignore[attr-defined]  # FSDPMemTracker
 
 
 @when_sharded

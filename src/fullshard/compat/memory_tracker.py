@@ -1,0 +1,164 @@
+"""What ``FSDPMemTracker`` of torch reads, and replaces, on a module that was sharded: a state, which has a group.
+
+A view of a unit by the names that torch's tracker knows (torch.distributed._tools.fsdp2_mem_tracker); nothing is there
+before somebody asks for it. The tracker sees memory as tensors and sizes of storages. So while it looks on, buffers
+that gave their memory to others say so, by storages without any.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fullshard.buffer.slots import SHARED
+from fullshard.group.group import Group
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.unit import Phase, Unit
+
+
+class _Parameter:
+    """One parameter: the tracker reads its tensors, to know what memory is for."""
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group, self._index = group, index
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._group.params[self._index].sharded
+
+    @property
+    def unsharded_param(self) -> torch.Tensor:
+        leaf = self._group.params[self._index].unsharded
+        return torch.empty(0) if leaf is None else leaf
+
+    @property
+    def _unsharded_param(self) -> _Parameter:
+        return self
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Of the unsharded parameter: as autograd made it, or the buffer into which it was copied."""
+        gradients = self._group.gradients
+        if self._index in gradients._waiting:
+            return gradients._waiting[self._index]
+        buffer = gradients._buffer
+        return buffer.memory.detach() if buffer is not None and self._index in gradients._arrived else None
+
+
+class _Group:
+    """The groups of a unit. The tracker puts functions of its own around ``pre_backward`` and ``post_backward``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self.is_watched = False
+
+    @property
+    def fsdp_params(self) -> list[_Parameter]:
+        """Those of the whole tree, once it is known: gradients of one group arrive in the backward of another."""
+        schedule = self._unit.schedule
+        groups = self._unit.groups if schedule is None else schedule.groups()
+        return [_Parameter(group, index) for group in groups for index in range(len(group.params))]
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        return self._begin
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        self.is_watched = function != self._begin
+
+        def begin(schedule: Schedule) -> None:
+            if self._unit.phase is not Phase.BACKWARD:
+                function(schedule)
+
+        self._install("_begin_backward", begin)
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        return self._end
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        def end(schedule: Schedule, ahead: bool = False) -> None:
+            (function if self._unit.phase is Phase.BACKWARD else self._end)(schedule, ahead)
+
+        self._install("_finish_backward", end)
+
+    def _install(self, name: str, function: Callable[..., None]) -> None:
+        """Let the unit call ``function`` in place of its own method, while the tracker looks on."""
+        if self.is_watched:
+            vars(self._unit)[name] = function
+        else:
+            vars(self._unit).pop(name, None)
+
+    def _begin(self, schedule: Schedule) -> None:
+        Unit._begin_backward(self._unit, schedule)
+        self.tell()
+
+    def _end(self, schedule: Schedule, ahead: bool) -> None:
+        Unit._finish_backward(self._unit, schedule, ahead)
+        for group in self._unit.groups:
+            group.comm.reductions.keep_at_most(0)  # the tracker looks for sharded gradients now
+        self.tell()
+
+    def tell(self) -> None:
+        """Let the tracker see how much memory each buffer has, and know all before something is sent from it."""
+        schedule = self._unit.schedule
+        for context in {id(group.comm): group.comm for group in schedule.groups()}.values() if schedule else ():
+            for pool in context.pools.values():
+                for buffer in pool.buffers:
+                    buffer.forget_address()
+                    if buffer._memory is not None:
+                        buffer._memory.detach()
+        for _, lease in (each for free in SHARED._free.values() for each in free):
+            lease.view(torch.uint8, 0, (lease.nbytes,))
+
+
+class _State:
+    """A module's part in its unit. Of several modules in one unit the first has the groups."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        is_first = bool(unit.groups) and module is unit.modules[0]
+        self._fsdp_param_group = _Group(unit) if is_first else None
+        before, after = module._forward_pre_hooks, module._forward_hooks
+        self._before, self._pre_forward_hook_handle = _find(unit, before, module._forward_pre_hooks_with_kwargs)
+        self._after, self._post_forward_hook_handle = _find(unit, after)
+
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tell()
+        given = self._before(module, args, kwargs)
+        self._tell()
+        return given
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if output is None and sys.exception() is not None:
+            return None  # recomputation stops early: the tracker calls this then too
+        output = self._after(module, args, output)
+        self._tell()
+        return output
+
+    def _tell(self) -> None:
+        if self._fsdp_param_group is not None and self._fsdp_param_group.is_watched:
+            self._fsdp_param_group.tell()
+
+
+def _find(unit: Unit, hooks: dict[int, Any], *more: Any) -> tuple[Callable[..., Any], RemovableHandle]:
+    """The hook of a unit among those of a module, and a handle that removes it."""
+    key, hook = next((k, h) for k, h in hooks.items() if isinstance(h, partial) and h.args and h.args[0] is unit)
+    handle = RemovableHandle(hooks, extra_dict=list(more))
+    handle.id = key
+    return hook, handle
+
+
+def state_of(unit: Unit, module: nn.Module) -> Any:
+    """What torch calls the state of a module, the same object each time."""
+    states = vars(unit).setdefault("_states_of_torch", {})
+    if id(module) not in states:
+        states[id(module)] = _State(unit, module)
+    return states[id(module)]
