@@ -45,6 +45,26 @@ def torchs_wrapper_on_cpu() -> None:
     fully_sharded_data_parallel._init_device_handle = on_cpu
 
 
+def torchtitan_on_cpu() -> None:
+    """torchtitan asks torch, when it is imported, for an accelerator: say that it is the CPU.
+
+    It divides gradients itself, for which torch's FSDP takes a reduction that gloo has not; a sum is the same.
+    """
+    torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+    if os.environ.get("FULLSHARD_PATCH") != "1":
+        from torchtitan.distributed import fsdp
+
+        choose: Any = fsdp.disable_fsdp_gradient_division
+
+        def choose_sums(model: Any) -> None:
+            choose(model)
+            for module in model.modules():
+                if isinstance(module, fsdp.FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+
+        fsdp.disable_fsdp_gradient_division = choose_sums
+
+
 def library_of(model: Any) -> str:
     """Which of both sharded a model."""
     packages = {

@@ -33,7 +33,9 @@ def run(program: str, folder: Path, *options: str, library: str = "fullshard", r
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=300)
-    if done.returncode != 0 or not result.exists():
+    # Seen with either library: a thread of gloo's ends so when all is done, and what was found is written.
+    ended = result.exists() and (done.returncode == 0 or "terminate called without an active exception" in done.stderr)
+    if not ended:
         pytest.fail(f"{program} {' '.join(options)} on {library} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     found: Result = json.loads(result.read_text())
     for case in [found] if "sharded by" in found else found.values():
