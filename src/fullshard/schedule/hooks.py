@@ -66,8 +66,8 @@ def attach(unit: Unit) -> None:
         module.__dict__["_fullshard_unit"] = unit
         module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(_after_forward, unit))
-    watch_misuse(unit)
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
+    watch_misuse(unit, holders)
     for module in holders:
         module.register_state_dict_pre_hook(partial(_reshard, unit))
         module.register_load_state_dict_pre_hook(partial(_reshard, unit))

@@ -7,7 +7,7 @@ embedding and a head, have one: their methods and children are what programs cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,11 @@ from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase, Unit
 
 
-def watch_misuse(unit: Unit) -> None:
-    """Let the modules that hold parameters of a unit refuse to run, and to load plain values, while these are sharded.
+def watch_misuse(unit: Unit, holders: Iterable[nn.Module]) -> None:
+    """Let the ``holders`` of a unit's parameters refuse to run, and to load plain values, while these are sharded.
 
     ``unit.watches`` has the first, which end when the unit turns out not to be the root.
     """
-    holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
     for module in holders:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
         if module not in unit.modules:
