@@ -1,17 +1,13 @@
 """A small Llama with accelerate: trains, saves, goes on, resumes and exports, case by case."""
 
-import sys
-from pathlib import Path
-
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of, tell
+from tests.frameworks.lift import accelerate_on_cpu, library_of, run_cases
 
-top, *cases = sys.argv[1:]
 accelerate_on_cpu()
 
 
@@ -31,7 +27,8 @@ def train(accelerator, model, optimizer, steps, options):
     return losses
 
 
-def run_case(folder, version, *options):
+def run_case(folder, options):
+    version, *options = options
     AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=int(version),
@@ -96,7 +93,4 @@ def exported(accelerator, model, config):
     return [sharded, plain.double()(input_ids=ids, labels=ids).loss.item()]
 
 
-common = [each for each in cases if each in ("train-only", "resume")]
-for case in cases:
-    if case not in common:
-        tell(top, case, run_case(Path(top) / case, *case.split("-"), *common))
+run_cases(run_case)

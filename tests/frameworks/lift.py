@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +75,17 @@ def library_of(model: Any) -> str:
     return "fullshard" if "fullshard" in packages else "torch" if "torch" in packages else "nobody"
 
 
-def tell(folder: str, case: str, found: dict[str, Any]) -> None:
-    """Add what a case found to `result.json`, on the first rank."""
-    if os.environ["RANK"] == "0":
-        file = Path(folder) / "result.json"
-        told = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**told, case: found}))
+def run_cases(run_case: Callable[[Path, list[str]], dict[str, Any]]) -> None:
+    """Run the cases that the command line names after a folder, and add what each found to `result.json` there.
+
+    A case is its options with hyphens between. Options that are no case belong to all of them.
+    """
+    top, *cases = sys.argv[1:]
+    common = [each for each in cases if each in ("train-only", "one-rank", "resume")]
+    for case in cases:
+        if case not in common:
+            found = run_case(Path(top) / case, [*case.split("-"), *common])
+            if os.environ["RANK"] == "0":
+                file = Path(top) / "result.json"
+                told = json.loads(file.read_text()) if file.exists() else {}
+                file.write_text(json.dumps({**told, case: found}))

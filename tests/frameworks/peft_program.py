@@ -1,8 +1,5 @@
 """LoRA adapters on a small Llama whose frozen weights are sharded too: trains, saves both ways, resumes, exports."""
 
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from tests.frameworks.lift import library_of, tell, torchs_wrapper_on_cpu
+from tests.frameworks.lift import library_of, run_cases, torchs_wrapper_on_cpu
 
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -117,9 +114,5 @@ def run_case(folder, options):
 
 dist.init_process_group("gloo")
 torchs_wrapper_on_cpu()
-top, *cases = sys.argv[1:]
-common = [each for each in cases if each in ("train-only", "one-rank")]
-for case in cases:
-    if case not in common:
-        tell(top, case, run_case(Path(top) / case, [*case.split("-"), *common]))
+run_cases(run_case)
 dist.destroy_process_group()

@@ -1,16 +1,12 @@
 """A small Llama with the Trainer of transformers: trains, saves, resumes, exports and generates, case by case."""
 
-import sys
-from pathlib import Path
-
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of, tell
+from tests.frameworks.lift import accelerate_on_cpu, library_of, run_cases
 
-top, *cases = sys.argv[1:]
 accelerate_on_cpu()
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -113,7 +109,4 @@ def run_case(folder, options):
     return found
 
 
-common = [each for each in cases if each in ("train-only", "one-rank")]
-for case in cases:
-    if case not in common:
-        tell(top, case, run_case(Path(top) / case, [*case.split("-"), *common]))
+run_cases(run_case)

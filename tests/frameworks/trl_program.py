@@ -3,8 +3,6 @@
 import argparse
 import inspect
 import string
-import sys
-from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -12,9 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of, tell
+from tests.frameworks.lift import accelerate_on_cpu, library_of, run_cases
 
-top, *cases = sys.argv[1:]
 accelerate_on_cpu()
 #: Every character is a token.
 VOCABULARY = {each: number for number, each in enumerate(["<pad>", "<eos>", "<unk>", *string.printable])}
@@ -113,7 +110,4 @@ def run_case(folder, options):
     return found
 
 
-common = [each for each in cases if each in ("train-only", "one-rank")]
-for case in cases:
-    if case not in common:
-        tell(top, case, run_case(Path(top) / case, [*case.split("-"), *common]))
+run_cases(run_case)
