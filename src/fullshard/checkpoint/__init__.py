@@ -1,0 +1,14 @@
+"""Checkpoints that are never lost: :func:`save` and :func:`load` of a sharded model, its optimizer and other state.
+
+Above both front ends. ``reader`` alone serves programs that have neither ranks nor a model.
+"""
+
+from fullshard.checkpoint.blocks import BrokenCheckpoint as BrokenCheckpoint
+from fullshard.checkpoint.blocks import CheckpointError as CheckpointError
+from fullshard.checkpoint.load import load as load
+from fullshard.checkpoint.preemption import Preemption as Preemption
+from fullshard.checkpoint.reader import Checkpoint as Checkpoint
+from fullshard.checkpoint.reader import checkpoints as checkpoints
+from fullshard.checkpoint.reader import newest as newest
+from fullshard.checkpoint.save import finish as finish
+from fullshard.checkpoint.save import save as save

@@ -1,0 +1,189 @@
+"""Files in blocks, each with a checksum: bytes are checked as they are read, and only the blocks that are needed.
+
+A checksum is XXH3 of :data:`BLOCK` bytes, while they are in the cache of the processor, and costs a fraction of their
+copy. Nothing here knows what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import xxhash
+
+#: Bytes of a block; the last one of a file may be shorter.
+BLOCK = 1 << 18
+#: Buffers that one call of the system takes (``IOV_MAX`` is at least that where Linux runs).
+_BUFFERS = 512
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class BrokenCheckpoint(CheckpointError):
+    """A checkpoint is not whole, or not what was written: the message names the file and the tensor."""
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU. The tensor has to outlive it."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    return memoryview(_array(tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+@lru_cache(maxsize=256)
+def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
+
+
+class BlockWriter:
+    """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk.
+
+    Attributes:
+        size: bytes that were written so far.
+        checksums: of the blocks, whole once the file is closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.size, self.checksums = 0, list[str]()
+        self._hash, self._hashed = xxhash.xxh3_64(), 0  # of a block that comes in parts
+        self._waiting: list[memoryview] = []
+        self._alive: list[object] = []
+        self._bytes = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: memoryview, owner: object = None) -> None:
+        """Adds bytes, which must not change before the next :meth:`close`; ``owner`` is kept until they are written."""
+        self.size += len(data)
+        self._alive.append(owner)
+        while data:
+            part = data[: BLOCK - self._hashed]
+            if len(part) == BLOCK:
+                self.checksums.append(checksum(part))
+            else:
+                self._hash.update(part)
+                self._hashed += len(part)
+                if self._hashed == BLOCK:
+                    self._end_block()
+            self._waiting.append(part)
+            self._bytes += len(part)
+            if self._bytes >= BLOCK or len(self._waiting) == _BUFFERS:
+                self._flush()
+            data = data[len(part) :]
+
+    def close(self) -> None:
+        """Ends the file; it is on the disk when this returns."""
+        self._flush()
+        if self._hashed:
+            self._end_block()
+        os.fsync(self._file)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the file as it is."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def _end_block(self) -> None:
+        self.checksums.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._hashed = 0
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        while waiting:
+            written = os.writev(self._file, waiting)
+            while waiting and written >= len(waiting[0]):
+                written -= len(waiting.pop(0))
+            if waiting:
+                waiting[0] = waiting[0][written:]
+        self._alive.clear()
+        self._bytes = 0
+
+
+class BlockReader:
+    """Reads a file, and checks every block of which something is read.
+
+    Args:
+        path: the file, which must have ``size`` bytes.
+        checksums: of its blocks; ``None``: nobody knows them, and nothing is checked.
+
+    Raises:
+        BrokenCheckpoint: the file is not there, has another size, or a block is not what was written.
+    """
+
+    def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
+        self.path, self.size, self._checksums = path, size, checksums
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise BrokenCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+        found = os.fstat(self._file).st_size
+        if found != size:
+            self.close()
+            raise BrokenCheckpoint(f"{path} has {found} bytes, and {size} were written")
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fills ``target`` with what the file has from byte ``start`` on."""
+        if not 0 <= start <= start + len(target) <= self.size:
+            raise BrokenCheckpoint(f"{self.path} has no bytes {start} to {start + len(target)}")
+        while target:
+            number, within = divmod(start, BLOCK)
+            length = min(BLOCK, self.size - number * BLOCK)
+            part = target[: length - within]
+            if len(part) == length:
+                self._read(number, part)
+            else:
+                part[:] = self._block(number, length)[within : within + len(part)]
+            target, start = target[len(part) :], start + len(part)
+
+    def check(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[tuple[int, int]]:
+        """Reads all of it; yields first and last byte of each block that is not what was written.
+
+        Args:
+            tell: is called with the bytes of each block that was read.
+        """
+        scratch = memoryview(bytearray(min(BLOCK, self.size)))
+        for start in range(0, self.size, BLOCK):
+            try:
+                self._read(start // BLOCK, scratch[: self.size - start])
+            except BrokenCheckpoint:
+                yield start, min(start + BLOCK, self.size)
+            tell(min(BLOCK, self.size - start))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _block(self, number: int, length: int) -> memoryview:
+        """A block that is needed in parts: small tensors lie in one."""
+        if self._last[0] != number:
+            block = memoryview(bytearray(length))
+            self._read(number, block)
+            self._last = (number, block)
+        return self._last[1]
+
+    def _read(self, number: int, block: memoryview) -> None:
+        start, rest = number * BLOCK, block
+        while rest:
+            try:
+                count = os.preadv(self._file, [rest], start + len(block) - len(rest))
+            except OSError as error:
+                raise BrokenCheckpoint(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
+            if count == 0:
+                raise BrokenCheckpoint(f"{self.path} ended while it was read")
+            rest = rest[count:]
+        if self._checksums is not None and checksum(block) != self._checksums[number]:
+            raise BrokenCheckpoint(
+                f"{self.path}: bytes {start} to {start + len(block)} are not what was written (wrong checksum)"
+            )

@@ -1,0 +1,341 @@
+"""The commands of ``python -m fullshard checkpoint``: what is in a directory, is it whole, what differs, other formats.
+
+Owns what users see: tables or JSON on the standard output; remarks, errors and progress on the other; exit codes. rich,
+of ``pip install fullshard[cli]``, draws tables and progress in a terminal. Elsewhere, or without it, tables are plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import reprlib
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
+from fullshard.checkpoint.compare import compare
+from fullshard.checkpoint.convert import FORMATS, WrongUse, export, import_model
+from fullshard.checkpoint.display import (
+    dtype_name,
+    parse_size,
+    print_json,
+    print_table,
+    progress,
+    shape_of,
+    size_of,
+    value_of,
+)
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
+from fullshard.checkpoint.reader import Checkpoint, checkpoints, is_checkpoint
+
+_CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
+#: Names that are listed of what only one checkpoint has.
+_MOST = 20
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Gives a parser the commands; their options have ``call``, which returns the exit code."""
+    commands = parser.add_subparsers(required=True)
+
+    def add(function: Callable[[argparse.Namespace], int], name: str, *directories: str) -> argparse.ArgumentParser:
+        about = str(function.__doc__)
+        command = commands.add_parser(
+            name, help=about.partition(".\n")[0].rstrip("."), description=about, epilog=_CODES
+        )
+        for directory in directories:
+            command.add_argument(directory.lower(), metavar=directory, type=Path)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(call=partial(_run, function))
+        return command
+
+    def add_step(command: argparse.ArgumentParser, what: str) -> None:
+        command.add_argument("--step", type=_parse_count, help=what)
+
+    add(_list, "list", "DIR")
+    add_step(add(_show, "show", "DIR"), "of this step, and not the newest that is whole")
+    add_step(add(_verify, "verify", "DIR"), "of this step alone")
+    command = add(_export, "export", "DIR", "OUT")
+    add_step(command, "of this step, and not the newest that is whole")
+    command.add_argument("--format", choices=FORMATS, help="safetensors, if the suffix of OUT does not say otherwise")
+    command.add_argument("--dtype", type=_parse_dtype, help="cast floating-point values: bf16, fp16, fp32, fp64")
+    command.add_argument("--max-shard-size", type=parse_size, help="of the files in a directory: 5GB if not given")
+    command = add(_import, "import", "SOURCE", "DIR")
+    add_step(command, "the step of the checkpoint: the next one if not given")
+    add(_diff, "diff", "A", "B")
+
+
+def _run(function: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    try:
+        with torch.no_grad():
+            status = function(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as with "| head": nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as shells say it
+    except (WrongUse, CheckpointError, OSError) as error:
+        _say(str(error))
+        return 2 if isinstance(error, WrongUse) else 1
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Lists the checkpoints of a directory, the newest first.
+
+    It looks at what describes them, and at the sizes of files: verify reads everything.
+    """
+    found = list(map(_summary, _saves(options.dir, unfinished=True)))
+    if options.json:
+        print_json(found)
+    else:
+        rows = [
+            (each["name"], each["step"], each["time"], size_of(each["bytes"]), each["ranks"], each["status"])
+            for each in found
+        ]
+        print_table(("name", ">step", "time", ">size", ">ranks", "status"), rows)
+    return int(any(each["whole"] is False for each in found))
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": path.name, "path": str(path), "step": (number_of(path.name) or (None,))[0]}
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    found |= {"time": _time(path), "bytes": size, "ranks": None}
+    if path.name.startswith("."):
+        return found | {"whole": None, "status": "not finished"}
+    try:
+        manifest = Checkpoint(path).manifest
+    except BrokenCheckpoint as error:
+        reason = str(error).replace(f"{path}{os.sep}", "").partition("; ")[0]  # verify names the tensors
+        return found | {"whole": False, "status": f"broken: {reason}"}
+    if not manifest.versions:
+        return found | {"whole": True, "status": "whole; of DCP, without checksums"}
+    return found | {"step": manifest.step, "ranks": manifest.world_size, "whole": True, "status": "whole"}
+
+
+def _show(options: argparse.Namespace) -> int:
+    """Shows the tensors of a checkpoint, of the model and of the optimizer, and its other values."""
+    with _open(options.dir, options.step) as checkpoint:
+        manifest = checkpoint.manifest
+        values = {name: value_of(checkpoint, name) for name in manifest.objects}
+        groups: dict[str, dict[str, Entry]] = {}
+        model = set(checkpoint.model.values())
+        for name, entry in checkpoint.tensors.items():
+            groups.setdefault(_group(checkpoint, name, model), {})[name] = entry
+    told: dict[str, Any] = {"path": str(checkpoint.path), "time": _time(checkpoint.path)}
+    if manifest.versions:
+        told |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
+    if options.json:
+        tensors = {
+            name: {
+                "group": group, "dtype": dtype_name(entry.dtype), "shape": entry.shape, "bytes": entry.nbytes,
+                "pieces": [{"file": p.file, "offsets": p.offsets, "sizes": p.sizes} for p in entry.pieces],
+            }
+            for group, entries in groups.items() for name, entry in entries.items()
+        }  # fmt: skip
+        print_json(told | {"tensors": tensors, "values": values})
+        return 0
+    for key, value in told.items():
+        print(f"{key:<10} {value}")
+    if not manifest.versions:
+        print("written by DCP: without checksums")
+    for group, entries in sorted(groups.items()):
+        print(f"\n{group}")
+        rows = [
+            (name, dtype_name(entry.dtype), shape_of(entry.shape), size_of(entry.nbytes), _placement(entry))
+            for name, entry in entries.items()
+        ]
+        print_table(("tensor", "dtype", "shape", ">size", "placement"), rows)
+        distinct = {tuple(entry.pieces): entry for entry in entries.values()}.values()  # what is tied lies there once
+        numel = sum(math.prod(entry.shape) for entry in distinct)
+        print(f"{len(entries)} tensors, {numel:,} elements, {size_of(sum(entry.nbytes for entry in distinct))}")
+    if values:
+        print("\nvalues")
+        print_table(("name", "value"), [(name, reprlib.repr(value)) for name, value in values.items()])
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Reads every byte of the checkpoints of a directory and compares checksums.
+
+    It names the file and the tensors of each defect.
+    """
+    found = []
+    for path in _saves(options.dir, options.step):
+        checked: dict[str, Any] = {"path": str(path), "defects": []}
+        try:
+            with Checkpoint(path, whole=False) as checkpoint:
+                files = checkpoint.manifest.files
+                checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
+                checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
+                with progress(f"verify {path.name}", checked["bytes"]) as tell:
+                    checked["defects"] += checkpoint.verify(tell)
+        except BrokenCheckpoint as error:
+            checked["defects"].append(str(error))
+        found.append(checked)
+        if options.json:
+            continue
+        if checked["defects"]:
+            print(f"{path}: broken", *checked["defects"], sep="\n  ")
+        else:
+            how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
+            print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+    if options.json:
+        print_json(found)
+    return int(any(checked["defects"] for checked in found))
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Writes the tensors of the model as files of safetensors or torch.
+
+    OUT is a file that ends in .safetensors, .pt, .pth or .bin, or a directory, as `from_pretrained` reads it.
+    """
+    with _open(options.dir, options.step) as checkpoint:
+        size = sum(checkpoint.tensors[name].nbytes for name in checkpoint.model.values())
+        if not checkpoint.manifest.frozen:
+            _say(f"{checkpoint.path} was saved without frozen parameters: they are not in {options.out}")
+        with progress("export", size) as tell:
+            files = export(checkpoint, options.out, options.format, options.dtype, options.max_shard_size, tell)
+        if options.json:
+            print_json({"path": str(checkpoint.path), "files": [str(file) for file in files]})
+        else:
+            print(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
+            print(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files), sep="\n")
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    """Makes a checkpoint of the tensors of a model in files of safetensors or torch.
+
+    SOURCE is a file, or a directory with such files or an index of them.
+    """
+    path, left_out = import_model(options.source, options.dir, options.step)
+    for name in left_out:
+        _say(f"'{name}' of {options.source} is no tensor, and is left out")
+    with Checkpoint(path) as checkpoint:
+        size = sum(file.size for file in checkpoint.manifest.files.values())
+        if options.json:
+            print_json({"path": str(path), "tensors": len(checkpoint.tensors), "bytes": size, "left_out": left_out})
+        else:
+            print(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    """Compares two checkpoints, or the newest whole ones of two directories.
+
+    The largest differences come first.
+    """
+    with contextlib.ExitStack() as opened:
+        a, b = (opened.enter_context(_open(each)) for each in (options.a, options.b))
+        tell = opened.enter_context(progress("diff", sum(entry.nbytes for entry in a.tensors.values())))
+        told = compare(a, b, tell)
+    differs = any(each for key, each in told.items() if key != "equal")
+    if options.json:
+        for each in told["differing"]:  # JSON has no infinity
+            each.update({key: str(each[key]) for key in ("max", "mean") if math.isinf(each[key])})
+        print_json({"a": str(a.path), "b": str(b.path), **told})
+        return int(differs)
+    print(f"A  {a.path}\nB  {b.path}")
+    for key, title in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
+        if told[key]:
+            print()
+            print_table((title,), [(name,) for name in told[key][:_MOST]])
+            if more := told[key][_MOST:]:
+                print(f"and {len(more)} more: --json names all")
+    if told["other_shape"]:
+        print("\nof other shapes")
+        rows = [(each["name"], shape_of(each["a"]), shape_of(each["b"])) for each in told["other_shape"]]
+        print_table(("tensor", "in A", "in B"), rows)
+    if told["differing"]:
+        print("\ndifferent, the largest difference first")
+        table = [
+            (each["name"], " | ".join(dict.fromkeys(each["dtypes"])), f"{each['max']:.3g}", f"{each['mean']:.3g}")
+            for each in told["differing"]
+        ]
+        print_table(("tensor", "dtype", ">max |A-B|", ">mean |A-B|"), table)
+    if told["values"]:
+        print("\nother values")
+        rows = [(each["name"], reprlib.repr(each["a"]), reprlib.repr(each["b"])) for each in told["values"]]
+        print_table(("name", "in A", "in B"), rows)
+    print(f"\n{told['equal']} tensors are equal")
+    return int(differs)
+
+
+def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
+    """The checkpoints of a directory, the newest first; those of DCP only if there are no others."""
+    if not directory.is_dir():
+        raise WrongUse(f"{directory} is no directory")
+    found = checkpoints(directory)
+    if not found:
+        found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
+    if unfinished:
+        found += sorted(directory.glob(".step-*.partial"))
+    if not found:
+        raise WrongUse(
+            f"{directory} has no checkpoint: neither step-00000001 or the like, nor {MANIFEST} or {METADATA}"
+        )
+    steps = {path: number[0] for path in found if (number := number_of(path.name))}
+    if step is not None and step not in steps.values():
+        raise WrongUse(f"{directory} has no checkpoint of step {step}, but of {sorted({*steps.values()})}")
+    return [path for path in found if step in (None, steps.get(path))]
+
+
+def _open(directory: Path, step: int | None = None) -> Checkpoint:
+    """The newest checkpoint that is whole."""
+    *newer, last = _saves(directory, step)
+    for path in newer:
+        try:
+            return Checkpoint(path)
+        except BrokenCheckpoint as error:
+            _say(f"{path} is passed over, because it is not whole: {error}")
+    return Checkpoint(last)
+
+
+def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:
+    if name in model:
+        return "model"
+    path = checkpoint.path_of(name)
+    return "optimizer" if any(key.startswith("optim") for key in path[:-1]) else "other"
+
+
+def _placement(entry: Entry) -> str:
+    """How a tensor is cut, and the ranks whose files have the pieces."""
+    found = {file: re.fullmatch(r"__(\d+)_\d+\.distcp", file) for file in {piece.file for piece in entry.pieces}}
+    ranks = sorted(int(match[1]) for match in found.values() if match)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks" if ranks else f"{len(found)} files"
+    cut = {dim for each in entry.pieces for dim, size in enumerate(each.sizes) if size != entry.shape[dim]}
+    if len(entry.pieces) == 1:
+        return f"whole, {where}"
+    return f"Shard({cut.pop()}), {where}" if len(cut) == 1 else f"{len(entry.pieces)} boxes, {where}"
+
+
+def _time(path: Path) -> str:
+    """When a checkpoint was finished."""
+    last = next((path / name for name in (MANIFEST, METADATA) if (path / name).exists()), path)
+    return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
+
+
+def _parse_dtype(text: str) -> torch.dtype:
+    try:
+        return _DTYPES[text] if text in _DTYPES else dtype_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}") from None
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return int(text)
+
+
+def _say(text: str) -> None:
+    print(f"fullshard checkpoint: {text}", file=sys.stderr)

@@ -1,0 +1,320 @@
+"""The model's tensors of a checkpoint as files that others read, and their files as a checkpoint.
+
+Owns the formats: safetensors, and a dict of tensors of ``torch.save``, in one file or in several with an index, as
+``from_pretrained`` of transformers reads them. One tensor is in memory at a time. Files get their names when all of
+them are on the disk.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from fullshard.checkpoint import dcp
+from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.reader import Checkpoint, few
+from fullshard.checkpoint.save import save
+
+#: By format, how the files of a directory are called, and how files end that have it.
+FORMATS = {
+    "safetensors": ("model.safetensors", {".safetensors"}),
+    "torch": ("pytorch_model.bin", {".bin", ".pt", ".pth"}),
+}
+#: What safetensors calls dtypes.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+#: Keys under which training scripts put the model in a file of ``torch.save``.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+
+
+class WrongUse(Exception):
+    """Somebody asked for what cannot be done; the message says what can."""
+
+
+class _Item(NamedTuple):
+    """A tensor that is to be written: its name, the one in the checkpoint, and what it will be."""
+
+    name: str
+    stored: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    content: object  # the same for tensors that are tied
+
+
+_Read = Callable[[_Item], torch.Tensor]
+
+
+def export(
+    checkpoint: Checkpoint,
+    out: Path,
+    format: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard: int | None = None,
+    tell: Callable[[int], object] = lambda _: None,
+) -> list[Path]:
+    """Writes the tensors of the model, without those of the optimizer, as files.
+
+    Args:
+        out: a file by its suffix, or else a directory, which may be there already.
+        format: of :data:`FORMATS`; ``None``: what the suffix says, or safetensors.
+        dtype: to which floating-point values of 16 bits and more are cast.
+        max_shard: bytes of a file in a directory, 5 GB if it is ``None``; a larger tensor gets a file of its own.
+        tell: is called with the bytes of each tensor that was written.
+
+    Returns:
+        the new files, an index last.
+
+    Raises:
+        WrongUse: it cannot be done so; nothing was written.
+        CheckpointError: it could not be written, or the checkpoint is not what was written.
+    """
+    of_suffix = next((name for name, (_, suffixes) in FORMATS.items() if out.suffix in suffixes), None)
+    is_file = of_suffix is not None and not out.is_dir()
+    format = format or of_suffix or "safetensors"
+    if is_file and (format != of_suffix or max_shard is not None):
+        raise WrongUse(f"{out} is one file of {of_suffix}: name a directory for another format, or for several files")
+    items = [_item(checkpoint, name, stored, dtype) for name, stored in checkpoint.model.items()]
+    if not items:
+        raise WrongUse(f"{checkpoint.path} has no tensors of a model")
+    if format == "safetensors" and (odd := sorted({str(item.dtype) for item in items} - set(map(str, _DTYPES)))):
+        raise WrongUse(f"safetensors has no {', '.join(odd)}: export with --format torch or --dtype")
+    plain = out.name if is_file else FORMATS[format][0]
+    shards = [items] if is_file else _shards(items, max_shard or 5 * 10**9)
+    stem, suffix = os.path.splitext(plain)
+    names = (
+        [plain]
+        if len(shards) == 1
+        else [f"{stem}-{n:05}-of-{len(shards):05}{suffix}" for n in range(1, len(shards) + 1)]
+    )
+    folder = out.parent if is_file else out
+    there = [out] if is_file and out.exists() else [] if is_file else sorted(folder.glob(f"{stem}*{suffix}*"))
+    if there:
+        raise WrongUse(f"{there[0]} is there already: name another place, or remove it")
+
+    def read(item: _Item) -> torch.Tensor:
+        tell(item.nbytes)
+        return checkpoint.tensor(item.stored).to(item.dtype)
+
+    write = _write_safetensors if format == "safetensors" else _write_torch
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=folder))
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            with open(work / name, "xb", buffering=1 << 20) as file:
+                write(file, shard, read)
+                _force(file)
+        if len(shards) > 1:
+            where = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
+            index = {"metadata": {"total_size": sum(item.nbytes for item in items)}, "weight_map": where}
+            names.append(f"{plain}.index.json")
+            with open(work / names[-1], "xb") as file:
+                file.write(json.dumps(index, indent=2).encode())
+                _force(file)
+        for name in names:
+            os.rename(work / name, folder / name)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{out} could not be written: {error.strerror}") from error
+        raise
+    work.rmdir()
+    opened = os.open(folder, os.O_RDONLY)
+    os.fsync(opened)
+    os.close(opened)
+    return [folder / name for name in names]
+
+
+def _item(checkpoint: Checkpoint, name: str, stored: str, dtype: torch.dtype | None) -> _Item:
+    entry = checkpoint.tensors[stored]
+    is_cast = dtype is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+    to = dtype if dtype is not None and is_cast else entry.dtype
+    nbytes = entry.nbytes // entry.dtype.itemsize * to.itemsize
+    return _Item(name, stored, to, entry.shape, nbytes, tuple(entry.pieces) if nbytes else name)
+
+
+def _shards(items: Iterable[_Item], most: int) -> list[list[_Item]]:
+    shards: list[list[_Item]] = [[]]
+    size = 0
+    for item in items:
+        if shards[-1] and size + item.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.nbytes
+    return shards
+
+
+def _write_safetensors(file: BinaryIO, items: list[_Item], read: _Read) -> None:
+    """The library writes only what is in memory all at once: https://huggingface.co/docs/safetensors has the format."""
+    items = sorted(items, key=lambda item: (-item.dtype.itemsize, item.name))  # so all are aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for item in items:
+        begin, end = end, end + item.nbytes
+        header[item.name] = {"dtype": _DTYPES[item.dtype], "shape": item.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for item in items:
+        tensor = read(item)
+        file.write(bytes_of(tensor))
+        del tensor
+
+
+def _write_torch(file: BinaryIO, items: list[_Item], read: _Read) -> None:
+    """Tensors that are tied are one."""
+    state: dict[str, torch.Tensor] = {}
+    distinct: dict[object, _Item] = {}
+    for item in items:
+        first = distinct.setdefault(item.content, item)
+        state[item.name] = state.get(first.name, torch.empty(item.shape, dtype=item.dtype))  # takes no memory yet
+    stepped = _Stepped(file, map(read, (item for item in distinct.values() if item.nbytes)))
+    try:
+        with torch.serialization.skip_data():
+            torch.save(state, stepped)  # type: ignore[arg-type]
+    except RuntimeError as error:  # torch says of an error below it only that the file has no end
+        raise stepped.failure or error from error
+
+
+class _Stepped(io.RawIOBase):
+    """Takes what ``torch.save`` writes, and writes the values of the next tensor where that steps over them."""
+
+    def __init__(self, file: BinaryIO, values: Iterator[torch.Tensor]) -> None:
+        self._file, self._values = file, values
+        self.failure: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        try:
+            if offset:
+                tensor = next(self._values)
+                assert (whence, offset) == (1, tensor.nbytes)
+                self._file.write(bytes_of(tensor))
+        except Exception as error:
+            self.failure = error
+            raise
+        return 0
+
+    def flush(self) -> None:
+        pass
+
+
+def _force(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _Tensors(nn.Module):
+    """A model that has only a state dict."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tensors
+
+
+def import_model(source: Path, directory: Path, step: int | None = None) -> tuple[Path, list[str]]:
+    """Makes a checkpoint of the tensors in a file, or in the files of a directory; the files are mapped, not loaded.
+
+    Returns:
+        the new checkpoint, and the names of what was left out, because it is no tensor.
+
+    Raises:
+        WrongUse: there are no such files, or no tensors in them.
+        BrokenCheckpoint: a file cannot be loaded without executing code.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    left_out: list[str] = []
+    for file in _files(source):
+        found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
+        for name, value in found.items():
+            if name in tensors:
+                raise WrongUse(f"'{name}' is in several files of {source}: give the files that belong together")
+            if isinstance(value, torch.Tensor):
+                tensors[name] = value
+            else:
+                left_out.append(name)
+    if not tensors:
+        raise WrongUse(f"{source} has no tensors by name, but {few(left_out)}")
+    path = save(directory, _Tensors(tensors), step=step)
+    assert path is not None
+    return path, left_out
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    for plain, suffixes in FORMATS.values():
+        index = source / f"{plain}.index.json"
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                if any(name != os.path.basename(name) for name in names):
+                    raise ValueError(f"it names files outside of its directory: {few(names)}")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise BrokenCheckpoint(f"{index} is no index of files: {type(error).__name__}: {error}") from error
+            if missing := [name for name in names if not (source / name).is_file()]:
+                raise BrokenCheckpoint(f"{source / missing[0]} is missing, which {index.name} names")
+            return [source / name for name in names]
+        if found := sorted(path for path in source.glob("*") if path.suffix in suffixes and path.is_file()):
+            return found
+    endings = ", ".join(sorted({suffix for _, suffixes in FORMATS.values() for suffix in suffixes}))
+    raise WrongUse(f"{source} is no file, and no directory with files that end in one of {endings}")
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise WrongUse(f"{path} needs the package safetensors: pip install 'fullshard[cli]'") from error
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # of safetensors, and of torch where it lacks a dtype
+        raise BrokenCheckpoint(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _read_torch(path: Path) -> dict[str, Any]:
+    try:
+        dcp.check_archive(path, path.stat().st_size)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of zipfile, torch.load and the unpickler, as they come
+        raise BrokenCheckpoint(
+            f"{path} cannot be loaded without executing code, or is not of torch.save since torch 1.6: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if isinstance(found, dict) and not any(isinstance(value, torch.Tensor) for value in found.values()):
+        found = next((found[key] for key in _MODEL_KEYS if isinstance(found.get(key), dict)), found)
+    if not isinstance(found, dict):
+        raise WrongUse(f"{path} holds a {type(found).__name__}: a dict of tensors by name is expected")
+    return {str(name): value for name, value in found.items()}
+
+
+__all__ = ["FORMATS", "CheckpointError", "WrongUse", "export", "import_model"]

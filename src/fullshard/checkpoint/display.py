@@ -1,0 +1,111 @@
+"""What the commands show: tables, JSON, sizes and progress.
+
+rich, of ``pip install fullshard[cli]``, draws tables and progress in a terminal. Elsewhere, or without it, tables are
+plain text, and progress is not shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.reader import Checkpoint
+
+#: Values of which fewer bytes are stored are shown.
+_SHORT = 1 << 16
+
+
+def size_of(nbytes: float) -> str:
+    power = min(4, int(math.log10(max(1, nbytes)) / 3))
+    return f"{nbytes / 1000**power:.1f} {' kMGT'[power]}B" if power else f"{nbytes} B"
+
+
+def parse_size(text: str) -> int:
+    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text)) or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def value_of(checkpoint: Checkpoint, name: str) -> Any:
+    """A value that is no tensor; what is large, or cannot be read, is described."""
+    stored = checkpoint.manifest.objects[name]
+    try:
+        return checkpoint.value(name) if stored.length < _SHORT else f"({size_of(stored.length)})"
+    except BrokenCheckpoint as error:
+        return f"({error})"
+
+
+def shape_of(sizes: Iterable[int]) -> str:
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """Prints rows under names of columns; a column whose name begins with ">" is aligned to the right.
+
+    Names come from files: what is not printable, such as the escape sequences of terminals, is replaced.
+    """
+    names = [column.removeprefix(">") for column in columns]
+    right = [column.startswith(">") for column in columns]
+    cells = [["-" if cell is None else _printable(" ".join(str(cell).split())) for cell in row] for row in rows]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name, is_right in zip(names, right, strict=True):
+            table.add_column(name, justify="right" if is_right else "left", overflow="fold")
+        for line in cells:
+            table.add_row(*(Text(cell, "red" if cell.startswith("broken") else "") for cell in line))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    for line in (names, *cells):
+        padded = [
+            cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, right, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Gives a function that is told of bytes, and shows them as a bar where somebody looks on."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield partial(progress.advance, task)

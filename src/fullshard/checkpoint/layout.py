@@ -1,0 +1,174 @@
+"""Where the part of a tensor that this rank holds lies in the whole, as boxes: what DCP's format and its readers know.
+
+A DTensor's part is one box. A run of a fragment's elements, cut wherever the cut falls, is several: the rest of a row,
+whole rows, the beginning of a row. So both front ends write and read what they hold, and nothing is gathered::
+
+    a run of a (4, 5) parameter      . . . 1 1        1 box of (1, 2) at (0, 3)
+                                     1 1 1 1 1        1 box of (2, 5) at (1, 0)
+                                     1 1 1 1 1
+                                     1 . . . .        1 box of (1, 1) at (3, 0)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard.group.flat import Fragment
+from fullshard.group.parameter import ShardedParameter, local_tensor
+from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
+
+
+class Copies(NamedTuple):
+    """Which ranks hold the same, of whom one writes."""
+
+    ranks: object  # a key
+    number: int  # of this rank among them
+    size: int
+
+
+ONLY_HERE = Copies(None, 0, 1)
+
+
+class Box(NamedTuple):
+    """Values of a tensor that this rank holds.
+
+    Attributes:
+        names: of the tensor, several for one that is tied.
+        shape: of all of it.
+        offsets: where the box begins.
+        tensor: the values, in the memory in which they are used.
+        copies: which ranks hold the same box.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    copies: Copies
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The boxes of a parameter that this rank holds, and of everything that is laid out like it.
+
+    Attributes:
+        shape: of the whole parameter.
+        boxes: offset and shape of each.
+        copies: which ranks hold the same.
+        order: of the dims in memory, where what is held is one run of elements.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    copies: Copies
+    order: tuple[int, ...] | None = None
+
+    @property
+    def has_first(self) -> bool:
+        """Whether this rank holds the first element: it speaks for values that belong to all of the parameter."""
+        return any(not any(offsets) for offsets, _ in self.boxes)
+
+    def split(self, names: tuple[str, ...], local: torch.Tensor) -> Iterator[Box]:
+        """The boxes of a tensor that is laid out so."""
+        local = local.detach() if math.prod(self.shape) else local.new_empty(self.shape)
+        if is_traceable_subclass(local):
+            raise TypeError(f"'{names[0]}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
+        if self.order is None:
+            yield from (Box(names, self.shape, offsets, local, self.copies) for offsets, _ in self.boxes)
+            return
+        at, inverse = 0, sorted(range(len(self.order)), key=self.order.__getitem__)
+        for offsets, sizes in self.boxes:
+            numel = math.prod(sizes)
+            part = local[at : at + numel].view([sizes[dim] for dim in self.order]).permute(inverse)
+            yield Box(names, self.shape, offsets, part, self.copies)
+            at += numel
+
+
+def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
+    """The layout of a parameter, or of a tensor that is no part of a group: all ranks have it, if it is no DTensor."""
+    shape = tuple(value.spec.shape if isinstance(value, ShardedParameter) else value.shape)
+    if math.prod(shape):  # what has no elements is the same everywhere
+        if isinstance(value, Fragment):
+            return _layout_of_fragment(value)
+        if isinstance(value, ShardedParameter):
+            return _layout_of_spec(value.spec, value.held.shape)
+        if isinstance(value, DTensor):
+            return _layout_of_spec(spec_of(value), local_tensor(value).shape)
+    rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count))
+
+
+@lru_cache(maxsize=64)
+def _place_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
+    """Where this rank stands in a mesh, and the size of the mesh. To ask the mesh for each tensor takes longer."""
+    return mesh.get_coordinate(), tuple(mesh.shape)
+
+
+def _layout_of_spec(spec: DTensorSpec, local: Sequence[int]) -> Layout:
+    """One box, or none where the rank has no elements or is not in the mesh."""
+    shape, mesh = tuple(spec.shape), spec.mesh
+    coordinate, extent = _place_in(mesh)
+    if coordinate is None:
+        return Layout(shape, (), ONLY_HERE)
+    number, count, offsets, sharded = 0, 1, [0] * len(shape), list[int]()
+    for at, placement, size in zip(coordinate, spec.placements, extent, strict=True):
+        if placement.is_replicate():
+            number, count = number * size + at, count * size
+        elif type(placement) is Shard:
+            sharded.append(placement.dim)
+            offsets[placement.dim] = min(at * -(-shape[placement.dim] // size), shape[placement.dim])
+        else:
+            sharded += [-1, -1]
+    cut_twice = len(set(sharded)) < len(sharded)
+    box = box_of(spec) if cut_twice else (tuple(local), tuple(offsets))
+    return Layout(shape, (box[::-1],) if math.prod(box[0]) else (), Copies((id(mesh), spec.placements), number, count))
+
+
+def _layout_of_fragment(param: Fragment) -> Layout:
+    data, before = param.data, param.unsharded_spec
+    base = Layout(tuple(param.shape), (((0,) * len(param.shape), tuple(param.shape)),), ONLY_HERE)
+    if before is not None:  # tensor parallel has cut it first
+        base = _layout_of_spec(before, param.shape)
+    replica = data.replicate_group.rank() if data.replicate_group is not None else 0
+    number = base.copies.number * data.replicate_size + replica
+    copies = Copies((id(data), base.copies.ranks), number, base.copies.size * data.replicate_size)
+    if data.shard_size == 1:
+        return Layout(base.shape, base.boxes, copies)
+    start = base.boxes[0][0] if base.boxes else ()
+    boxes = []
+    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param._run):
+        placed = [0] * len(offsets), [0] * len(offsets)
+        for dim, offset, size in zip(param.order, offsets, sizes, strict=True):
+            placed[0][dim], placed[1][dim] = start[dim] + offset, size
+        boxes.append((tuple(placed[0]), tuple(placed[1])))
+    return Layout(base.shape, tuple(boxes), copies, param.order)
+
+
+def _boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes that the elements ``start`` to ``stop`` of a tensor in row-major order make, in their order."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        number, within = divmod(start, row)
+        rows = (stop - start) // row
+        if within == 0 and rows:
+            yield (number, *[0] * (len(shape) - 1)), (rows, *shape[1:])
+            start += rows * row
+        else:
+            end = min(stop, (number + 1) * row)
+            for offsets, sizes in _boxes_of_run(shape[1:], within, end - number * row):
+                yield (number, *offsets), (1, *sizes)
+            start = end

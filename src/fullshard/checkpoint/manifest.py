@@ -1,0 +1,218 @@
+"""What a checkpoint holds and where: the manifest, a small JSON file beside the files of torch's DCP format.
+
+Owns its fields, the names of directories and files, and the checks that make it safe to believe: a manifest is used
+only if its own checksum is right, all paths stay inside the directory, and every piece lies in its file and in its
+tensor. :mod:`fullshard.checkpoint.dcp` makes the same description of a checkpoint that has no manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fullshard.checkpoint.blocks import BLOCK, BrokenCheckpoint, checksum
+
+#: The file of torch's DCP format that says which tensors there are.
+METADATA = ".metadata"
+MANIFEST = "manifest.json"
+#: Grows when older code could not read what is written.
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # what others call step-10 is not ours
+_MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, stored in one run of bytes."""
+
+    file: str
+    start: int  # of what torch.load reads
+    length: int
+    data: int  # byte of the file where its values begin, in the order of rows; -1: what torch.load reads says it
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class Entry:
+    """A tensor: its dtype and shape, and the pieces that make it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Stored(NamedTuple):
+    """A value that is no tensor."""
+
+    file: str
+    start: int
+    length: int
+
+
+class StoredFile(NamedTuple):
+    size: int
+    checksums: list[str] | None
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: the training step, as :func:`fullshard.checkpoint.save` was told, or a number that was counted on.
+        world_size: how many ranks wrote it; 0 if nobody knows.
+        frozen: whether frozen parameters were saved.
+        versions: of fullshard and torch.
+        files: by name, inside the directory.
+        tensors: by their names in the format of DCP, such as ``model.blocks.0.weight``.
+        objects: other values, by name.
+        state: by the names that ``save`` was given, the number of the value that each rank has.
+        paths: of what DCP wrote, by name, the keys that lead there in the nested state dict.
+    """
+
+    step: int = 0
+    world_size: int = 0
+    frozen: bool = True
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, StoredFile] = field(default_factory=dict)
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    objects: dict[str, Stored] = field(default_factory=dict)
+    state: dict[str, list[int]] = field(default_factory=dict)
+    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def name_of(step: int, again: int = 0) -> str:
+    """The directory of a save; ``again``: how many of this step are there already."""
+    return f"step-{step:08d}" + (f".{again}" if again else "")
+
+
+def number_of(name: str) -> tuple[int, int] | None:
+    """The step of a directory, and how many of the same step are older; ``None`` if it is no save."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of the file: the manifest and its checksum."""
+    numbers = {name: number for number, name in enumerate(manifest.files)}
+    text = json.dumps(
+        {
+            "format": FORMAT,
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "frozen": manifest.frozen,
+            "versions": manifest.versions,
+            "block": BLOCK,
+            "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
+            "tensors": {
+                name: [str(each.dtype), each.shape, [[numbers[piece.file], *piece[1:]] for piece in each.pieces]]
+                for name, each in manifest.tensors.items()
+            },
+            "objects": {name: [numbers[each.file], *each[1:]] for name, each in manifest.objects.items()},
+            "state": manifest.state,
+        },
+        separators=(",", ":"),
+    ).encode()
+    return b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text)
+
+
+def decode(data: bytes, path: Path) -> Manifest:
+    """The manifest that lies in a directory.
+
+    Raises:
+        BrokenCheckpoint: it is not what was written, or does not fit itself.
+    """
+    found = _MANIFEST.fullmatch(data)
+    if found is None or checksum(found[2]) != found[1].decode():
+        raise BrokenCheckpoint(f"{path} is not what was written (wrong checksum)")
+    try:
+        told: dict[str, Any] = json.loads(found[2])
+        if told["format"] != FORMAT or told["block"] != BLOCK:
+            raise BrokenCheckpoint(
+                f"{path} is of format {told['format']} with blocks of {told['block']} bytes, and this version of "
+                f"fullshard reads format {FORMAT} with blocks of {BLOCK}: use the version that wrote it, or a newer one"
+            )
+        files = list(told["files"])
+        manifest = Manifest(
+            int(told["step"]), int(told["world_size"]), bool(told["frozen"]), told["versions"], state=told["state"]
+        )
+        manifest.files = {name: StoredFile(size, sums) for name, (size, sums) in told["files"].items()}
+        for name, (dtype, shape, pieces) in told["tensors"].items():
+            found_pieces = [
+                Piece(files[number], start, length, data, tuple(offsets), tuple(sizes))
+                for number, start, length, data, offsets, sizes in pieces
+            ]
+            manifest.tensors[name] = Entry(dtype_of(dtype), tuple(shape), found_pieces)
+        manifest.objects = {name: Stored(files[number], *place) for name, (number, *place) in told["objects"].items()}
+        check(manifest, path)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+        raise BrokenCheckpoint(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
+    return found
+
+
+def check(manifest: Manifest, path: Path) -> None:
+    """Refuses what is not supported by the sizes of files: so nothing larger than these is ever allocated."""
+    for name, file in manifest.files.items():
+        if not _inside(name, path.parent):
+            raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not inside the directory")
+        blocks = -(-file.size // BLOCK)
+        if file.size < 0 or (file.checksums is not None and len(file.checksums) != blocks):
+            raise BrokenCheckpoint(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
+    for name, each in manifest.objects.items():
+        _check_run(manifest, each.file, each.start, each.length, f"{path}: {name!r}")
+    for name, entry in manifest.tensors.items():
+        what = f"{path}: tensor '{name}'"
+        if not _are_counts(entry.shape):
+            raise BrokenCheckpoint(f"{what} has the shape {entry.shape}")
+        for piece in entry.pieces:
+            _check_run(manifest, piece.file, piece.start, piece.length, what)
+            _check_box(entry, piece, what)
+        if sum(math.prod(piece.sizes) for piece in entry.pieces) != math.prod(entry.shape):
+            raise BrokenCheckpoint(f"{what} of shape {entry.shape} is not covered by its pieces")
+
+
+def _check_run(manifest: Manifest, file: str, start: int, length: int, what: str) -> None:
+    if not (_are_counts((start, length)) and start + length <= manifest.files[file].size):
+        raise BrokenCheckpoint(f"{what} lies at bytes {start} to {start + length} of {file!r}, which has fewer")
+
+
+def _check_box(entry: Entry, piece: Piece, what: str) -> None:
+    box = (piece.offsets, piece.sizes, entry.shape)
+    if not (_are_counts((*piece.offsets, *piece.sizes)) and len({len(each) for each in box}) == 1):
+        raise BrokenCheckpoint(f"{what} has a piece of {piece.sizes} at {piece.offsets}")
+    if any(offset + size > whole for offset, size, whole in zip(*box, strict=True)):
+        raise BrokenCheckpoint(f"{what} of shape {entry.shape} has a piece of {piece.sizes} at {piece.offsets}")
+    nbytes = math.prod(piece.sizes) * entry.dtype.itemsize
+    begin = piece.start if piece.data == -1 else piece.data
+    if not piece.start <= begin <= begin + nbytes <= piece.start + piece.length:
+        raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {piece.length} bytes of {piece.file!r}")
+
+
+def _are_counts(numbers: Iterable[Any]) -> bool:
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _inside(name: str, directory: Path) -> bool:
+    """Whether a path leads to something below the directory, links included."""
+    try:
+        return bool(name) and (directory / name).resolve().is_relative_to(directory.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return False

@@ -1,0 +1,69 @@
+"""Preemption: ranks that are told to end (SIGTERM) agree on the step after which they save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from torch.distributed import ProcessGroup
+
+from fullshard.checkpoint.ranks import Ranks
+
+
+class Preemption:
+    """A context in which SIGTERM does not end the process at once, but asks it to save and stop::
+
+        with checkpoint.Preemption(within=25) as preempted:
+            for step in range(first, steps):
+                train(step)
+                if preempted():
+                    checkpoint.save(directory, model, optimizer, step=step + 1)
+                    break
+
+    Args:
+        within: seconds after SIGTERM in which this has to be done. Then the process ends, whatever it does: what it
+            writes at that moment does not become visible, and older checkpoints are whole.
+        process_group: the ranks that train together, if these are not all.
+    """
+
+    def __init__(self, within: float = 30.0, process_group: ProcessGroup | None = None) -> None:
+        self._within, self._group = within, process_group
+        self._timer: threading.Timer | None = None
+        self._before: Any = signal.SIG_DFL
+        self._told: float | None = None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until this process ends, if it was told to."""
+        return None if self._told is None else max(0.0, self._told + self._within - time.monotonic())
+
+    def __call__(self) -> bool:
+        """Whether any rank was told to end. All ranks must call it, and all get the same answer."""
+        return self._ranks.any(self._told is not None)
+
+    def __enter__(self) -> Self:
+        self._ranks = Ranks(self._group)
+        self._before = signal.signal(signal.SIGTERM, self._take_note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        if self._told is None:
+            self._told = time.monotonic()
+            self._timer = threading.Timer(self._within, self._end)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end(self) -> None:
+        sys.stderr.write(f"fullshard: {self._within:g} s after SIGTERM this process ends before it could save\n")
+        sys.stderr.flush()
+        os._exit(128 + signal.SIGTERM)

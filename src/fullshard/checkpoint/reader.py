@@ -1,0 +1,277 @@
+"""Reads checkpoints without a process group and without a model: which are there, which are whole, what is in them.
+
+Owns the order of the checkpoints of a directory, and the way from a box of a tensor to the bytes that hold it: of each
+file only the blocks are read that are needed, in their order, and none twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from fullshard.checkpoint import dcp
+from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, Manifest, Piece, decode, number_of
+
+
+class Target(NamedTuple):
+    """A box of a tensor that is to be read into memory.
+
+    Attributes:
+        name: of the tensor in the checkpoint.
+        shape: of all of it.
+        offsets: where the box begins.
+        tensor: takes the values; on any device, of any dtype and strides.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+
+
+def checkpoints(directory: str | Path) -> list[Path]:
+    """The checkpoints of a directory by their names, the newest first; the directory itself if it is one."""
+    directory = Path(directory)
+    if is_checkpoint(directory):
+        return [directory]
+    if not directory.is_dir():
+        return []
+    found = [(number, path) for path in directory.iterdir() if (number := number_of(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest(directory: str | Path) -> Checkpoint | None:
+    """The newest checkpoint whose manifest and files are there; what the files hold is checked when it is read."""
+    for path in checkpoints(directory):
+        try:
+            return Checkpoint(path)
+        except BrokenCheckpoint:
+            continue
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and bool(number_of(path.name) or {MANIFEST, METADATA} & set(os.listdir(path)))
+
+
+def few(names: list[str]) -> str:
+    return f"{names[:3]}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+
+
+class Checkpoint:
+    """A checkpoint on the disk, of ours or of DCP's ``save``; also a context manager, which closes its files.
+
+    Args:
+        path: its directory.
+        whole: ``False``: files may be missing, for :meth:`verify` to name them.
+
+    Attributes:
+        path: its directory.
+        manifest: what it holds.
+
+    Raises:
+        BrokenCheckpoint: it is not whole, as far as manifest and sizes of files tell.
+    """
+
+    def __init__(self, path: str | Path, *, whole: bool = True) -> None:
+        self.path = path = Path(path)
+        self._readers: dict[str, BlockReader] = {}
+        if (path / MANIFEST).exists() or number_of(path.name) or not (path / METADATA).exists():
+            self.manifest = decode(_content(path / MANIFEST), path / MANIFEST)
+        else:
+            self.manifest = dcp.read_metadata(_content(path / METADATA), path / METADATA)
+        for sentence in self._lacking().values() if whole else ():
+            raise BrokenCheckpoint(sentence)
+        if whole and METADATA in self.manifest.files:  # for other readers: what we need stands in the manifest too
+            with self:
+                for first, last in self._reader(METADATA).check():
+                    raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
+
+    @property
+    def tensors(self) -> dict[str, Entry]:
+        return self.manifest.tensors
+
+    @property
+    def model(self) -> dict[str, str]:
+        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint.
+
+        In what DCP wrote these are what lies under a key ``model``, or else everything that lies under no key.
+        """
+        paths = {name: self.path_of(name) for name in self.tensors}
+        found = {
+            ".".join(path[path.index("model") + 1 :]): name for name, path in paths.items() if "model" in path[:-1]
+        }
+        return found or {name: name for name, path in paths.items() if len(path) == 1}
+
+    def path_of(self, name: str) -> tuple[str, ...]:
+        """The keys that lead to a tensor or a value in the nested state dict."""
+        return self.manifest.paths.get(name) or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """All of a tensor, on the CPU."""
+        entry = self._entry(name)
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read([Target(name, entry.shape, (0,) * len(entry.shape), whole)])
+        return whole
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor."""
+        if name not in self.manifest.objects:
+            raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
+        stored = self.manifest.objects[name]
+        data = self._bytes(stored.file, stored.start, stored.length, f"'{name}'")
+        return dcp.loaded(data, f"'{name}' in {self.path / stored.file}")
+
+    def state(self, rank: int = 0) -> dict[str, Any]:
+        """What a rank gave to ``save`` beside model and optimizer, by name; of more ranks than that: from the first."""
+        numbers = {name: each[rank % len(each)] for name, each in self.manifest.state.items()}
+        return {name: self.value(f"state.{name}.{number}") for name, number in numbers.items()}
+
+    def differing(self) -> list[str]:
+        """The names of :meth:`state` under which ranks gave different values."""
+        return sorted(name for name, numbers in self.manifest.state.items() if len(set(numbers)) > 1)
+
+    def verify(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[str]:
+        """Reads everything; yields a sentence for each file that lacks bytes, and for each block that is not what was
+        written, with the tensors in it.
+
+        Args:
+            tell: is called with the bytes that were read, again and again.
+        """
+        lacking = self._lacking()
+        yield from lacking.values()
+        for name, file in self.manifest.files.items():
+            if file.checksums is None or name in lacking:
+                continue
+            for first, last in self._reader(name).check(tell):
+                held = ", ".join(sorted(self._in(name, first, last))) or "nothing but headers"
+                yield f"{self.path / name}: bytes {first} to {last} are not what was written; they hold {held}"
+        if not any(file.checksums for file in self.manifest.files.values()):
+            for name in self.tensors:
+                try:
+                    self.tensor(name)
+                except BrokenCheckpoint as error:
+                    yield str(error)
+                tell(self.tensors[name].nbytes)
+
+    def read(self, targets: Iterable[Target]) -> None:
+        """Fills boxes of tensors; autograd is told that they were written.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ValueError: it has another shape.
+            BrokenCheckpoint: the bytes are not what was written; some boxes may be filled then.
+        """
+        wanted: list[tuple[Piece, Target, Entry]] = []
+        for target in targets:
+            entry = self._entry(target.name)
+            if entry.shape != target.shape:
+                raise ValueError(f"'{target.name}' has the shape {target.shape} here, and {entry.shape} in {self.path}")
+            box = target.offsets, tuple(target.tensor.shape)
+            same = [piece for piece in entry.pieces if piece[4:] == box]
+            wanted += [(piece, target, entry) for piece in same or entry.pieces]
+        for piece, target, entry in sorted(wanted, key=lambda each: each[0][:2]):
+            self._copy(piece, target, entry)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self.tensors:
+            raise KeyError(f"{self.path} has no tensor '{name}'")
+        return self.tensors[name]
+
+    def _copy(self, piece: Piece, target: Target, entry: Entry) -> None:
+        """Copies what a piece and a box have in common."""
+        into, box = target.tensor.detach(), (piece.offsets, piece.sizes, target.offsets)
+        lows = list(map(max, piece.offsets, target.offsets))
+        ends = [min(at + size, to + want) for at, size, to, want in zip(*box, into.shape, strict=True)]
+        sizes = [end - low for low, end in zip(lows, ends, strict=True)]
+        if any(size <= 0 for size in sizes):
+            return
+        for dim, (low, size) in enumerate(zip(lows, sizes, strict=True)):
+            if size != into.shape[dim]:
+                into = into.narrow(dim, low - target.offsets[dim], size)
+        begins = [low - at for low, at in zip(lows, piece.offsets, strict=True)]
+        if piece.data < 0:
+            what = f"tensor '{target.name}' in {self.path / piece.file}"
+            data = self._bytes(piece.file, piece.start, piece.length, f"tensor '{target.name}'")
+            whole = dcp.loaded_tensor(data, entry.dtype, piece.sizes, what)
+            into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
+            return
+        strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
+        start = piece.data + entry.dtype.itemsize * sum(map(operator.mul, begins, strides))
+        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == entry.dtype and into.is_cpu
+        run = into if direct else torch.empty(span, dtype=entry.dtype)
+        self._read_into(piece.file, bytes_of(run), start, f"tensor '{target.name}'")
+        if direct:
+            torch.autograd.graph.increment_version(into)
+        else:
+            into.copy_(run.as_strided(sizes, strides))
+
+    def _bytes(self, file: str, start: int, length: int, what: str) -> bytes:
+        data = bytearray(length)
+        self._read_into(file, memoryview(data), start, what)
+        return bytes(data)
+
+    def _read_into(self, file: str, target: memoryview, start: int, what: str) -> None:
+        try:
+            self._reader(file).read_into(target, start)
+        except BrokenCheckpoint as error:
+            raise BrokenCheckpoint(f"{what}: {error}") from error
+
+    def _reader(self, file: str) -> BlockReader:
+        if file not in self._readers:
+            self._readers[file] = BlockReader(self.path / file, *self.manifest.files[file])
+        return self._readers[file]
+
+    def _lacking(self) -> dict[str, str]:
+        """Of each file that is not there, or has another size, a sentence that says so."""
+        found = {}
+        for name, file in self.manifest.files.items():
+            path, size = self.path / name, -1
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+            if size != file.size:
+                lacks = f"{path} has {size} bytes, and {file.size} were written"
+                found[name] = f"{path} is missing" if size < 0 else lacks
+                if held := sorted(self._in(name, max(size, 0), file.size)):
+                    found[name] += f"; lost are parts of {few(held)}"
+        return found
+
+    def _in(self, file: str, first: int, last: int) -> Iterator[str]:
+        """What lies between two bytes of a file."""
+        for name, entry in self.tensors.items():
+            if any(p.file == file and p.start < last and first < p.start + p.length for p in entry.pieces):
+                yield name
+        for name, stored in self.manifest.objects.items():
+            if stored.file == file and stored.start < last and first < stored.start + stored.length:
+                yield name
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {error.strerror}") from error
+
+
+__all__ = ["BrokenCheckpoint", "Checkpoint", "CheckpointError", "Manifest", "Target", "checkpoints", "newest"]

@@ -1,0 +1,460 @@
+"""Saves: each rank writes what it holds to a directory of its own name, which one rename makes visible.
+
+Owns the order of what happens, of which any part may be the last::
+
+    every rank      says what it has                                        ─▶ agree
+    first rank      makes  .step-00000010.<job>.partial  and locks it
+    every rank      writes its file and forces it to the disk               ─▶ agree
+    first rank      writes .metadata and manifest.json, forces them and the directory to the disk
+    first rank      renames it to  step-00000010,  and forces that to the disk
+    first rank      removes what keep_last leaves no place for              ─▶ agree
+
+Directories that were being written by a process that has ended carry no lock: the next save removes them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import shutil
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from fullshard.checkpoint import dcp
+from fullshard.checkpoint.blocks import BlockWriter, BrokenCheckpoint, CheckpointError, bytes_of, checksum
+from fullshard.checkpoint.contents import Contents, Parameters, without_dtensors
+from fullshard.checkpoint.layout import Box, Copies
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Entry,
+    Manifest,
+    Piece,
+    Stored,
+    StoredFile,
+    encode,
+    name_of,
+    number_of,
+)
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.policies import warn
+from fullshard.torch_private import foreach_copy
+
+#: Bytes to whose multiples pieces are aligned, as torch aligns values.
+_ALIGNMENT = 64
+
+
+def save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    wait: bool = True,
+    keep_last: int | None = None,
+    frozen: bool = True,
+    process_group: ProcessGroup | None = None,
+    **state: Any,
+) -> Path | None:
+    """Saves a sharded model, its optimizer and other state as a new checkpoint. All ranks must call it.
+
+    Nothing that is there is changed: the checkpoint becomes visible in one step, when all of it is on the disk.
+
+    Args:
+        directory: gets a directory for each save, such as ``step-00000010``.
+        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not at all.
+        optimizer: of the model's parameters.
+        step: the number of the checkpoint; ``None``: the next one.
+        wait: ``False``: return once everything was copied to host memory, and write in the background. What fails there
+            is raised by the next :func:`save`, :func:`load` or :func:`finish`.
+        keep_last: how many checkpoints to keep, this one included: older ones that are whole are removed.
+        frozen: ``False``: leave out parameters that are not trained, as users of adapters do.
+        process_group: the ranks of the model, if these are not all.
+        state: by name, for each rank its own: objects with ``state_dict()``, or numbers, texts, tensors, and lists and
+            dicts of these.
+
+    Returns:
+        the new directory; ``None`` with ``wait=False``.
+
+    Raises:
+        CheckpointError: on all ranks, if it could not be written on one, or if a rank was lost.
+    """
+    finish()
+    if keep_last is not None and keep_last < 1:
+        raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
+    if step is not None and step < 0:
+        raise ValueError(f"step is {step}; expected a number from 0 on")
+    ranks = Ranks(process_group, background=not wait)
+    writing = _Writing(Path(directory), ranks, keep_last, Manifest(world_size=ranks.size, frozen=frozen))
+    writing.prepare(model, optimizer, state, step)
+    if wait:
+        return writing.write()
+    writing.copy()
+    _Background.start(writing)
+    return None
+
+
+def finish() -> Path | None:
+    """Waits for the save that is being written in the background, if there is one, and returns its directory.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    return _Background.finish()
+
+
+@dataclass
+class _Writing:
+    """One save, from what this rank holds to a directory that is visible."""
+
+    directory: Path
+    ranks: Ranks
+    keep_last: int | None
+    manifest: Manifest
+    partial: Path = Path()
+    boxes: list[Box] = field(default_factory=list)  # that this rank writes
+    values: list[tuple[str, bytes]] = field(default_factory=list)  # the same of what is no tensor
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    _lock: int = -1
+
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None
+    ) -> None:
+        """Finds out what there is and who writes it, and makes the directory."""
+        contents, given = Contents(), dict[str, bytes]()
+
+        def collect() -> tuple[Any, ...]:
+            self._collect(contents, given, model, optimizer, state)
+            digests = {name: checksum(data) for name, data in given.items()}
+            everywhere = checksum("\n".join(_everywhere(contents)).encode())
+            if self.ranks.first:
+                self._make_directory(step)
+            return ((self.partial.name, self.manifest.step, digests, everywhere),)
+
+        try:
+            _, everyone = self.ranks.attempt(collect)
+            (name, self.manifest.step, digests, everywhere), *others = everyone
+            self.partial = self.directory / name
+            if any(set(each[2]) != set(digests) for each in others):
+                raise CheckpointError(
+                    f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; give the same"
+                )
+            holders = dict[str, list[int]]()
+            if any(each[3] != everywhere for each in others):  # pipelines: ranks have different buffers
+                for rank, names in enumerate(self.ranks.gather(_everywhere(contents))):
+                    for each in names:
+                        holders.setdefault(each, []).append(rank)
+            self._choose(contents, holders)
+            for name, data in given.items():
+                told = [each[2][name] for each in everyone]
+                distinct = list(dict.fromkeys(told))
+                self.manifest.state[name] = numbers = [distinct.index(each) for each in told]
+                if numbers.index(numbers[self.ranks.rank]) == self.ranks.rank:
+                    path = ("state", name, str(numbers[self.ranks.rank]))
+                    self.values.append((".".join(path), data))
+                    self.paths[".".join(path)] = path
+        except BaseException:
+            self._discard()
+            raise
+
+    def _collect(
+        self, contents: Contents, given: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
+        state: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        params = Parameters(model)
+        params.collect(contents, self.manifest.frozen)
+        for name, value in params.rest().items():
+            contents.add([("model", name)], value)
+        if optimizer is not None:
+            params.collect_state(contents, optimizer.state)
+            params.collect_options(contents, optimizer)
+        for name, value in state.items():
+            found: dict[tuple[str | int, ...], Any] = {}
+            plain = without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
+            given[name] = dcp.saved(plain, f"the state '{name}'")
+            for path, tensor in found.items():
+                contents.add([("sharded", *path)], tensor)
+
+    def _choose(self, contents: Contents, holders: Mapping[str, list[int]]) -> None:
+        """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others."""
+        self.paths = contents.paths
+        boxes: dict[object, list[Box]] = {}
+        for box in contents.boxes:
+            if box.copies.ranks == "all" and box.names[0] in holders:
+                at = holders[box.names[0]]
+                box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
+            boxes.setdefault((box.copies.ranks, box.copies.size), []).append(box)
+        for same in boxes.values():
+            total, before = max(1, sum(box.tensor.nbytes for box in same)), 0
+            for box in same:
+                if min(before * box.copies.size // total, box.copies.size - 1) == box.copies.number:
+                    self.boxes.append(box)
+                before += box.tensor.nbytes
+        for name, (value, layout) in contents.values.items():
+            if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
+                self.values.append((name, dcp.saved(value, f"'{name}'")))
+
+    def copy(self) -> None:
+        """Copies what is to be written to memory of the host that nobody changes."""
+        sizes = [-(-box.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for box in self.boxes]
+        pin = any(box.tensor.device.type == "cuda" for box in self.boxes)
+        arena, at = _Background.memory(sum(sizes), pin), 0
+        copies = []
+        for box, size in zip(self.boxes, sizes, strict=True):
+            part = arena[at : at + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
+            copies.append(box._replace(tensor=part))
+            at += size
+        with torch.no_grad():
+            foreach_copy([box.tensor for box in copies], [box.tensor for box in self.boxes])
+        if any(box.tensor.device.type != "cpu" for box in self.boxes):
+            torch.accelerator.synchronize()
+        self.boxes = copies
+
+    def write(self) -> Path:
+        """Writes it, and makes it visible."""
+        try:
+            part, _ = self.ranks.attempt(lambda: [self._write_file()])
+            parts = self.ranks.gather_to_first((*part[0], self.paths))
+            _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if self.ranks.first else "",))
+        finally:
+            self._discard()
+        return self.directory / str(everyone[0])
+
+    def _write_file(self) -> tuple[str, StoredFile, list[Any], list[Any]]:
+        name = f"__{self.ranks.rank}_0.distcp"
+        tensors: list[Any] = []
+        values: list[Any] = []
+        writer = BlockWriter(self.partial / name)
+        try:
+            for value_name, data in self.values:
+                values.append((value_name, Stored(name, writer.size, len(data))))
+                writer.write(memoryview(data))
+            for box in self.boxes:
+                before, after = dcp.around(box.tensor.dtype, tuple(box.tensor.shape))
+                writer.write(_ZEROS[: -writer.size % _ALIGNMENT])
+                start, data_start = writer.size, writer.size + len(before)
+                local = box.tensor.cpu().contiguous()
+                writer.write(memoryview(before))
+                writer.write(bytes_of(local), local)
+                writer.write(memoryview(after))
+                piece = Piece(name, start, writer.size - start, data_start, box.offsets, tuple(local.shape))
+                tensors.append((box.names, local.dtype, box.shape, piece))
+            writer.close()
+        except OSError as error:
+            raise CheckpointError(f"{self.partial / name} could not be written: {error.strerror}") from error
+        finally:
+            writer.abandon()
+        return name, StoredFile(writer.size, writer.checksums), tensors, values
+
+    def _publish(self, parts: list[Any]) -> str:
+        """Writes what describes the files, and renames the directory; returns its name."""
+        import fullshard
+
+        manifest, paths = self.manifest, dict[str, tuple[str | int, ...]]()
+        manifest.versions = {"fullshard": fullshard.__version__, "torch": torch.__version__}
+        for name, file, tensors, values, its_paths in parts:
+            manifest.files[name] = file
+            paths |= its_paths
+            for names, dtype, shape, piece in tensors:
+                for each in names:
+                    entry = manifest.tensors.setdefault(each, Entry(dtype, shape))
+                    if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
+                        entry.pieces.append(piece)
+            manifest.objects.update(values)
+        try:
+            metadata = dcp.write_metadata(manifest, paths)
+            self._write_small(METADATA, metadata)
+            manifest.files[METADATA] = StoredFile(len(metadata), self._checksums)
+            self._write_small(MANIFEST, encode(manifest))
+            _force(self.partial)
+            name = self._rename()
+            _force(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"{self.partial} could not be completed: {error.strerror}") from error
+        self._release()
+        if self.keep_last is not None:
+            _remove_older(self.directory, name, self.keep_last)
+        return name
+
+    def _write_small(self, name: str, data: bytes) -> None:
+        writer = BlockWriter(self.partial / name)
+        try:
+            writer.write(memoryview(data))
+            writer.close()
+        finally:
+            writer.abandon()
+        self._checksums = writer.checksums
+
+    def _rename(self) -> str:
+        for again in itertools.count():
+            name = name_of(self.manifest.step, again)
+            if not (self.directory / name).exists():
+                try:
+                    os.rename(self.partial, self.directory / name)
+                    return name
+                except OSError as error:  # another job was faster
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+        raise AssertionError
+
+    def _make_directory(self, step: int | None) -> None:
+        """Makes a directory that nobody looks at yet, and holds its lock for as long as this process writes to it."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self.directory)
+            numbers = [number[0] for path in checkpoints(self.directory) if (number := number_of(path.name))]
+            self.manifest.step = max(numbers, default=-1) + 1 if step is None else step
+            while not self._lock_directory():
+                pass
+        except OSError as error:
+            raise CheckpointError(f"no checkpoint can be made in {self.directory}: {error.strerror}") from error
+
+    def _lock_directory(self) -> bool:
+        job = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.partial = self.directory / f".{name_of(self.manifest.step)}.{job}.partial"
+        self.partial.mkdir()
+        # Another job may take it for a leftover before it is locked, and remove it.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            self._lock = os.open(self.partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if isinstance(error, BlockingIOError):
+                    raise
+            if self.partial.exists():  # locked, or on a file system without locks, where leftovers stay
+                return True
+        self._release()
+        return False
+
+    def _release(self) -> None:
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+    def _discard(self) -> None:
+        """Removes what did not become visible."""
+        if self._lock >= 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            self._release()
+
+
+_ZEROS = memoryview(bytes(_ALIGNMENT))
+
+
+def _everywhere(contents: Contents) -> list[str]:
+    """What each rank holds whole, and so ought to be the same on all."""
+    names = {box.names[0] for box in contents.boxes if box.copies.ranks == "all"}
+    return sorted(names | {name for name, (_, layout) in contents.values.items() if layout.copies.ranks == "all"})
+
+
+def _force(directory: Path) -> None:
+    """Forces the names in a directory to the disk."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _remove_older(directory: Path, name: str, keep: int) -> None:
+    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest."""
+    paths = checkpoints(directory)
+    for path in _whole(paths[paths.index(directory / name) :], keep):
+        hidden = directory / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
+        try:
+            path.rename(hidden)  # nobody ever sees a part of it
+            shutil.rmtree(hidden)
+        except OSError as error:
+            warn(f"{path} could not be removed: {error.strerror}")
+
+
+def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
+    """Those that are whole, but for the first ones."""
+    for path in paths:
+        try:
+            Checkpoint(path).close()
+        except BrokenCheckpoint:
+            continue
+        if skip > 0:
+            skip -= 1
+        else:
+            yield path
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Removes what processes left behind that ended in the middle of a save."""
+    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")]:
+        try:
+            opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # somebody writes to it
+        finally:
+            os.close(opened)
+
+
+class _Background:
+    """The one save that is written beside training, and the memory that it is written from."""
+
+    _thread: threading.Thread | None = None
+    _path: Path | None = None
+    _error: BaseException | None = None
+    _arena = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def start(cls, writing: _Writing) -> None:
+        def run() -> None:
+            try:
+                cls._path = writing.write()
+            except BaseException as error:
+                cls._error = error
+
+        cls._thread = threading.Thread(target=run, name="fullshard.checkpoint.save")
+        cls._thread.start()
+
+    @classmethod
+    def finish(cls) -> Path | None:
+        thread, cls._thread = cls._thread, None
+        if thread is not None:
+            thread.join()
+        (path, cls._path), (error, cls._error) = (cls._path, None), (cls._error, None)
+        if error is not None:
+            raise CheckpointError(f"the last save, in the background, failed: {error}") from error
+        return path
+
+    @classmethod
+    def memory(cls, nbytes: int, pin: bool) -> torch.Tensor:
+        """Memory of the host, the same for each save: its pages are there already."""
+        if cls._arena.numel() < nbytes or cls._arena.is_pinned() != pin:
+            cls._arena = torch.empty(0, dtype=torch.uint8)
+            cls._arena = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        return cls._arena
+
+
+@atexit.register
+def _report() -> None:
+    """A program that ends without another call is told on the way out."""
+    try:
+        finish()
+    except CheckpointError as error:
+        sys.excepthook(type(error), error, error.__traceback__)

@@ -1,0 +1,413 @@
+"""Saves and loads of both front ends: other ranks, other layouts, torch's own format in both directions."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import fullshard
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpoint, CheckpointError
+from tests.checkpoint.cases import assert_same, optimizer_of, quiet, train, wrapped
+from tests.checkpoint.state_dicts import Net
+from tests.harness import RankPool, World, failure_report, ranks
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, seeded, split_over
+
+APIS = ("fully_shard", "flat", "fragments")
+apis = pytest.mark.parametrize("api", APIS)
+
+
+def sharded(api: str, build: Callable[[], Any] = MLP, **options: Any) -> Any:
+    """A model of which each block, and the rest, is sharded by either front end."""
+    if api != "fully_shard":
+        return wrapped(build=build, use_orig_params=api == "fragments", **options)
+    model = seeded(build)
+    for module in (*model.blocks, model):
+        fullshard.fully_shard(module, **options)
+    return model
+
+
+class Position:
+    """What has ``state_dict()`` and ``load_state_dict()``, as data loaders do."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": torch.arange(self.at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["seen"].tolist() == list(range(state["at"]))
+        self.at = state["at"]
+
+
+def save_and_go_on(world: World, folder: Path, api: str, optimizer: str) -> list[float]:
+    model = sharded(api)
+    stepped = optimizer_of(model, optimizer)
+    train(model, stepped, range(2))
+    checkpoint.save(folder, model, stepped, step=2)
+    return train(model, stepped, range(2, 5))
+
+
+def load_and_go_on(world: World, folder: Path, api: str, optimizer: str) -> list[float]:
+    model = sharded(api)
+    fresh = optimizer_of(model, optimizer)
+    train(model, fresh, range(7, 8))  # other values, in shards and states to read into
+    found = checkpoint.load(folder, model, fresh)
+    assert found == {"step": 2}
+    return train(model, fresh, range(2, 5))
+
+
+def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    outcomes = pool.run(function, size, *args)
+    assert all(outcome.kind == "returned" for outcome in outcomes), failure_report(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+@pytest.mark.parametrize("after", [4, 3, 2, 1])
+@pytest.mark.parametrize("reads", APIS)
+@pytest.mark.parametrize("writes", APIS)
+@pytest.mark.parametrize("optimizer", ["SGD", "momentum", "Adam"])
+def test_what_four_ranks_wrote_others_read_and_train_on_the_same(
+    rank_pool: RankPool, tmp_path: Path, writes: str, reads: str, optimizer: str, after: int
+) -> None:
+    losses = run(rank_pool, save_and_go_on, 4, tmp_path, writes, optimizer)[0]
+    found = run(rank_pool, load_and_go_on, after, tmp_path, reads, optimizer)[0]
+    assert found == (losses if after == 4 else pytest.approx(losses, rel=1e-6))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("build", [Net, OddParameters, MixedDtypes, partial(MLP, (6, 1, 9, 3))])
+@apis
+def test_models_with_everything_come_back_bit_for_bit(
+    world: World, tmp_path: Path, api: str, build: Callable[[], Any]
+) -> None:
+    if api == "flat" and build is OddParameters:
+        pytest.skip("frozen and trained parameters in one flat parameter")
+    model = sharded(api, build)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))  # the same batch everywhere: statistics are those of all ranks
+    checkpoint.save(tmp_path, model, optimizer)
+    expected = get_state_dict(model, optimizer)
+    other = sharded(api, lambda: seeded(build, 5))
+    fresh = optimizer_of(other, "AdamW")
+    checkpoint.load(tmp_path, other, fresh)
+    assert_same(get_state_dict(other, fresh), expected)
+    steps = range(2, 4)
+    assert train(other, fresh, steps) == train(model, optimizer, steps)
+
+
+@ranks(2)
+@apis
+def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api, Net)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    path = checkpoint.save(tmp_path, model, optimizer, position=Position(3))
+    expected = get_state_dict(model, optimizer)
+    other = sharded("fully_shard", lambda: seeded(Net, 5))
+    fresh = optimizer_of(other, "AdamW")
+    train(other, fresh, range(1))
+    state = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    model_state, optimizer_state = get_state_dict(other, fresh)
+    assert_same(model_state, expected[0])
+    assert_same(optimizer_state["state"], expected[1]["state"])
+
+
+@ranks(2)
+@apis
+def test_we_read_what_torch_writes(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api, Net)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    expected = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), expected, strict=True)), checkpoint_id=tmp_path / "theirs")
+    other = sharded(api, lambda: seeded(Net, 5))
+    fresh = optimizer_of(other, "AdamW")
+    assert checkpoint.load(tmp_path / "theirs", other, fresh) == {"step": 0}
+    assert_same(get_state_dict(other, fresh), expected)
+
+
+@ranks(4)
+@pytest.mark.parametrize("offload", [False, True])
+def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {"offload_policy": fullshard.CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    model = sharded("fully_shard", partial(MLP, (60, 70, 50, 30)), mesh=mesh, **options)
+    path = checkpoint.save(tmp_path, model)
+    assert path is not None
+    saved = Checkpoint(path)
+    numel = sum(param.numel() for param in model.parameters())
+    stored = sum(entry.nbytes for entry in saved.tensors.values())
+    assert stored == 4 * numel
+    assert all(file.size > stored / 6 for name, file in saved.manifest.files.items() if name != ".metadata")
+    other = sharded("fully_shard", lambda: seeded(partial(MLP, (60, 70, 50, 30)), 5), mesh=mesh, **options)
+    checkpoint.load(tmp_path, other)
+    assert_same(other.state_dict(), model.state_dict())
+
+
+@ranks(4)
+@apis
+def test_beside_tensor_parallel(world: World, tmp_path: Path, api: str) -> None:
+    def split(seed: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = seeded(Transformer, seed)
+        split_over(mesh["tensor"], model)
+        if api == "fully_shard":
+            fullshard.fully_shard(model, mesh=mesh["data"])
+            return model
+        how = {"device_mesh": mesh["data"], "use_orig_params": api == "fragments", "device_id": torch.device("cpu")}
+        return fullshard.FullyShardedDataParallel(model, **how)
+
+    model, other = split(0), split(1)
+    checkpoint.save(tmp_path, model)
+    checkpoint.load(tmp_path, other)
+    ids = torch.randint(13, (2, 5), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(other(ids), model(ids))
+    plain = seeded(Transformer, 2)
+    checkpoint.load(tmp_path, plain)
+    torch.testing.assert_close(plain(ids), model(ids))
+
+
+@ranks(2)
+@apis
+def test_nothing_is_gathered(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(1))
+    moved: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fullshard.full_params, fullshard.wrapper.optim_state, fullshard.wrapper.state_dict):
+            patch.setattr(module, "gather", lambda *args, **kwargs: moved.append(1), raising=False)
+        checkpoint.save(tmp_path, model, optimizer)
+        checkpoint.load(tmp_path, model, optimizer)
+    assert moved == []
+
+
+@ranks(2)
+def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard", partial(MLP, (300, 500, 400, 300)))
+    path = checkpoint.save(tmp_path, model)
+    assert path is not None
+    read: list[tuple[str, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        before = checkpoint.blocks.BlockReader._read  # type: ignore[attr-defined]
+
+        def count(self: Any, number: int, block: Any) -> None:
+            read.append((self.path.name, number))
+            before(self, number, block)
+
+        patch.setattr(checkpoint.blocks.BlockReader, "_read", count)  # type: ignore[attr-defined]
+        checkpoint.load(tmp_path, model)
+    assert len(read) == len(set(read))
+    assert {name for name, _ in read} == {".metadata", f"__{world.rank}_0.distcp"}
+
+
+@ranks(2)
+def test_state_of_every_rank_comes_back(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    optimizer = optimizer_of(model, "SGD")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        optimizer.step()
+        scheduler.step()
+    rng = torch.get_rng_state()
+    position = Position(world.rank + 3)
+    kept = {"best": 0.25, "names": ["a", "b"], "rng": rng}
+    checkpoint.save(tmp_path, model, optimizer, step=3, scheduler=scheduler, position=position, **kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"]
+    position.at = 0
+    fresh = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    found = checkpoint.load(tmp_path, model, optimizer, scheduler=fresh, position=position)
+    assert found is not None
+    assert found.pop("rng").equal(rng)
+    assert (found["step"], found["best"], found["names"], position.at) == (3, 0.25, ["a", "b"], world.rank + 3)
+    assert fresh.state_dict() == scheduler.state_dict()
+
+
+def save_positions(world: World, folder: Path) -> None:
+    checkpoint.save(folder, sharded("fully_shard"), at=world.rank, of=world.size)
+
+
+def load_positions(world: World, folder: Path) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = checkpoint.load(folder, sharded("fully_shard"))
+    return found, [str(each.message) for each in caught]
+
+
+def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: RankPool, tmp_path: Path) -> None:
+    run(rank_pool, save_positions, 2, tmp_path)
+    found = run(rank_pool, load_positions, 3, tmp_path)
+    assert [state["at"] for state, _ in found] == [0, 1, 0]
+    assert [state["of"] for state, _ in found] == [2, 2, 2]
+    assert "saved by 2 ranks, and 3 load it" in found[0][1][0]
+    assert "['at']" in found[0][1][0]
+
+
+@ranks(2)
+def test_sharded_tensors_in_other_state_are_saved_in_shards(world: World, tmp_path: Path) -> None:
+    model, average = sharded("fully_shard"), sharded("fully_shard", lambda: seeded(MLP, 1))
+    expected = {name: value.full_tensor() for name, value in average.state_dict().items()}
+    path = checkpoint.save(tmp_path, model, average=average)
+    other = sharded("fully_shard", lambda: seeded(MLP, 2))
+    checkpoint.load(tmp_path, model, average=other)
+    assert_same(other.state_dict(), expected)
+    assert path is not None
+    assert Checkpoint(path).tensors["sharded.average.scale"].shape == (3,)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.blocks.requires_grad_(False)
+        self.adapter = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.adapter(self.blocks[1](self.blocks[0](x)))
+        return out
+
+
+@ranks(2)
+@apis
+def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api, Adapted)
+    optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
+    train(model, optimizer, range(1))
+    path = checkpoint.save(tmp_path, model, optimizer, frozen=False)
+    assert path is not None
+    saved = {name for name in Checkpoint(path).tensors if name.startswith("model.")}
+    assert saved == {"model.adapter.weight", "model.adapter.bias"}
+    expected = train(model, optimizer, range(1, 3))
+    other = sharded(api, Adapted)
+    fresh = torch.optim.AdamW(param for param in other.parameters() if param.requires_grad)
+    checkpoint.load(tmp_path, other, fresh)
+    assert train(other, fresh, range(1, 3)) == expected
+
+
+@ranks(2)
+def test_what_does_not_fit_is_refused_on_all_ranks(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    assert checkpoint.load(tmp_path, model) is None
+    with pytest.raises(CheckpointError, match="the state 'odd' cannot be saved as numbers"):
+        checkpoint.save(tmp_path, model, odd=object() if world.rank else 1)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="different names"):
+        checkpoint.save(tmp_path, model, **{f"rank{world.rank}": 1})
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        checkpoint.save(tmp_path, model, keep_last=0)
+    with pytest.raises(ValueError, match="step is -1"):
+        checkpoint.save(tmp_path, model, step=-1)
+    checkpoint.save(tmp_path, model)
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        checkpoint.load(tmp_path, model, optimizer_of(model, "SGD"))
+    with pytest.raises(CheckpointError, match="has no state 'position'"):
+        checkpoint.load(tmp_path, model, position=Position(1))
+    with pytest.raises(CheckpointError, match=r"'model.scale' has the shape \(4,\) here, and \(3,\)|has the shape"):
+        checkpoint.load(tmp_path, sharded("fully_shard", partial(MLP, (6, 7, 5, 5, 4))))
+    with pytest.raises(CheckpointError, match=r"lacks .* is it of another model"):
+        checkpoint.load(tmp_path, sharded("fully_shard", Net))
+    checkpoint.load(tmp_path, sharded("fully_shard", partial(MLP, (6, 7, 5, 5, 3))), strict=False)
+    with torch.device("meta"):
+        meta = MLP()
+    fullshard.fully_shard(meta)
+    with pytest.raises(CheckpointError, match="is on the meta device"):
+        checkpoint.load(tmp_path, meta)
+    other = torch.optim.SGD([{"params": [param]} for param in model.parameters()], lr=1.0)
+    checkpoint.save(tmp_path, model, optimizer_of(model, "SGD"))
+    with pytest.raises(CheckpointError, match="no parameter group of"):
+        checkpoint.load(tmp_path, model, other)
+
+
+@ranks(2)
+def test_steps_are_counted_on_and_saved_again(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    names = [checkpoint.save(tmp_path, model, step=step) for step in (None, None, 7, None, 7)]
+    expected = ["step-00000000", "step-00000001", "step-00000007", "step-00000008", "step-00000007.1"]
+    assert [path.name for path in names if path] == expected
+    newest = ["step-00000008", "step-00000007.1", "step-00000007", "step-00000001", "step-00000000"]
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == newest
+    found = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert (found.manifest.step, found.manifest.world_size) == (8, 2)
+
+
+@ranks(2)
+def test_only_what_is_whole_and_older_is_removed(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    for step in (1, 2, 3, 9):
+        checkpoint.save(tmp_path, model, step=step)
+    if world.rank == 0:
+        (tmp_path / "step-00000002" / "__0_0.distcp").unlink()
+    dist.barrier()
+    checkpoint.save(tmp_path, model, step=4, keep_last=2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step-00000002", "step-00000003", "step-00000004", "step-00000009"]
+
+
+class Empty(nn.Module):
+    """Parameters and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Parameter(torch.empty(0, 5)), nn.Parameter(torch.empty(5, 0))
+        self.register_buffer("empty", torch.empty(0))
+        self.blocks = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 7)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x)) + self.rows.sum() + self.columns.sum()
+
+
+@ranks(2, 3)
+@apis
+def test_what_has_no_elements_is_saved_too(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api, Empty)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    path = checkpoint.save(tmp_path, model, optimizer)
+    other = sharded(api, Empty)
+    fresh = optimizer_of(other, "AdamW")
+    checkpoint.load(tmp_path, other, fresh)
+    assert train(other, fresh, range(2, 4)) == train(model, optimizer, range(2, 4))
+    assert path is not None
+    with Checkpoint(path) as saved:
+        shapes = [tuple(saved.tensor(f"model.{name}").shape) for name in ("rows", "columns", "empty")]
+    assert shapes == [(0, 5), (5, 0), (0,)]
+
+
+def test_without_ranks(tmp_path: Path) -> None:
+    model = seeded(MLP)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(1))
+    path = checkpoint.save(tmp_path, model, optimizer, at=5)
+    other = seeded(MLP, 3)
+    fresh = optimizer_of(other, "AdamW")
+    assert checkpoint.load(tmp_path, other, fresh) == {"step": 0, "at": 5}
+    assert_same(other.state_dict(), model.state_dict())
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert path is not None
+    with Checkpoint(path) as saved:
+        assert saved.tensor("model.scale").equal(model.scale)
+        assert saved.value("optimizer.param_groups.0.lr") == 0.02
+        assert saved.state() == {"at": 5}
+        assert list(saved.verify()) == []
+    assert json.loads((path / "manifest.json").read_text())["manifest"]["versions"]["torch"] == torch.__version__
+    with quiet(), pytest.raises(KeyError, match="no tensor 'nowhere'"):
+        saved.tensor("nowhere")
