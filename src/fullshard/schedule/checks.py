@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -15,25 +16,18 @@ from fullshard.group.verify import verify_order
 from fullshard.policies import warn
 from fullshard.torch_private import non_persistent_buffers, version_of
 
+#: A buffer of undefined contents, with the module that had it, its name there, and its path.
+Emptied = tuple[torch.Tensor | None, nn.Module, str, str]
 
-class EmptiedBuffers:
-    """Buffers that no state dict fills, on meta before ``to_empty()`` and of undefined contents after."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._watched = [
-            (inner, name, f"{path}.{name}" if path else name)
-            for path, inner in module.named_modules()
-            for name, buffer in inner._buffers.items()
-            if buffer is not None and buffer.is_meta and name in non_persistent_buffers(inner)
-        ]
-
-    def names(self) -> list[str]:
-        """The names of those that nobody has written since."""
-        return [
-            path
-            for module, name, path in self._watched
-            if (buffer := module._buffers.get(name)) is not None and not buffer.is_meta and version_of(buffer) == 0
-        ]
+def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
+    """The buffers on the meta device that no state dict fills: their modules, names and paths."""
+    return [
+        (inner, name, f"{path}.{name}" if path else name)
+        for path, inner in module.named_modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and buffer.is_meta and name in non_persistent_buffers(inner)
+    ]
 
 
 def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
@@ -69,9 +63,10 @@ def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
             ) from error
 
 
-def warn_of_emptied(emptied: Sequence[EmptiedBuffers]) -> None:
-    """Warn of non-persistent buffers that ``to_empty()`` left undefined."""
-    names = [name for buffers in emptied for name in buffers.names()]
+def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
+    """Warn of non-persistent buffers that ``to_empty()`` left undefined, and that nobody wrote or replaced since."""
+    there = [(path, buffer) for buffer, module, name, path in emptied if module._buffers.get(name) is buffer]
+    names = [path for path, each in there if each is not None and not each.is_meta and version_of(each) == 0]
     if names:
         warn(
             f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "

@@ -34,10 +34,15 @@ class Order:
 
     def leave(self, group: Group) -> None:
         """``group`` ended its forward."""
-        if len(self._finished) >= _LONGEST:
+        if self._finished[_LONGEST - 1 :]:
             self.forget()
         self._uses[group].append(len(self._finished))
         self._finished.append(group)
+
+    @property
+    def entered(self) -> list[Group]:
+        """The groups whose forward has begun since that of the root did."""
+        return self._forward
 
     def next_in_forward(self) -> Iterator[Group]:
         """The groups that followed, last time, the one that has just been entered."""

@@ -14,17 +14,18 @@ result is looked at as soon as it is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import lost_in
-from fullshard.comm.transport import PassBarrier
+from fullshard.comm.local_ranks import PassBarrier
+from fullshard.comm.process_group import has_peers
+from fullshard.comm.waits import checks_are_on, waiting
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
-from fullshard.group.verify import first_difference, has_peers
+from fullshard.group.verify import first_difference
 from fullshard.torch_private import all_gather_single
 
 Kind = Literal["forward", "backward"]
@@ -82,6 +83,10 @@ class Passes:
                 group.full.let_read(False)
 
 
+#: Passes between two errors that ranks may have noticed in different ones have numbers of their own.
+_ROUND = 1 << 32
+#: Calls of a pass that ranks tell each other: those that wait for each other have parted a few calls ago.
+_LAST = 50
 #: A group that was gathered, or those of its parameters that were reduced.
 Call = tuple[Group, frozenset[int]]
 NOTHING: frozenset[int] = frozenset()
@@ -98,18 +103,44 @@ class Consistency:
         self._device = device
         self._process_groups: list[dist.ProcessGroup] = []
         self._under_way: list[_Comparison] = []
+        self._number = 0  # of the pass, the same on all ranks
         self.calls: list[Call] = []
 
     def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
         """Compare with the ranks of these groups, over which the tree communicates."""
-        self._process_groups = list(filter(has_peers, process_groups))
+        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
 
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
         for process_group in self._process_groups:
             if calls := [call for call in self.calls if _is_compared(*call, process_group)]:
-                self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device))
+                self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device, self._number))
         self.calls.clear()
+        self._number += 1
+
+    def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
+        """What this rank communicated about last, in the pass that runs and those whose comparison has not ended.
+
+        Args:
+            kind: of the pass that runs; ``None`` between passes.
+            steps: of optimizers before it.
+            tree: identifies the tree on all ranks.
+
+        Returns:
+            by process group and pass: what was communicated about, by its number in the pass. Another thread calls it.
+        """
+        passes = [(each.process_group, each.number, each.calls, each.kind, each.steps) for each in [*self._under_way]]
+        for process_group in self._process_groups if kind is not None else ():
+            calls = [call for call in [*self.calls] if _is_compared(*call, process_group)]
+            passes.append((process_group, self._number, calls, kind or "forward", steps))
+        return {
+            f"{process_group.group_name} {tree} {number}": {
+                str(at): text
+                for at, text in enumerate(described(calls, kind, steps))
+                if at == 0 or at > len(calls) - _LAST
+            }
+            for process_group, number, calls, kind, steps in passes
+        }
 
     def check(self) -> None:
         """Raise on every rank if the ranks differed in the passes that have ended.
@@ -124,6 +155,7 @@ class Consistency:
         """Forget a pass that an error cut short."""
         self.calls.clear()
         self._under_way.clear()
+        self._number = (self._number // _ROUND + 1) * _ROUND
 
 
 def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
@@ -135,12 +167,18 @@ def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.Proc
 
 
 class _Comparison:
-    """What the ranks of a process group communicated about in one pass."""
+    """What the ranks of a process group communicated about in one pass, which has a ``number``."""
 
     def __init__(
-        self, calls: list[Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, device: torch.device
+        self,
+        calls: list[Call],
+        kind: Kind,
+        steps: int,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        number: int,
     ) -> None:
-        self._calls, self._kind, self._steps, self._process_group = calls, kind, steps, process_group
+        self.calls, self.kind, self.steps, self.process_group, self.number = calls, kind, steps, process_group, number
         said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))
         is_host = device.type == "cpu"
         mine = torch.tensor(said, dtype=torch.int64, device="cpu", pin_memory=not is_host)
@@ -156,28 +194,27 @@ class _Comparison:
     def is_there(self) -> bool:
         if self._event is not None:
             return self._event.query()
-        try:
+        with waiting(f"the comparison after a {self.kind}", self.process_group):
             self._work.wait()
-        except RuntimeError as error:
-            raise lost_in(f"the comparison after a {self._kind}", error) from error
         return True
 
     def check(self) -> None:
-        said = self._every.view(self._process_group.size(), -1)
+        said = self._every.view(self.process_group.size(), -1)
         if bool((said == said[0]).all()):
             return
-        one, here, other, there = first_difference([*self._described()], self._process_group)
+        one, here, other, there = first_difference([*described(self.calls, self.kind, self.steps)], self.process_group)
         raise RuntimeError(
             f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
-            f"in this {self._kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
+            f"in this {self.kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
             f"as many micro-batches for each step of the optimizer; where ranks use different parameters of a module, "
-            f"call set_reduce_scatter_unused_params(True)"
+            f"call set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
+            f"fullshard.leave_out(module, tensor) in its place"
         )
 
-    def _described(self) -> list[str]:
-        described = [f"a {self._kind} after {self._steps} steps of optimizers"]
-        for group, reduced in self._calls:
-            names = [group.params[index].name for index in sorted(reduced)]
-            where = f"'{group.name}'" if group.name else "the root"
-            described.append(f"the reduction of {names} in {where}" if names else f"the gather of {where}")
-        return described
+
+def described(calls: Iterable[Call], kind: Kind, steps: int) -> Iterator[str]:
+    """A pass and what was communicated about in it, for people."""
+    yield f"a {kind} after {steps} steps of optimizers"
+    for group, reduced in calls:
+        names = [group.params[index].name for index in sorted(reduced)]
+        yield f"the reduction of {names} in {group.title}" if names else f"the gather of {group.title}"

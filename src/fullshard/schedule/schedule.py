@@ -7,8 +7,10 @@ the units which module is running.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Literal, NoReturn, Protocol, TypeVar
@@ -19,13 +21,14 @@ import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.buffer.slots import SHARED
+from fullshard.comm.waits import WAITS, Position
 from fullshard.device import EventMark, mark_now
 from fullshard.group.context import Clock, CommContext, State
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.group.verify import verify_next
 from fullshard.schedule.checks import (
-    EmptiedBuffers,
+    Emptied,
     check_first_forward,
     check_process_groups,
     warn_of_emptied,
@@ -89,7 +92,7 @@ class Scheduled(Protocol):
     is_list: bool
     groups: list[Group]
     ignored: set[int]
-    emptied: list[EmptiedBuffers]
+    emptied: list[Emptied]
 
     @property
     def forward_prefetch(self) -> Sequence[Scheduled]: ...
@@ -117,12 +120,15 @@ class Schedule:
         self.root = root
         self.device = device
         self.units: list[Scheduled] = []
+        self._groups: list[Group] = []
         self.comm = CommContext(device)
         self.clock = Clock(begin_backward=self.begin_backward)
         self.passes = Passes(self.clock)
         self.order = Order()
         self.consistency = Consistency(device)
         self.observers: list[Observer] = []
+        #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.schedule.finite`.
+        self.inspect: Callable[[Group, bool], None] | None = None
         self.prefetch_limit = 1
         self.is_last_backward = True
         self.finalization = Finalization(repr(root))
@@ -135,15 +141,18 @@ class Schedule:
         self.is_in_backward = False  # one has begun that has not ended
         self.backwards = 0
         self.step = 0  # counts forwards
+        self._position = partial(_position, weakref.ref(self))
 
     def take_over(self, units: Iterable[Scheduled], module: nn.Module) -> None:
         """Make all units under the root share this schedule, and name their groups after their modules."""
         self.units = list(units)
+        self._groups = [group for unit in self.units for group in unit.groups]
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for unit in self.units:
             unit.join(self)
             for group in unit.groups:
                 group.name = ", ".join(plain_name(names.get(id(member), "?")) for member in unit.modules)
+                self.clock.steps = max(self.clock.steps, group.clock.steps)  # before the first forward too
                 group.clock = self.clock
                 group.join(self.comm)
                 for param in group.params:
@@ -179,7 +188,7 @@ class Schedule:
         return nbytes
 
     def groups(self) -> list[Group]:
-        return [group for unit in self.units for group in unit.groups]
+        return self._groups
 
     def begin_forward(self, unit: Scheduled) -> bool:
         """The forward of ``unit`` begins; returns whether it is the outermost one.
@@ -209,6 +218,7 @@ class Schedule:
             warn_of_emptied(emptied)
         self.forward_root = unit
         self._is_profiled = profiler_listens()
+        WAITS.position = self._position
         self.step += 1
         self.clock.epoch += 1
         if self.after_optimizer is not None:
@@ -273,6 +283,7 @@ class Schedule:
             self.consistency.check()
             self.is_in_backward = True
             self._is_profiled = profiler_listens()
+            WAITS.position = self._position
             self.backwards += 1
             self.finalization.begin_backward()
             self.passes.begin("backward", self.groups())
@@ -338,6 +349,9 @@ class Schedule:
     def _end_step(self) -> None:
         """Wait for every reduction."""
         self.comm.reductions.keep_at_most(0)
+        for group in self.groups() if self.inspect is not None else ():
+            assert self.inspect is not None
+            self.inspect(group, True)
         self.order.forget()
         self.finalization.end_step()
 
@@ -345,6 +359,7 @@ class Schedule:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
         self.forward_root = None
         self.is_in_backward = False
+        WAITS.verdict = None
         self.finalization.reset()
         self.passes.give_up()
         for transport in {group.reduce_transport: None for group in self.groups()}:
@@ -400,6 +415,8 @@ class Schedule:
 
     def reduce(self, group: Group) -> None:
         if group.gradients.pending:
+            if self.inspect is not None:
+                self.inspect(group, False)
             reduce = group.gradients.reduce
             reduced = self._in_range("post_backward_reduce", group, reduce) if self._is_profiled else reduce()
             self.consistency.calls.append((group, reduced))
@@ -416,3 +433,20 @@ class Schedule:
         event = Event(action, group.name, during, self.step)
         for observer in self.observers:
             observer(event)
+
+
+def _position(schedule: weakref.ref[Schedule]) -> Position:
+    """Where the thread is that trains a tree; called in another thread."""
+    here = schedule()
+    if here is None:
+        return Position("outside of training")
+    groups = here.groups()
+    kind: Kind = "backward" if here.is_in_backward else "forward"
+    where = "between the passes" if here.is_idle else f"in the {kind}"
+    passes = here.consistency.passes(
+        None if here.is_idle else kind, here.passes.steps, min((group.tag for group in groups), default=-1)
+    )
+    names = {group.tag: group.title for group in groups}
+    last = [*here.order.entered, *(call[0] for call in here.consistency.calls)] if not here.is_idle else []
+    at = f", at {last[-1].title}" if last else ""
+    return Position(f"{where} of step {here.clock.steps + 1} (forward {here.step}){at}", passes, names)

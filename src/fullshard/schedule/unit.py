@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from fullshard import tree
 from fullshard.group.context import State
 from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
-from fullshard.schedule.checks import EmptiedBuffers
+from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
 
@@ -104,7 +104,7 @@ class Unit:
         self.ignored: set[int] = set()
         #: Where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`.
         self.extents: list[Any] = []
-        self.emptied: list[EmptiedBuffers] = []
+        self.emptied: list[Emptied] = []
         #: The hooks of :mod:`fullshard.schedule.misuse` that only a root keeps.
         self.watches: list[RemovableHandle] = []
         self.forward_prefetch: list[Unit] = []
@@ -234,10 +234,7 @@ class Unit:
 
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = set(map(_storage_of, self.needed))
-        if isinstance(output, torch.Tensor):
-            return _owned(storages, output)
-        return tree.map_tensors(partial(_owned, storages), output)
+        return tree.map_tensors(partial(_owned, set(map(_storage_of, self.needed))), output)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
@@ -245,7 +242,7 @@ class Unit:
         if not inputs:
             return args, kwargs
         marked = apply_function(EndOfBackward, self, self._use, *inputs)
-        if not kwargs and len(inputs) == len(args) and all(map(is_, inputs, args)):
+        if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
         replacement = dict(zip(map(id, inputs), marked, strict=True))
         replace = partial(_replace, replacement)
@@ -278,7 +275,7 @@ class Unit:
         self._entered += 1
         if self.phase is Phase.BACKWARD:
             return
-        self._begin_backward(schedule)
+        self.begin_backward(schedule)
         if self.prefetches_backward == "before":
             schedule.prefetch_backward(self)
 
@@ -299,7 +296,7 @@ class Unit:
             )
         if self._entered > 0 or self._is_differentiated:
             return  # another forward call of these modules is still in its backward, or an earlier backward is
-        self._finish_backward(schedule, ahead=True)
+        self.finish_backward(schedule, ahead=True)
 
     def mark_gradient(self, grad: torch.Tensor | None) -> None:
         """Put a hook on the gradient of an input if it was computed to be differentiated (``create_graph=True``).
@@ -314,12 +311,11 @@ class Unit:
         schedule = self.schedule
         assert schedule is not None
         schedule.begin_backward()
-        if self._is_differentiated:
-            return
         self._is_differentiated = True
-        self._begin_backward(schedule)
+        self.begin_backward(schedule)
 
-    def _begin_backward(self, schedule: Schedule) -> None:
+    def begin_backward(self, schedule: Schedule) -> None:
+        """Runs when the backward of the modules may begin. What looks on may put a function of its own in its place."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
@@ -328,7 +324,8 @@ class Unit:
                 schedule.unshard(group)
             group.users.add(self)
 
-    def _finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
+    def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
+        """Runs when it has ended, also where it was not seen to end (not ``ahead``). May be replaced too."""
         self.phase = Phase.IDLE
         for group in self.groups:
             if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
@@ -348,13 +345,9 @@ class Unit:
         assert schedule is not None
         self._entered, self._is_differentiated = 0, False
         self._to_run.clear()
-        if self.phase is Phase.IDLE:
-            for group in self.needed:
-                if group.state is not State.SHARDED or group.gradients.pending:
-                    break
-            else:
-                return  # all was done when its own backward ended
-        self._finish_backward(schedule)
+        left = [group for group in self.needed if group.state is not State.SHARDED or group.gradients.pending]
+        if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
+            self.finish_backward(schedule)
 
     def reset(self) -> None:
         """Back to the beginning of a step."""

@@ -1,0 +1,115 @@
+"""What this process waits for from other ranks, where others of its threads can see it.
+
+Whoever waits writes it down before and after. That costs a few attributes. Owns the error for a rank that was lost. It
+leaves to :mod:`fullshard.comm.watch` to look at waits that last, to compare them with those of other ranks, and to say
+why one will never end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come."""
+
+
+class Wait(NamedTuple):
+    """A wait for the ranks of a process group.
+
+    Args:
+        what: what is waited for.
+        process_group: whose ranks are waited for.
+        tag: of the exchange, if it is one of a group.
+    """
+
+    what: str
+    process_group: dist.ProcessGroup | None
+    tag: int = -1
+
+
+@dataclass
+class Position:
+    """Where the thread that trains is.
+
+    Args:
+        doing: for people, such as "in the backward of step 3".
+        passes: what it communicated about last, by number: of each process group and each pass that may not have ended
+            everywhere the same on all ranks.
+        names: of the groups, by their tags.
+    """
+
+    doing: str = "in the sharding of a model"
+    passes: dict[str, dict[str, str]] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+
+
+class Waits:
+    """The waits of the thread that trains.
+
+    Attributes:
+        current: what it waits for now; ``None`` while it runs.
+        count: waits so far: one wait follows another for the same thing.
+        verdict: why no wait of this process will end, once that is known.
+        position: where it is.
+        explain: says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
+    """
+
+    def __init__(self) -> None:
+        self.current: Wait | None = None
+        self.count = 0
+        self.verdict: str | None = None
+        self.position: Callable[[], Position] = Position
+        self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
+
+
+WAITS = Waits()
+
+
+def checks_are_on() -> bool:
+    """Whether ranks compare what they did, and watch over what they wait for: unless ``FULLSHARD_CHECKS=0``."""
+    return os.environ.get("FULLSHARD_CHECKS") != "0"
+
+
+def lost(wait: Wait, rank: str, error: object) -> LostRankError:
+    """What to raise when a wait has failed with ``error``: backends say that a rank was lost, not why.
+
+    Args:
+        rank: the other rank, as far as it is known.
+    """
+    why, what = WAITS.explain(wait.process_group), describe(wait)
+    said = str(error).partition(". ")[0]
+    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {what}. {why} ({said})")
+
+
+def describe(wait: Wait) -> str:
+    """What is waited for, for people."""
+    return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
+
+
+def named(tag: int) -> str:
+    """The group of the exchange that has a tag, for people."""
+    return WAITS.position().names.get(tag // 2, f"the group with tag {tag}")
+
+
+@contextmanager
+def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Wait inside of it for the ranks of a process group.
+
+    Raises:
+        LostRankError: what was done inside has lost a rank.
+    """
+    wait = WAITS.current = Wait(what, process_group)
+    WAITS.count += 1
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost(wait, "another rank", error) from error
+    finally:
+        WAITS.current = None

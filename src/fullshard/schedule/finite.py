@@ -1,0 +1,126 @@
+"""A search for the first value that is not finite: in outputs, in the gradients of this rank, in reduced gradients.
+
+A NaN of one rank is on all of them after the next reduction, where nothing tells any more whose it was. Owns the hooks
+that look. A model without them is not looked at, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from fullshard import tree
+from fullshard.comm.waits import WAITS
+from fullshard.group.group import Group
+from fullshard.group.parameter import plain_name
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.unit import unit_of
+
+
+class NonFiniteError(ArithmeticError):
+    """A value is NaN or infinite."""
+
+
+class NonFiniteDetector:
+    """Looks for values that are not finite, until it is removed or the ``with`` ends that has it. Made by
+    :func:`detect_non_finite`."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+        schedule.inspect = _look_at_gradients
+        look = torch.compiler.disable(_look_at_output)
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_hook(partial(look, plain_name(name))))
+
+    def remove(self) -> None:
+        """Stop looking. May be called again."""
+        for handle in self._handles:
+            handle.remove()
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.inspect = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.remove()
+
+
+def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
+    """Raise at the first NaN or infinity in an output of a module, a gradient, or a reduced gradient.
+
+    Every step looks at all of them, and waits for the device to do so: use it to find an error, on all ranks or on one.
+    What is infinite on purpose (masks of -inf, gradients that a scaler has yet to look at) is reported too.
+
+    Args:
+        model: the root, sharded by ``fully_shard`` or wrapped.
+
+    Returns:
+        an object with ``remove()``, which is a context manager too::
+
+            with fullshard.detect_non_finite(model):
+                train(model)
+
+    Raises:
+        ValueError: ``model`` is not sharded.
+        NonFiniteError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
+            parameter, the step, and the first index. Other ranks lose this one, and say so.
+    """
+    unit = unit_of(model)
+    if unit is None:
+        raise ValueError(
+            f"detect_non_finite expects a root that was sharded or wrapped, got {type(model).__name__}: call it after "
+            f"fully_shard"
+        )
+    return NonFiniteDetector(model, unit.schedule or unit.start())
+
+
+def _look_at_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    for tensor in tree.tensors(output):
+        _expect_finite(
+            tensor, f"the output of '{name}' ({type(module).__name__})" if name else "the output of the model"
+        )
+
+
+@torch.no_grad()
+def _look_at_gradients(group: Group, reduced: bool) -> None:
+    """Look at the gradients of a group, before they are reduced or after."""
+    grads: Iterable[tuple[int, torch.Tensor | None]] = (
+        ((index, param.sharded.grad) for index, param in enumerate(group.params))
+        if reduced
+        else group.gradients.unreduced()
+    )
+    for index, grad in grads:
+        if grad is not None:
+            when = "after its reduction" if reduced else "before its reduction"
+            _expect_finite(grad, f"the gradient of '{group.params[index].name}' {when}")
+
+
+@torch.no_grad()
+def _expect_finite(tensor: torch.Tensor, what: str) -> None:
+    """
+    Raises:
+        NonFiniteError: there is a value in ``tensor`` that is not finite.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not (local.is_floating_point() or local.is_complex()) or local.is_meta or bool(torch.isfinite(local).all()):
+        return
+    places = (~torch.isfinite(local)).nonzero()
+    first = tuple(places[0].tolist())
+    part = " of this rank's part" if isinstance(tensor, DTensor) else ""
+    where = f"rank {dist.get_rank()}, {WAITS.position().doing}"
+    raise NonFiniteError(
+        f"{where}: {what} is {local[first].item()} at index {first}{part}, the first of {len(places)} values that are "
+        f"not finite, of {local.numel()}"
+    )

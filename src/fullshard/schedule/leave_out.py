@@ -1,0 +1,112 @@
+"""Ranks that leave a module out in which other ranks run it: what they must do all the same.
+
+A gather and a reduction take all ranks. A rank whose batch has no image does not run the vision tower, and still has
+values that the others gather, and a part in the sum of their gradients. :func:`leave_out` does for each unit of the
+module what its forward and backward would do, without the computation in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import apply_function, running_backward
+
+
+class _Zeros(torch.autograd.Function):
+    """The identity on a tensor, whose backward gives zeros to parameters.
+
+    A view would share the hooks that units put on what it is a view of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        ctx.params = params
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return grads[0], *map(torch.zeros_like, ctx.params)
+
+
+class _Join(torch.autograd.Function):
+    """The first of two tensors. The backward of both follows."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.token = token.shape, token.dtype, token.device
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype, device = ctx.token
+        return grads[0], torch.zeros(shape, dtype=dtype, device=device)
+
+
+def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bool = False) -> torch.Tensor:
+    """Take part, on a rank that does not run ``module`` in this forward, in what the ranks do that run it.
+
+    Call it in the ``forward`` of the root, where other ranks call ``module``, once for each of their calls, and go on
+    with what it returns::
+
+        x = self.text(tokens)
+        x = x + self.vision(images) if images is not None else fullshard.leave_out(self.vision, x)
+
+    The units inside are gathered in the order in which their modules are registered, which must be the one in which
+    they run. Activation checkpointing inside of a unit, or around one, changes no order; around several units it does,
+    and the ranks say so. The gradients of the module on this rank are zeros, so that a step equals unsharded training
+    on the batches of all ranks. Nothing is computed.
+
+    Args:
+        module: has sharded modules in it, or is one.
+        tensor: of any floating-point dtype and shape; what the loss is computed from.
+        input_has_gradient: whether the inputs of ``module`` on the other ranks require gradients, as hidden states do,
+            and images do not. On it depends when the gradients of its first units are complete.
+
+    Returns:
+        ``tensor``, with the gradients of ``module`` in its history if gradients are enabled.
+
+    Raises:
+        TypeError: ``tensor`` cannot have a gradient.
+        ValueError: nothing in ``module`` is sharded.
+        RuntimeError: it is called outside the forward of the root.
+    """
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise TypeError(
+            f"leave_out expects a floating-point tensor that the loss is computed from, got {tensor.dtype}: pass what "
+            f"the module's output would be added to"
+        )
+    units = [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]
+    if not units:
+        raise ValueError(f"leave_out was called with {type(module).__name__}, in which nothing is sharded")
+    in_forward = any(unit.schedule is not None and unit.schedule.forward_root is not None for unit in units)
+    if not in_forward and running_backward() < 0:
+        raise RuntimeError(
+            f"leave_out({type(module).__name__}) must be called in the forward of the root, where other ranks call it"
+        )
+    token = torch.zeros((), device=tensor.device, requires_grad=input_has_gradient and torch.is_grad_enabled())
+    joined: torch.Tensor = apply_function(_Join, tensor, _pass_by(module, token))
+    return joined
+
+
+def _pass_by(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
+    """What the forward of a module does with its units, and those in it."""
+    unit: Unit | None = unit_of(module)
+    if unit is not None:
+        (token,), _ = unit.pre_forward(module, (token,), {})
+    for child in module.children():
+        token = _pass_by(child, token)
+    params = [param for param in module._parameters.values() if param is not None]
+    if unit is not None:  # flat parameters hide the others
+        params += [
+            p.unsharded for group in unit.groups if group.is_flat for p in group.params if p.unsharded is not None
+        ]
+    trained = {id(param): param for param in params if param.requires_grad}
+    if trained:
+        token = apply_function(_Zeros, token, *trained.values())
+    if unit is not None:
+        token = unit.post_forward(module, (token,), token)
+    return token

@@ -1,0 +1,101 @@
+"""What a rank tells the others of itself, and what it takes for a proof that a wait will not end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.comm import watch
+from fullshard.comm.watch import Report, Watch
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+
+
+@pytest.fixture
+def watcher(store: Any) -> Any:
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Watch(store)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_an_error_at_a_prompt_ends_no_rank(watcher: Watch) -> None:
+    """As that of ``code.interact()``, which shows what was mistyped, and goes on."""
+    watcher.show(NameError("mistyped"))
+    assert watcher.shown[0] == "NameError: mistyped"
+    assert not watcher._ending.is_set()
+
+
+def test_an_error_that_ends_the_program_is_told_at_once(watcher: Watch, store: Any) -> None:
+    """Threads of the user may keep the process from its end."""
+    watcher.thread.start()
+    thread = threading.Thread(target=watcher.show, args=(ValueError("a bad batch"),))  # without a module below it
+    thread.start()
+    thread.join()
+    assert watcher._ending.is_set()
+    assert b"ValueError: a bad batch" in store.get(f"{watcher._key}0")
+
+
+def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
+    """A large group takes long on a slow network, and all of its ranks wait meanwhile."""
+    watcher._mine = Report(0, os.getpid(), "here", waits="a gather", waits_for=[1], waited=50, quiet=50)
+    other = Report(1, os.getpid(), "there", waits="a gather", waits_for=[0], waited=50, quiet=2)
+    assert watcher._judge({1: other}, 50) is None
+    other.quiet = 50
+    assert "All ranks wait for each other" in (watcher._judge({1: other}, 50) or "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when something came")
+def test_a_connection_says_when_something_came() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        there, _ = server.accept()
+        with there:
+            time.sleep(0.3)
+            before = watch._quiet(here)
+            there.send(b"something")
+            here.recv(20)
+            assert before > 0.25 > watch._quiet(here)
+
+
+def test_nothing_is_asked_of_a_store_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
+    """The client of torch would print where in C++ it failed, in a program that is right."""
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    asked = watch._Store(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    asked.set("key", "value")
+    assert asked.get("key") == "value"
+    del server
+    gc.collect()
+    time.sleep(0.1)
+    for _ in range(2):
+        with pytest.raises(watch._NoAnswerError):
+            asked.set("key", "value")
+    assert "TCPStore" not in capfd.readouterr().err
+
+
+def test_connections_to_a_store_do_not_multiply(watcher: Watch, store: Any) -> None:
+    """One process has many default process groups, one after the other."""
+    before = len(os.listdir("/proc/self/fd"))
+    watches = [Watch(store) for _ in range(8)]
+    assert len(os.listdir("/proc/self/fd")) - before <= 3 * len(watches)  # of each both ends, and one to look at
+
+
+def test_a_process_group_that_was_destroyed_is_not_kept(watcher: Watch) -> None:
+    """Its threads and connections would stay."""
+    known = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert known() is None
+    assert not watcher.is_current

@@ -1,0 +1,70 @@
+"""Ranks to which faults are done train right, or end in time with an error that says whose fault it was."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tests.faults.program import FAULTS, Case, random_case
+from tests.faults.run import RankResult, judge, run
+
+#: Programs side by side: most of them wait most of the time.
+AT_ONCE = 3
+ONE = Case(0, 2, "host", "fully_shard", (48, 48, 48), 1, "none", rank=1, step=1, block=1, in_backward=False)
+
+
+def together(cases: list[Case]) -> list[list[RankResult]]:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(run, cases))
+
+
+def check(cases: list[Case]) -> None:
+    wrong = [
+        f"{case}: {found}" for case, each in zip(cases, together(cases), strict=True) if (found := judge(case, each))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_fault_of_each_kind() -> None:
+    """On the transport that ranks of one host take, and between hosts."""
+    transports = ["host", "p2p"]
+    check([replace(ONE, fault=fault, transport=transports[at % 2]) for at, fault in enumerate(FAULTS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat"])
+def test_faults_of_each_kind(transport: str, front_end: str) -> None:
+    check(
+        [
+            replace(ONE, fault=fault, world=world, transport=transport, front_end=front_end, in_backward=in_backward)
+            for fault, world, in_backward in product(FAULTS, (2, 3), (False, True))
+            if not in_backward or fault in ("delay", "raise", "kill", "stop")
+        ]
+    )
+
+
+@pytest.mark.slow
+def test_random_faults(pytestconfig: pytest.Config) -> None:
+    first = pytestconfig.getoption("--first-seed")
+    check([random_case(seed) for seed in range(first, first + pytestconfig.getoption("--programs"))])
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """A check that finds nothing in anything would be worth nothing."""
+    fine = run(ONE)
+    assert judge(ONE, fine) == ""
+    later = replace(fine[0], losses=[*fine[0].losses[:-1], fine[0].losses[-1] + 0.01])
+    assert "rank 0: loss 3 is" in judge(ONE, [later, fine[1]])
+    killed = replace(ONE, fault="kill")
+    ended = RankResult("killed", fine[1].losses[:1], "", 3.0)
+    assert "rank 0 came to its end" in judge(killed, [fine[0], ended])
+    hung = RankResult("hung", fine[0].losses[:1], "", 40.0)
+    assert "rank 0 hung" in judge(killed, [hung, ended])
+    vague = RankResult("raised", fine[0].losses[:1], "RuntimeError: connection closed by peer", 4.0)
+    assert "rank 0 is not clear" in judge(killed, [vague, ended])
+    named = RankResult("raised", fine[0].losses[:1], "LostRankError: Rank 1 (process 5) was killed or has crashed", 4.0)
+    assert judge(killed, [named, ended]) == ""
