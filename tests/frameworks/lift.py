@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +49,7 @@ def torchtitan_on_cpu() -> None:
     It divides gradients itself, for which torch's FSDP takes a reduction that gloo has not; a sum is the same.
     """
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
-    if os.environ.get("FULLSHARD_PATCH") != "1":
+    if os.environ.get("FULLSHARD_PATCH", "0") == "0":
         from torchtitan.distributed import fsdp
 
         choose: Any = fsdp.disable_fsdp_gradient_division
@@ -73,19 +69,3 @@ def library_of(model: Any) -> str:
         cls.__module__.split(".")[0] for cls in type(model).__mro__ if "FSDP" in cls.__name__ or "Fully" in cls.__name__
     }
     return "fullshard" if "fullshard" in packages else "torch" if "torch" in packages else "nobody"
-
-
-def run_cases(run_case: Callable[[Path, list[str]], dict[str, Any]]) -> None:
-    """Run the cases that the command line names after a folder, and add what each found to `result.json` there.
-
-    A case is its options with hyphens between. Options that are no case belong to all of them.
-    """
-    top, *cases = sys.argv[1:]
-    common = [each for each in cases if each in ("train-only", "one-rank", "resume")]
-    for case in cases:
-        if case not in common:
-            found = run_case(Path(top) / case, [*case.split("-"), *common])
-            if os.environ["RANK"] == "0":
-                file = Path(top) / "result.json"
-                told = json.loads(file.read_text()) if file.exists() else {}
-                file.write_text(json.dumps({**told, case: found}))

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.run import row
+from tests.frameworks.run import needs, row
 
-pytest.importorskip("torchao")
+needs("torchao")
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["float8-ahead", "int8", "frozen-4", "frozen-8", "AdamW8bit", "AdamW4bit"])
-def test_trains_saves_and_resumes(tmp_path: Path, kind: str) -> None:
-    row("torchao", tmp_path, kind)
+@pytest.mark.parametrize("case", ["float8_ahead", "int8", "frozen_4", "frozen_8", "AdamW8bit", "AdamW4bit"])
+def test_trains_saves_and_resumes(tmp_path: Path, case: str) -> None:
+    """In float8 each rank scales by the largest of its own activations, and a number has three bits after the first."""
+    row("torchao", tmp_path, case, close=2**-4 if case.startswith("float8") else 1e-5)

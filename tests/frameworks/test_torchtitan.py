@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.run import compare, row, run
+from tests.frameworks.run import needs, row
 
-pytest.importorskip("torchtitan")
+needs("torchtitan")
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("options", [("llama3", "recompute"), ("deepseek_v3", "experts")], ids=" ".join)
-def test_trains_saves_and_resumes(tmp_path: Path, options: tuple[str, ...]) -> None:
-    row("torchtitan", tmp_path, *options, apart=("recompute",))
+@pytest.mark.parametrize("case", ["llama3", "llama3-recompute", "deepseek_v3-experts"])
+def test_trains_saves_and_resumes(tmp_path: Path, case: str) -> None:
+    """torchtitan shards nothing on a single rank."""
+    row("torchtitan", tmp_path, case, apart=("recompute",), others=4, close=1e-4)
 
 
-@pytest.mark.parametrize("option", ["tensor-parallel", "replicas"])
-def test_on_four_ranks(tmp_path: Path, option: str) -> None:
-    theirs = run("torchtitan", tmp_path / "torch", "llama3", option, "train-only", library="torch", ranks=4)
-    ours = run("torchtitan", tmp_path, "llama3", option, ranks=4)
-    compare(ours, theirs)
-    assert ours["resumed"] == ours["uninterrupted"]
+@pytest.mark.parametrize("case", ["llama3-tensor_parallel", "llama3-replicas"])
+def test_on_four_ranks(tmp_path: Path, case: str) -> None:
+    """And resumed on two that only shard."""
+    row("torchtitan", tmp_path, case, ranks=4, others=2, close=1e-4)

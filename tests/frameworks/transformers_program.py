@@ -1,11 +1,11 @@
-"""A small Llama with the Trainer of transformers: trains, saves, resumes, exports and generates, case by case."""
+"""A small Llama with the Trainer of transformers: trains, saves, resumes, exports and generates."""
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of, run_cases
+from tests.frameworks.lift import accelerate_on_cpu, library_of
 
 accelerate_on_cpu()
 CONFIG = LlamaConfig(
@@ -38,7 +38,7 @@ def trainer_of(folder, version, kind, *options):
         "activation_checkpointing": "recompute" in options,
         "sync_module_states": False,  # else accelerate asks for an accelerator
     }
-    ranks = 1 if "one-rank" in options else 2
+    ranks = 1 if "resume" in options else 2
     arguments = TrainingArguments(
         output_dir=str(folder),
         fsdp="full_shard auto_wrap",
@@ -97,7 +97,7 @@ def exported(trainer, folder, options):
 def run_case(folder, options):
     found = {}
     trainer = trainer_of(folder, *options)
-    if "one-rank" not in options:
+    if "resume" not in options:
         found["losses"] = losses_of(trainer)
         if "lora" not in options:
             found["generated"] = generated(trainer)
@@ -107,6 +107,3 @@ def run_case(folder, options):
         found["exported"] = exported(trainer, folder / "exported", options)
     found["sharded by"] = library_of(trainer.model)
     return found
-
-
-run_cases(run_case)

@@ -1,4 +1,4 @@
-"""A small Llama with three trainers of TRL: trains, saves, resumes, exports; a case after the other."""
+"""A small Llama with three trainers of TRL: trains, saves, resumes, exports."""
 
 import argparse
 import inspect
@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from tests.frameworks.lift import accelerate_on_cpu, library_of, run_cases
+from tests.frameworks.lift import accelerate_on_cpu, library_of
 
 accelerate_on_cpu()
 #: Every character is a token.
@@ -40,7 +40,7 @@ def varied(completions, **others):
     return [len(set(completion)) / 8 for completion in completions]
 
 
-def trainer_of(folder, kind, version, *options):
+def trainer_of(folder, kind, version, saved, *options):
     set_seed(0)
     model = LlamaForCausalLM(CONFIG)
     common = {
@@ -48,13 +48,14 @@ def trainer_of(folder, kind, version, *options):
         "fsdp": "full_shard auto_wrap",
         "fsdp_config": {
             "version": int(version),
+            "state_dict_type": f"{saved}_STATE_DICT",
             "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
             "sync_module_states": False,  # else accelerate asks for an accelerator
         },
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "per_device_train_batch_size": 2 if "one-rank" not in options else 4,
+        "per_device_train_batch_size": 2 if "resume" not in options else 4,
         "learning_rate": 1e-2,
         "max_steps": 4,
         "save_steps": 2,
@@ -91,6 +92,7 @@ def exported(trainer, folder):
     ids = torch.arange(16)[None]
     with torch.no_grad():
         sharded = trainer.model.eval()(input_ids=ids, labels=ids).loss.item()
+    trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(folder))
     trainer.accelerator.wait_for_everyone()
     model = LlamaForCausalLM.from_pretrained(str(folder)).double()
@@ -100,7 +102,7 @@ def exported(trainer, folder):
 def run_case(folder, options):
     found = {}
     trainer = trainer_of(folder, *options)
-    if "one-rank" not in options:
+    if "resume" not in options:
         found["losses"] = losses_of(trainer)
     if "train-only" not in options:
         trainer = trainer_of(folder, *options)
@@ -108,6 +110,3 @@ def run_case(folder, options):
         found["exported"] = exported(trainer, folder / "exported")
     found["sharded by"] = library_of(trainer.model)
     return found
-
-
-run_cases(run_case)
