@@ -47,8 +47,9 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA on RANKS ranks
 	$(call start,finetune.py)
 
+# Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.
 test: lint types ## lint, check types, run the quick lane of the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: lint types ## the same with every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)

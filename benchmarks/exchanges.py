@@ -21,7 +21,7 @@ from benchmarks.ranks import run_ranks
 from fullshard.buffer.plan import ParamShape, make_plan
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.point_to_point import PointToPointTransport
-from fullshard.comm.transport import GatherRoute, ReduceRoute, Reduction, Transfer
+from fullshard.comm.transport import Reduction, Route, Transfer
 
 #: Bytes that the exchanges of one turn move together, about; at least one is made.
 _TURN = 16 * 2**20
@@ -69,11 +69,11 @@ def _exchanges(size: int) -> dict[tuple[str, str], Callable[[], None]]:
     return found
 
 
-def _gather(route: GatherRoute) -> None:
+def _gather(route: Route) -> None:
     route.start().finish()
 
 
-def _reduce(route: ReduceRoute, transfer: Transfer) -> None:
+def _reduce(route: Route, transfer: Transfer) -> None:
     route.start([transfer.shard], Reduction(transfer.plan.world_size)).finish()
 
 

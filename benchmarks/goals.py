@@ -57,6 +57,10 @@ def excess(found: Any, name: str, phase: str) -> float:
     return float((own - (alone if name != "no communication" else 0.0)) / found["group_bytes"])
 
 
+def _checked(transport: str) -> Callable[[Any], Spread]:
+    return lambda found: ratio(found["steps"][transport], "wall", "with", "without")
+
+
 def _over(what: str, base: str, pick: Callable[[Any], str] = lambda found: "fullshard") -> Callable[[Any], Spread]:
     return lambda found: ratio(found["contenders"], what, pick(found["contenders"]), base)
 
@@ -162,6 +166,10 @@ GOALS = [
     _memory("the same without prefetch", 2.5, "backward", "fullshard, no prefetch"),
     _memory("kept between steps above the shards", 3.0, "rest"),
     _memory("the same after free_buffers()", 0.0, "freed"),
+    *(
+        Goal(f"a step with its checks / without, {name}", "checks", 1.01, "", _checked(name))
+        for name in ("host", "p2p", "collective")
+    ),
     Goal("peak of a communication-bound step over sockets / FSDP2's", "peaks", 1.0, "", _peak("fullshard, p2p")),
     Goal("the same, collective", "peaks", 1.0, "", _peak("fullshard, collective")),
     Goal("flat layout, W=1,024, groups from 1 MiB: most padding (alignment 16)", "padding", 3, "%", _flat(16)),

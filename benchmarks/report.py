@@ -44,6 +44,8 @@ _TITLES = {
     "padding": "Padding",
     "initialisation": "Sharding a model",
     "checkpoint": "Checkpoints",
+    "saves": "Saves and loads beside raw writes and reads",
+    "checks": "Checks",
 }
 
 
@@ -78,7 +80,7 @@ def parts(results: Results) -> dict[str, str]:
         made |= {"steps": lambda: _steps(steps, results["machine"]["cores"]), "moves": lambda: _moves(steps)}
     tables = (("group", _group), ("exchanges", _exchanges), ("host", _host), ("optimizer", _optimizer))
     others = (("memory", _memory), ("padding", _padding), ("initialisation", _initialisation))
-    for name, make in (*tables, *others, ("checkpoint", _checkpoint)):
+    for name, make in (*tables, *others, ("checkpoint", _checkpoint), ("saves", _saves), ("checks", _checks)):
         if name in results:
             made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
     return {name: "\n".join(make()) for name, make in made.items()}
@@ -378,6 +380,39 @@ def _checkpoint(found: Any) -> Iterator[str]:
             cells += [_milliseconds(values[f"{way} seconds"], 0), _known(middle(values[f"{way} bytes"]) / 2**20, 0)]
         rows.append([name, *cells])
     yield _table(rows, ["", "files, MiB", "save, ms", "peak, MiB", "load, ms", "peak, MiB"])
+
+
+def _saves(found: Any) -> Iterator[str]:
+    yield (
+        f"`fullshard.checkpoint` and `torch.distributed.checkpoint` (DCP) beside the raw write and read of the same "
+        f"bytes, W={found['ranks']}, forced to the disk; wall time of the slowest rank and CPU time of all ranks, as "
+        "multiples of the raw ones of the same round. With `wait=False` *save* is how long training stands, and *load* "
+        "the rest of the save.\n"
+    )
+    rows = []
+    for model, contenders in found["models"].items():
+        for name, values in contenders.items():
+            if name != "bytes":
+                ratios = [_middle_ratio(values[what], contenders["raw"][what]) for what in values]
+                rows.append([model, name, _milliseconds(values["save wall"], 0), *ratios])
+    yield _table(rows, ["", "", "save, ms", "save, wall", "save, CPU", "load, wall", "load, CPU"])
+
+
+def _middle_ratio(values: list[float], raw: list[float]) -> str:
+    return f"{middle([one / other for one, other in zip(values, raw, strict=True)]):.2f}"
+
+
+def _checks(found: Any) -> Iterator[str]:
+    yield (
+        "A step with the checks that are on by default (the comparison of the ranks after each pass), over one with "
+        "`FULLSHARD_CHECKS=0`; and the same with `detect_non_finite`, which reads every output and gradient. The "
+        f"thread that watches over waits took {found['watch']:.2%} of a core.\n"
+    )
+    rows = [
+        [_called(transport), *(_ratio(ratio(each, "wall", name, "without")) for name in each if name != "without")]
+        for transport, each in found["steps"].items()
+    ]
+    yield _table(rows, ["", "with checks", "and detect_non_finite"])
 
 
 def _table(rows: list[list[Any]], headers: list[str]) -> str:

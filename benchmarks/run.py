@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import machine, page
 from benchmarks.checkpoint import measure_checkpoint
+from benchmarks.checks import measure_checks
 from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
@@ -31,6 +32,7 @@ from benchmarks.memory import measure_memory, measure_padding, measure_peaks
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
+from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
 
 NAMES = (
@@ -44,6 +46,8 @@ NAMES = (
     "padding",
     "initialisation",
     "checkpoint",
+    "saves",
+    "checks",
 )
 
 
@@ -53,6 +57,8 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 2, 2)
     sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
     exchanged = [2**14] if quick else [2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
+    stored = {"1 GiB": (64, 2048), "5,000 small tensors": (5000, 64)}
+    stored = {"small": (4, 64)} if quick else stored
     ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {
@@ -71,6 +77,8 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},
         "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},
         "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
+        "saves": {"saves": lambda: measure_saves(stored, 2, few)},
+        "checks": {"checks": lambda: measure_checks(communication, 2, 4 * rounds, 2.0 if quick else 20.0)},
     }
 
 

@@ -87,8 +87,8 @@ class Trainer:
         self.contender = contender
         self._work = work
         model = work.build()
-        self._model: nn.Module = contender.wrap(model, list(model.blocks))
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+        self.model: nn.Module = contender.wrap(model, list(model.blocks))
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self._steps = 0
 
     def next_batch(self) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Trainer:
         return self._work.batch(dist.get_rank(), self._steps)
 
     def step(self, batch: torch.Tensor, keep_gradients: bool = False) -> torch.Tensor:
-        loss: torch.Tensor = self._model(batch)
+        loss: torch.Tensor = self.model(batch)
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=not keep_gradients)

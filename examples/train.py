@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
-import checkpoint
 import data
 import history
 import memory
@@ -31,6 +30,7 @@ from fullshard import (
     MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
+    checkpoint,
     fully_shard,
 )
 from fullshard.wrap import ModuleWrapPolicy
@@ -116,8 +116,12 @@ def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> nn.Module:
     return model
 
 
-def train(run: Run, done: int) -> reference.Measurement | None:
-    """Train from step ``done`` to the last one. Returns the measurement of the first steps if they were among these."""
+def train(run: Run, done: int, preempted: checkpoint.Preemption) -> reference.Measurement | None:
+    """Train from step ``done`` to the last one. Returns the measurement of the first steps if they were among these.
+
+    Checkpoints are written while the next steps run. There is no random state to keep in them: a batch is a function of
+    seed and step (``data.py``). A run that is told to end saves what is done.
+    """
     settings, place = run.settings, run.place
     first, losses, held = None, [], []
     bar = tqdm(
@@ -147,9 +151,21 @@ def train(run: Run, done: int) -> reference.Measurement | None:
             )
         report(run, count, losses[-1], norm.item(), seconds, place.gather(held[-1]))
         bar.update()
-        if count % settings.checkpoint_every == 0 or count == settings.steps:
-            checkpoint.save(settings.checkpoint_dir, run.model, run.optimizer, count, run.identity)
+        ends = count == settings.steps or preempted()
+        if ends or count % settings.checkpoint_every == 0:
+            checkpoint.save(
+                settings.checkpoint_dir,
+                run.model,
+                run.optimizer,
+                step=count,
+                keep_last=2,
+                wait=False,
+                run=run.identity,
+            )
+        if ends:
+            break
         clock = time.perf_counter()
+    checkpoint.finish()
     bar.close()
     return first
 
@@ -212,23 +228,26 @@ def write(run: Run) -> str:
 def resume(run: Run) -> int:
     """Load the checkpoint that the settings name, if there is one, and return the step that it was made at."""
     settings = run.settings
-    path = checkpoint.latest(settings.checkpoint_dir)
-    if path is None:
+    newest = checkpoint.newest(settings.checkpoint_dir)
+    if newest is None:
         if settings.resume == "always":
             raise Refusal(f"--resume always, and there is no checkpoint in {settings.checkpoint_dir}.")
         return 0
     if settings.resume == "never":
-        raise Refusal(f"--resume never, and {path} is there already: remove it or name another --checkpoint-dir.")
-    found = checkpoint.describe(path)
+        raise Refusal(
+            f"--resume never, and {newest.path} is there already: remove it or name another --checkpoint-dir."
+        )
+    found = newest.state()["run"]
     for name, ours in run.identity.items():
         if found[name] != ours:
             raise Refusal(
-                f"{path} was trained with {name} {found[name]}, and this run has {name} {ours}: give the same to go on "
-                f"from it, or name another --checkpoint-dir to begin anew."
+                f"{newest.path} was trained with {name} {found[name]}, and this run has {name} {ours}: give the same "
+                f"to go on from it, or name another --checkpoint-dir to begin anew."
             )
-    checkpoint.load(path, run.model, run.optimizer)
-    run.place.say(f"Going on from {path}.")
-    return int(found["step"])
+    state = checkpoint.load(settings.checkpoint_dir, run.model, run.optimizer)
+    assert state is not None
+    run.place.say(f"Going on from step {state['step']}, {newest.path}.")
+    return int(state["step"])
 
 
 def join(settings: Settings) -> Place:
@@ -279,7 +298,11 @@ def main(settings: Settings, place: Place) -> None:
             f"No step left to do: {done} of {settings.steps} are done. For more, give --steps {2 * done} "
             f"(make train STEPS={2 * done}); to begin anew, remove {settings.checkpoint_dir}."
         )
-    first = train(run, done) if done < settings.steps else None
+    with checkpoint.Preemption() as preempted:
+        first = train(run, done, preempted) if done < settings.steps else None
+        if preempted():
+            place.say("Told to end: the same command goes on from here.")
+            return
     if first and settings.compare:
         compare(run, first)
     loss = evaluate(run)

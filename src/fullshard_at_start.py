@@ -5,23 +5,27 @@ imported here that the program does not import, and a process that never imports
 """
 
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 
 class _AfterTorch:
-    """Finds torch as everybody does, and patches it once it was executed."""
+    """Finds torch as everybody does, and patches it once it was executed. Others may look for it before."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = find_spec("torch")
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_patch(module: ModuleType) -> None:
+                sys.meta_path.remove(self)
                 execute(module)
                 from fullshard.compat.patch import patch_and_say
 
@@ -31,4 +35,4 @@ class _AfterTorch:
         return spec
 
 
-sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _AfterTorch())

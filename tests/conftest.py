@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the long lane: everything; see tests.harness")
     group = parser.getgroup("fuzz", "random programs, see tests.fuzz")
     group.addoption("--programs", type=int, default=24, help="how many random programs to run")
+    parser.addoption("--kills", type=int, help="at how many points of saves ranks are killed")
     group.addoption("--first-seed", type=int, default=0, help="the seed of the first random program")
 
 

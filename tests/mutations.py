@@ -368,8 +368,8 @@ MUTATIONS = (
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",
-        "full_precision = all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)",
-        "full_precision = True",
+        "all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)",
+        "True",
         "tests/comm/test_select.py::test_two_hosts_move_small_groups_by_collectives",
     ),
     Mutation(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from benchmarks import machine, page, ranks, run
 from benchmarks.checkpoint import measure_checkpoint
+from benchmarks.checks import measure_checks
 from benchmarks.contenders import ALONE, DDP, FSDP2, Contender
 from benchmarks.exchanges import measure_exchanges
 from benchmarks.figures import ratio, spread
@@ -21,6 +22,7 @@ from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY, Work
 from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
+from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
 from benchmarks.timeline import bars, draw, record
 
@@ -162,6 +164,32 @@ def test_a_checkpoint_has_the_model_and_the_optimizer_once(checkpoint: dict[str,
 
 
 @pytest.fixture(scope="module")
+def saves() -> dict[str, Any]:
+    return measure_saves({"small": (4, 32)}, 2, rounds=1)
+
+
+def test_saves_stand_beside_raw_writes(saves: dict[str, Any]) -> None:
+    found = saves["models"]["small"]
+    assert found.pop("bytes") == 4 * 4 * 32 * 32
+    assert list(found) == ["raw", "fullshard", "DCP", "fullshard, wait=False"]
+    assert all(len(values) == 1 and values[0] > 0 for each in found.values() for values in each.values())
+    found["bytes"] = 4 * 4 * 32 * 32
+
+
+@pytest.fixture(scope="module")
+def checks() -> dict[str, Any]:
+    return measure_checks(TINY, 2, rounds=2, watched=0.5)
+
+
+def test_checks_are_timed_on_every_transport(checks: dict[str, Any]) -> None:
+    assert list(checks["steps"]) == ["host", "p2p", "collective"]
+    for found in checks["steps"].values():
+        assert list(found) == ["without", "with", "and detect_non_finite"]
+        assert all(len(each["wall"]) == 2 and min(each["wall"]) > 0 for each in found.values())
+    assert 0 <= checks["watch"] < 1
+
+
+@pytest.fixture(scope="module")
 def optimizer() -> dict[str, Any]:
     return measure_optimizer(count=4, width=8, rounds=2)
 
@@ -199,6 +227,8 @@ def results(
     initialisation: dict[str, Any],
     checkpoint: dict[str, Any],
     optimizer: dict[str, Any],
+    saves: dict[str, Any],
+    checks: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "machine": machine.facts(),
@@ -211,6 +241,8 @@ def results(
         "initialisation": initialisation,
         "checkpoint": checkpoint,
         "optimizer": optimizer,
+        "saves": saves,
+        "checks": checks,
         "watch": {"load_before": 0.0, "others": 0.5, "seconds": 1.0},
     }
 

@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+
+from fullshard.checkpoint import checkpoints
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,14 +29,19 @@ def train(checkpoints: Path, steps: int, *flags: str) -> str:
 
 def start(example: str, ranks: int, *flags: str) -> str:
     """Run an example on a machine without accelerators, and return what was printed."""
+    command, environment = torchrun(example, ranks, *flags)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def torchrun(example: str, ranks: int, *flags: str) -> tuple[list[str], dict[str, str]]:
+    """The command that starts an example, and its environment."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "examples" / example), *flags]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return [*command, str(ROOT / "examples" / example), *flags], environment
 
 
 def number_after(text: str, printed: str) -> float:
@@ -69,9 +77,49 @@ def test_a_run_changes_its_front_end_twice_and_is_the_same_run(tmp_path: Path) -
     the_history_is_there(tmp_path / "whole", whole, steps=6, width=1200)
     for api, steps in (("wrapper", 2), ("fully_shard", 4), ("wrapper", 6)):
         printed = train(tmp_path / "changes", steps, f"--api={api}", "--no-compare")
-    assert f"Going on from {tmp_path / 'changes' / 'step-4'}" in printed
+    assert f"Going on from step 4, {tmp_path / 'changes' / 'step-00000004'}" in printed
     the_history_is_there(tmp_path / "changes", printed, steps=6, width=800)
     assert abs(number_after("Validation loss", printed) - number_after("Validation loss", whole)) <= 0.001
+
+
+def test_a_killed_run_goes_on_where_it_was_with_other_ranks_too(tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    whole = train(tmp_path / "whole", 12, "--no-compare")
+    flags = ["--device=cpu", "--steps=12", "--batch-size=4", "--seq-len=16", "--sample-tokens=0", "--no-compare"]
+    flags += [f"--checkpoint-dir={tmp_path / 'killed'}"]
+    command, environment = torchrun("train.py", 2, *flags, "--checkpoint-every=1", "--steps=1000000")
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "killed").exists() or not checkpoints(tmp_path / "killed"):
+            assert running.poll() is None
+            time.sleep(0.05)
+    finally:
+        for process in (*psutil.Process(running.pid).children(recursive=True), running):
+            process.kill()
+        running.wait()
+    newest = max(int(path.name[5:13]) for path in checkpoints(tmp_path / "killed"))
+    assert newest < 12
+    printed = start("train.py", 1, *flags)
+    assert f"Going on from step {newest}, " in printed
+    assert abs(number_after("Validation loss", printed) - number_after("Validation loss", whole)) <= 0.001
+    assert sorted(path.name for path in checkpoints(tmp_path / "killed"))[-1] == "step-00000012"
+
+
+def test_a_run_that_is_told_to_end_saves(tmp_path: Path) -> None:
+    flags = ["--device=cpu", "--batch-size=4", "--seq-len=16", "--no-compare", f"--checkpoint-dir={tmp_path}"]
+    command, environment = torchrun("train.py", 2, *flags, "--checkpoint-every=1000000", "--steps=1000000")
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if "step " in line:
+                running.terminate()
+                break
+        assert "Told to end" in running.stdout.read()
+        running.wait(60)
+    finally:
+        running.kill()
+    assert len(checkpoints(tmp_path)) == 1
 
 
 def test_the_wrapper_trains_as_unsharded_steps_do_in_low_precision(tmp_path: Path) -> None:

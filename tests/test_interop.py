@@ -250,7 +250,7 @@ def test_whole_state_dicts_of_odd_models(world: World, kind: str, build: Any) ->
     assert other.step(range(2, 4)) == trained.step(range(2, 4))
 
 
-@ranks(3)
+@ranks(2, 3)
 @EACH_WRAPPED
 @pytest.mark.parametrize("options", [FULL, FROM_FIRST, None], ids=["full", "broadcast", "sharded"])
 @pytest.mark.parametrize("steps", [0, 1], ids=["new", "trained"])
@@ -484,9 +484,18 @@ def test_a_checkpoint_of_torch_is_loaded_and_the_other_way_round(
 # -- torch's own -------------------------------------------------------------------------------------------------------
 
 
+HOW = {"full": FULL, "broadcast": FROM_FIRST, "sharded": None}
+OF_TORCH = [(kind, how) for kind in FRONT_ENDS[:3] for how in HOW]
+
+
 @ranks(2)
-@pytest.mark.parametrize("kind", FRONT_ENDS[:3])
-@pytest.mark.parametrize("options", [FULL, FROM_FIRST, None], ids=["full", "broadcast", "sharded"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [  # in the quick lane each once
+        pytest.param(kind, HOW[how], id=f"{kind}-{how}", marks=[] if number % 4 == 0 else [pytest.mark.slow])
+        for number, (kind, how) in enumerate(OF_TORCH)
+    ],
+)
 def test_torchs_own_go_on_working(world: World, kind: str, options: StateDictOptions | None) -> None:
     torchs = LIBRARIES["torch"]
     trained, other = Trained(kind, steps=2, library=torchs), Trained(kind, seed=1, library=torchs)

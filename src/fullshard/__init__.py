@@ -1,7 +1,11 @@
 """Fully sharded data parallelism for PyTorch."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fullshard import interop as interop
 from fullshard import optim as optim
+from fullshard.comm.waits import LostRankError as LostRankError
 from fullshard.compat import names as _names  # noqa: F401
 from fullshard.compat.patch import is_patched as is_patched
 from fullshard.compat.patch import patch as patch
@@ -23,6 +27,10 @@ from fullshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fullshard.policies import OffloadPolicy as OffloadPolicy
 from fullshard.policies import ReduceScatter as ReduceScatter
 from fullshard.policies import ShardPlacementResult as ShardPlacementResult
+from fullshard.schedule.finite import NonFiniteDetector as NonFiniteDetector
+from fullshard.schedule.finite import NonFiniteError as NonFiniteError
+from fullshard.schedule.finite import detect_non_finite as detect_non_finite
+from fullshard.schedule.leave_out import leave_out as leave_out
 from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from fullshard.wrapper.settings import BackwardPrefetch as BackwardPrefetch
 from fullshard.wrapper.settings import CPUOffload as CPUOffload
@@ -40,7 +48,17 @@ from fullshard.wrapper.settings import StateDictConfig as StateDictConfig
 from fullshard.wrapper.settings import StateDictSettings as StateDictSettings
 from fullshard.wrapper.settings import StateDictType as StateDictType
 
+if TYPE_CHECKING:
+    from fullshard import checkpoint as checkpoint
+
 __version__ = "0.1.0"
 
 #: The classes and functions of these lines.
 __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``checkpoint`` once it is asked for: torch's own checkpoints take their time."""
+    if name == "checkpoint":
+        return importlib.import_module("fullshard.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

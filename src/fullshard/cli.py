@@ -1,4 +1,4 @@
-"""The commands of ``python -m fullshard``: ``run`` a program on fullshard, describe the ``env``.
+"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, handle a ``checkpoint``.
 
 A thin layer: each command calls what the library has.
 """
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fullshard
+from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_say
 from fullshard.torch_private import CAN_SWAP_MEMORY
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.set_defaults(call=_run)
     env = commands.add_parser("env", help="say what is installed and what fullshard would choose, for bug reports")
     env.set_defaults(call=_env)
+    add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
     return int(options.call(options))
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -126,6 +125,7 @@ def fully_shard(
         AssertionError: a module to which ``fully_shard`` was applied before.
         TypeError: an argument of a wrong type.
     """
+    given = dict(locals())
     modules = _root_modules(module)
     mp_policy = as_setting(mp_policy, MixedPrecisionPolicy, "mp_policy")
     offload_policy = as_setting(offload_policy, OffloadPolicy, "offload_policy")
@@ -135,22 +135,12 @@ def fully_shard(
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     data = data_mesh(mesh, dims)
     device = compute_device(mesh.device_type)
-    options = {
-        "mesh": mesh,
-        "reshard_after_forward": reshard_after_forward,
-        "shard_placement_fn": shard_placement_fn,
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "ignored_params": ignored_params,
-        "dp_mesh_dims": dims,
-        "check_values": check_values,
-    }
     theirs = replicated(modules)
     if auto_wrap_policy is not None:
         for root in modules:
             for inner, overrides in targets(root, auto_wrap_policy, theirs).items():
                 if unit_of(inner) is None:
-                    fully_shard(inner, **{**options, **overrides})
+                    fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
     after_forward = True if reshard_after_forward is None else reshard_after_forward
     _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
     if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
@@ -190,7 +180,13 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    _check_offload(options.offload, process_group, unit.device)
+    rests_on_cpu = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
+    if rests_on_cpu and unit.device.type != "cpu" and not backend_name(process_group, CPU):
+        raise ValueError(
+            f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
+            f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
+            f"init_process_group('cpu:gloo,{unit.device.type}:nccl')"
+        )
     watch_steps()
     transport = select_transport(process_group, unit.device)
     group = Group(params, unit.modules, data, unit.device, options, transport, tag)
@@ -199,16 +195,6 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     for param, original in zip(params, originals, strict=True):
         if original is not param.sharded and original.requires_grad:
             refuse_gradients(original, param.name)
-
-
-def _check_offload(policy: OffloadPolicy, process_group: dist.ProcessGroup, device: torch.device) -> None:
-    rests_on_cpu = isinstance(policy, CPUOffloadPolicy) and policy.parameters
-    if rests_on_cpu and device.type != "cpu" and not backend_name(process_group, CPU):
-        raise ValueError(
-            f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
-            f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
-            f"init_process_group('cpu:gloo,{device.type}:nccl')"
-        )
 
 
 def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule:
@@ -295,14 +281,9 @@ def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that no call on a submodule has taken, parents before children."""
-    managed: dict[nn.Module, None] = {}
-    waiting = [*reversed(modules)]
-    while waiting:
-        module = waiting.pop()
-        if module not in managed and (module in modules or unit_of(module) is None):
-            managed[module] = None
-            waiting += reversed([*module.children()])
-    return list(managed)
+    inside = {inner for module in modules for inner in module.modules()}
+    passed = {inner for inner in inside.difference(modules) if unit_of(inner) is not None}  # with all below them
+    return [inner for module in modules for _, inner in module.named_modules(passed)]
 
 
 def _check_parameters(params: _Found, data: DataMesh | None, device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch.nn as nn
 from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter, warn
-from fullshard.schedule.checks import EmptiedBuffers
+from fullshard.schedule.checks import buffers_on_meta
 from fullshard.schedule.schedule import Observer, Schedule
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import allocating_backend
@@ -335,11 +335,11 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     unit = _unit(module)
     for group in unit.groups:
         group.reshard()
-    watched = EmptiedBuffers(module)
+    on_meta = buffers_on_meta(module)
     params = [param for group in unit.groups for param in group.params]
     gradients = [param.set_gradient_aside() for param in params]
     yield
-    unit.emptied.append(watched)
+    unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
     for group in unit.groups:
         group.take_over(group.module_params.take_in())
     for param, gradient in zip(params, gradients, strict=True):

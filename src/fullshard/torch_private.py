@@ -65,6 +65,20 @@ make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor._
 PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
+def box_of(spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offsets of this rank's part where a dim was cut twice; checkpoints say where each part lies."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where a piece lies, as the metadata of ``torch.distributed.checkpoint`` says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor hold another local tensor of the same shape: parameters keep their identity."""
     tensor._local_tensor = local
@@ -334,6 +348,18 @@ def timeout_of(process_group: Any) -> float:
     options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
+
+
+def default_store() -> Any:
+    """The store by which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def port_of(store: Any) -> int:
+    """The port of a store's server; 0 if it has none."""
+    while not hasattr(store, "port") and hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
 
 
 #: Whether a profiler records: ranges cost several times what they measure when none does.

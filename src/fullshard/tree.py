@@ -178,21 +178,17 @@ class _Walk:
                 if self.under_way[key] is None:
                     self.under_way[key] = _maker(cls)()
                 return self.under_way[key]
-            result = self._visit_container(cls, node, kind)
+            self.under_way[key] = None
+            values, context = kind.open(node)
+            old = list(values)
+            new = [self.visit(value) for value in old]
+            blank = self.under_way.pop(key)  # something inside refers to it, if there is one
+            result = node
+            if blank is not None or not all(map(is_, new, old)):
+                whole = node if not kind.fills else _maker(cls)() if blank is None else blank
+                result = kind.build(whole, new, context)
         self.done[key] = (node, result)
         return result
-
-    def _visit_container(self, cls: type, node: Any, kind: _Kind) -> Any:
-        self.under_way[id(node)] = None
-        values, context = kind.open(node)
-        old = list(values)
-        new = [self.visit(value) for value in old]
-        blank = self.under_way.pop(id(node))  # something inside refers to it, if there is one
-        if blank is None and all(map(is_, new, old)):
-            return node
-        if not kind.fills:
-            return kind.build(node, new, context)
-        return kind.build(_maker(cls)() if blank is None else blank, new, context)
 
 
 def _kind(cls: type) -> _Kind | None:

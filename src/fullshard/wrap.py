@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -57,28 +58,6 @@ class _Policy(ABC):
         """The modules of the tree to wrap, in any order, each with its keywords: ``root_kwargs``, changed or not."""
 
 
-class ModuleWrapPolicy(_Policy):
-    """Wraps every module of the given classes, or of classes derived from them; a TypeError for anything else."""
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        is_set = isinstance(module_classes, Iterable) and not isinstance(module_classes, type)
-        self._module_classes = set(module_classes) if is_set else set()
-        if not is_set or not all(isinstance(cls, type) for cls in self._module_classes):
-            raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got {module_classes!r}")
-
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
-    ) -> dict[nn.Module, Overrides]:
-        chosen = (module for module in root_module.modules() if isinstance(module, tuple(self._module_classes)))
-        return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        return _module_wrap_policy(module, recurse, -1, self._module_classes)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__()}({self._module_classes})"
-
-
 class CustomPolicy(_Policy):
     """Wraps what a function says, with the keywords it says::
 
@@ -105,6 +84,23 @@ class CustomPolicy(_Policy):
             if answer:
                 chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
         return chosen
+
+
+class ModuleWrapPolicy(CustomPolicy):
+    """Wraps every module of the given classes, or of classes derived from them; a TypeError for anything else."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        is_set = isinstance(module_classes, Iterable) and not isinstance(module_classes, type)
+        self._module_classes = set(module_classes) if is_set else set()
+        if not is_set or not all(isinstance(cls, type) for cls in self._module_classes):
+            raise TypeError(f"ModuleWrapPolicy takes a set of module classes, got {module_classes!r}")
+        super().__init__(partial(self, recurse=False))
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return _module_wrap_policy(module, recurse, -1, self._module_classes)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}({self._module_classes})"
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
@@ -302,6 +298,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 # - Plain layers (Linear, Conv2d, Embedding) and norms are blocks only where nothing better is found: a stem, a head or
 #   a dict of embeddings beside the layers is none; the layers of a small perceptron are.
 
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _STAGE_SHARE = 2 / 3  # of a stage's parameters are in its blocks; the rest changes the width between stages
 
 
@@ -321,28 +318,20 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
     opened: set[nn.Module] = set()
     while True:
-        families = _families(model, opened, may_be_block)
+        families: dict[nn.Module, list[nn.Module]] = {}  # containers, each with its candidates
+        waiting, seen = [model], {model}
+        for module in waiting:  # which grows
+            for child in _children(module):
+                if child not in seen:
+                    seen.add(child)
+                    is_candidate = isinstance(module, _CONTAINERS) and child not in opened and may_be_block(child)
+                    (families.setdefault(module, []) if is_candidate else waiting).append(child)
         counts = Counter(_look(member) for members in families.values() for member in members)
         to_open = {each for family in families.items() for each in _members_to_open(*family, counts, may_be_block)}
         if not to_open:
             blocks = {member for members in families.values() for member in members}
             return [module for module in model.modules() if module in blocks]
         opened |= to_open
-
-
-def _families(model: nn.Module, opened: set[nn.Module], may_be_block: Predicate) -> dict[nn.Module, list[nn.Module]]:
-    """Containers, each with its candidates, met without looking into candidates that are not opened."""
-    families: dict[nn.Module, list[nn.Module]] = {}
-    waiting, seen = [model], {model}
-    for module in waiting:  # which grows
-        for child in _children(module):
-            if child not in seen:
-                seen.add(child)
-                if _is_container(module) and child not in opened and may_be_block(child):
-                    families.setdefault(module, []).append(child)
-                else:
-                    waiting.append(child)
-    return families
 
 
 def _members_to_open(
@@ -370,7 +359,7 @@ def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
     widths: list[set[object]] = []
     numel_inside, is_chain = 0, False
     for stage in alike:
-        lists = [module for module in (stage, *_children(stage)) if _is_container(module)]
+        lists = [module for module in (stage, *_children(stage)) if isinstance(module, _CONTAINERS)]
         inside = [child for module in lists for child in _children(module) if may_be_block(child)]
         if not inside:
             return False
@@ -399,10 +388,6 @@ def _children(module: nn.Module) -> list[nn.Module]:
 
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
+from fullshard.comm.waits import LostRankError
 from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
 from tests.harness import World, ranks
 
@@ -103,7 +105,7 @@ def test_ranks_that_reduce_different_groups_are_told_the_tags(world: World) -> N
     pending = start(transport, transfers_of(CASE, world.size, transport=transport), tag=3 + 4 * world.rank)
     here, there = 3 + 4 * world.rank, 7 - 4 * world.rank
     with pytest.raises(
-        RuntimeError, match=rf"rank {1 - world.rank} reduces another group \(tag {there}\) than rank .* \(tag {here}\)"
+        RuntimeError, match=rf"rank {1 - world.rank} reduces .*tag {there} where rank . reduces .*tag {here}"
     ):
         pending.finish()
     dist.barrier()
@@ -121,8 +123,25 @@ def test_ranks_that_reduce_different_parameters_of_a_group_are_told(world: World
     (whole,) = transfers_of(OTHER, world.size, transport=transport)
     plan = whole.plan.select([0, 3] if world.rank else [0, 5])
     pending = start(transport, [Transfer(plan, whole.full, torch.empty(plan.shard_numel))])
-    with pytest.raises(RuntimeError, match=r"other parameters of a group \(tag 1\).*set_reduce_scatter_unused_params"):
+    with pytest.raises(
+        RuntimeError, match=r"other parameters of the group with tag 1.*set_reduce_scatter_unused_params"
+    ):
         pending.finish()
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_rank_is_lost_whose_memory_ended_with_it(world: World) -> None:
+    transport = make()
+    pending = start(transport, transfers_of(CASE, world.size, transport=transport))
+
+    def gone(address: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/1/fd/3")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segment, "open", gone)
+        with pytest.raises(LostRankError, match=rf"rank {world.rank} lost rank {1 - world.rank} in a reduction of"):
+            pending.finish()
     dist.barrier()
 
 
@@ -133,7 +152,9 @@ def test_a_reduction_that_was_reset_raises_and_writes_nothing(world: World) -> N
     pending = start(transport, [transfer])
     for _ in range(2):
         transport.reset()
-    with pytest.raises(RuntimeError, match=r"a reduction \(tag 1\) was lost when reset_iter_state\(\) was called"):
+    with pytest.raises(
+        RuntimeError, match=r"a reduction of the group with tag 1 was lost when reset_iter_state\(\) was called"
+    ):
         pending.finish()
     assert transfer.shard.isnan().all()
     pending.wait()

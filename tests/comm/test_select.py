@@ -54,7 +54,7 @@ def on_other_hosts() -> str:
 @ranks(3, fresh=True)
 def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.local_ranks._host", on_other_hosts)
+        patch.setattr("fullshard.comm.local_ranks.host_id", on_other_hosts)
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "host")
         with pytest.raises(
@@ -76,7 +76,7 @@ def test_two_hosts_move_small_groups_by_collectives(
     called = []
     routes = {name: getattr(CollectiveTransport, name) for name in ("gather_route", "reduce_route")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.local_ranks._host", lambda: f"host {dist.get_rank()}")
+        patch.setattr("fullshard.comm.local_ranks.host_id", lambda: f"host {dist.get_rank()}")
         patch.setenv("FULLSHARD_TRANSPORT", "p2p" if forced else "")
         for name, route in routes.items():
             patch.setattr(

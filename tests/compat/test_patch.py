@@ -1,4 +1,7 @@
-"""torch's names stand for fullshard's after `patch()`. Each test runs a program of its own: it changes the process."""
+"""torch's names stand for fullshard's after `patch()`, which changes the process: programs run in ranks of their own.
+
+A Python that starts is asked only where the start is what a test is about: each imports torch anew.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
 
 import fullshard
+from fullshard import cli
+from tests.harness import RankPool, World, failure_report
 
 SOURCE = Path(fullshard.__file__).parent.parent
 PROGRAM = """
@@ -30,14 +38,20 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
 
 
-def printed(program: str, **environment: str) -> str:
-    done = run("-c", textwrap.dedent(program), **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def execute(world: World, program: str) -> None:
+    module = sys.modules["program"] = ModuleType("program")  # patch() finds what modules hold
+    exec(program, vars(module))
+
+
+def run_alone(program: str) -> None:
+    """Run a program in a new process that has imported torch, on a world of one rank."""
+    with RankPool(1) as pool:
+        outcomes = pool.run(execute, 1, textwrap.dedent(program))
+    assert outcomes[0].kind == "returned", failure_report(outcomes)
 
 
 def test_names_are_bound_wherever_they_are_held_and_given_back() -> None:
-    printed("""
+    run_alone("""
         import types, sys, enum
         import torch.distributed.fsdp as fsdp
         from torch.distributed.fsdp import FullyShardedDataParallel as kept_before, fully_shard, ShardingStrategy
@@ -73,9 +87,8 @@ def test_names_are_bound_wherever_they_are_held_and_given_back() -> None:
 
 
 def test_it_is_refused_where_a_model_is_sharded() -> None:
-    printed("""
-        import pytest, torch, torch.distributed as dist, torch.distributed.fsdp as fsdp, fullshard
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run_alone("""
+        import pytest, torch, torch.distributed.fsdp as fsdp, fullshard
         model = fsdp.fully_shard(torch.nn.Linear(2, 2))
         with pytest.raises(RuntimeError, match="patch.. was called when a model, a FSDPLinear, is sharded already"):
             fullshard.patch()
@@ -87,7 +100,6 @@ def test_it_is_refused_where_a_model_is_sharded() -> None:
             fullshard.unpatch()
         del model
         fullshard.unpatch()
-        dist.destroy_process_group()
     """)
 
 
@@ -107,30 +119,58 @@ def test_a_program_runs_unchanged(tmp_path: Path) -> None:
 def test_children_are_told_by_the_environment() -> None:
     """The file that an installation puts into site-packages does this at the start of every Python."""
     line = SOURCE.joinpath("fullshard_at_start.pth").read_text()
-    done = run("-c", line + PROGRAM, FULLSHARD_PATCH="1", RANK="1")
+    looked = "import importlib.util; assert importlib.util.find_spec('torch')"  # as transformers does
+    done = run("-c", line + looked + PROGRAM, FULLSHARD_PATCH="1", RANK="1")
     assert done.stdout == "fullshard.fully_shard fullshard.wrapper.fsdp\n"
     assert "stands in" not in done.stderr, "the first rank says it"
-    assert printed(line + PROGRAM, FULLSHARD_PATCH="0").startswith("torch.")
+    idle = "import sys; assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
+    assert run("-c", line + idle, FULLSHARD_PATCH="0").returncode == 0
 
 
-def test_an_installation_has_the_file_that_tells_children() -> None:
-    """An editable installation, which the tests run from, too."""
-    done = run("-m", "fullshard", "run", sys.executable, "-c", PROGRAM)
+def test_an_installation_has_the_file_that_tells_children(tmp_path: Path) -> None:
+    """An editable installation, which the tests run from, too. Of a launcher and its ranks one process says so."""
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = run("-m", "fullshard", "run", *torchrun, str(script))
     assert done.stdout.startswith("fullshard.fully_shard "), done.stderr
+    assert done.stderr.count("stands in for") == 1, done.stderr
 
 
-def test_commands_that_are_not_there_are_named() -> None:
-    done = run("-m", "fullshard", "run", "no-such-command")
-    assert done.returncode == 2
-    assert "no file and no command 'no-such-command'" in done.stderr
+def test_commands_that_are_not_there_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FULLSHARD_PATCH", "0")
+    assert cli.main(["run", "no-such-command"]) == 2
+    assert "no file and no command 'no-such-command'" in capsys.readouterr().err
 
 
-def test_env_says_what_a_bug_report_needs() -> None:
-    done = run("-m", "fullshard", "env", FULLSHARD_TRANSPORT="collective")
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+def call_with(
+    rank: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    os.environ.update(environment)
+    function(rank, *arguments)
+
+
+def fork_ranks(function: Callable[..., None], arguments: tuple[Any, ...], nprocs: int) -> None:
+    """What `spawn` does, in processes that have imported torch."""
+    arguments = (dict(os.environ), function, arguments)
+    torch.multiprocessing.start_processes(call_with, arguments, nprocs, start_method="forkserver")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_env_says_what_a_bug_report_needs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], forked: bool
+) -> None:
+    if forked:
+        monkeypatch.setattr(torch.multiprocessing, "spawn", fork_ranks)
+    monkeypatch.setenv("FULLSHARD_TRANSPORT", "collective")
+    assert cli.main(["env"]) == 0
+    said = capfd.readouterr().out
+    rows = dict(line.split(maxsplit=1) for line in said.splitlines())
     assert rows["fullshard"] == fullshard.__version__
     assert rows["torch"] == torch.__version__
-    assert "collective for ranks of this machine: FULLSHARD_TRANSPORT=collective" in done.stdout
+    assert "collective for ranks of this machine: FULLSHARD_TRANSPORT=collective" in said
     assert rows["FULLSHARD_TRANSPORT"] == "collective"
 
 

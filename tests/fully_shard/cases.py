@@ -21,7 +21,7 @@ from fullshard.schedule.schedule import Event
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World
-from tests.harness.compare import LIBRARIES, TOLERANCE, deviation, each_block, whole
+from tests.harness.compare import LIBRARIES, TOLERANCE, LocalShard, deviation, each_block, kept
 from tests.harness.models import MLP, seeded
 
 
@@ -111,7 +111,7 @@ class Twins:
             if tensor is None or expected[name] is None:
                 assert tensor is expected[name], f"{kind} {name}"
             else:
-                assert_close(whole(tensor), expected[name], f"{kind} {name}")
+                assert_close(kept(tensor), expected[name], f"{kind} {name}")
 
 
 def twins(world: World, build: Callable[[], Any] = lambda: seeded(MLP), **options: Any) -> Twins:
@@ -121,10 +121,14 @@ def twins(world: World, build: Callable[[], Any] = lambda: seeded(MLP), **option
     return Twins(world, model, reference)
 
 
-def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """One rule for everything: equal up to the order of sums over ranks."""
+def assert_close(found: Tensor | LocalShard, expected: Tensor, what: str) -> None:
+    """One rule for everything: equal up to the order of sums over ranks. Of a shard, this rank's part of all."""
     assert found.shape == expected.shape, what
-    error = deviation(found.detach(), expected.detach())
+    expected = expected.detach()
+    if isinstance(found, LocalShard):
+        error = deviation(found.local, found.part_of(expected), expected)
+    else:
+        error = deviation(found.detach(), expected)
     assert error <= TOLERANCE, f"{what} is off by {error:.2e} of its largest entry"
 
 

@@ -394,7 +394,7 @@ def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
     called = []
     native = CollectiveTransport.gather_route
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.comm.local_ranks._host", lambda: f"host {world.rank}")
+        patch.setattr("fullshard.comm.local_ranks.host_id", lambda: f"host {world.rank}")
         pair = twins(world)
         patch.setattr(CollectiveTransport, "gather_route", lambda *args: called.append(0) or native(*args))
         for _ in range(3):

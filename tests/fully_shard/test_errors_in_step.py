@@ -263,7 +263,7 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path, wraps
 
 
 #: What ranks say that lost another one.
-LOOK = r"look there for the first error|look on the others for the first error"
+LOOK = r"[Ll]ook (there|on the others) for the first error"
 
 
 @pytest.mark.parametrize("transport", ["host", "p2p", "collective"])

@@ -17,7 +17,7 @@ import fullshard
 from fullshard.buffer.plan import ALIGNMENT
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, fake_world, ranks
-from tests.harness.compare import each_block, whole
+from tests.harness.compare import each_block, kept
 from tests.harness.models import MLP, Transformer, seeded
 
 
@@ -181,7 +181,7 @@ def test_named_dims_of_a_full_mesh(world: World, reshard: bool | int) -> None:
         for rank in range(4):
             (reference(inputs(4 * seed + rank)).sum() / 4).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient")
+        assert_close(kept(parameter.grad), expected.grad, "gradient")
 
 
 @ranks(4)
@@ -203,7 +203,7 @@ def test_named_dims_beside_tensor_parallel(world: World, reshard: bool) -> None:
         for other in range(2):
             (reference(inputs(other)).sum() / 2).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient")
+        assert_close(kept(parameter.grad), expected.grad, "gradient")
 
 
 @ranks(4)
@@ -224,7 +224,7 @@ def test_a_full_mesh_with_tensor_parallel(world: World, reshard: bool | int) -> 
     for other in range(2):
         (reference(inputs(other)).sum() / 2).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient")
+        assert_close(kept(parameter.grad), expected.grad, "gradient")
 
 
 @ranks(2)
@@ -265,7 +265,7 @@ def test_experts_on_a_mesh_of_their_own(world: World, hybrid: bool) -> None:
     first = world.rank // 2 * 2
     for rank in (first, first + 1):
         (reference(inputs(rank)).sum() / 2).backward()
-    assert_close(whole(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
+    assert_close(kept(weight.grad), reference.blocks[0][0].weight.grad, "gradient")
 
 
 class Expert(nn.Linear):

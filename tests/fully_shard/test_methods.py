@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import fullshard
 from tests.fully_shard.cases import BOTH, Library, Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
 from tests.harness import World, ranks
-from tests.harness.compare import each_block, whole
+from tests.harness.compare import each_block, kept
 from tests.harness.models import MLP, seeded
 
 
@@ -160,7 +160,7 @@ def test_without_all_reduce_replicas_keep_partial_sums(world: World, fsdp: Libra
     for rank in range(world.size):
         reference(inputs(rank)).sum().backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "sum of two backwards, mean of two ranks")
+        assert_close(kept(parameter.grad), expected.grad, "sum of two backwards, mean of two ranks")
 
 
 @ranks(2)
@@ -285,7 +285,7 @@ def test_is_last_backward_decides_when_reductions_are_waited_for(world: World) -
     model(inputs()).sum().backward()
     (2 * reference(inputs()).sum()).backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient of two backwards")
+        assert_close(kept(parameter.grad), expected.grad, "gradient of two backwards")
 
 
 @ranks(2)
@@ -298,7 +298,7 @@ def test_is_last_backward_of_micro_batches(world: World, fsdp: Library) -> None:
         model(inputs()).sum().backward()
         reference(inputs()).sum().backward()
     for parameter, expected in zip(parameters, reference.parameters(), strict=True):
-        assert_close(whole(parameter.grad), expected.grad, "gradient of three backwards")
+        assert_close(kept(parameter.grad), expected.grad, "gradient of three backwards")
 
 
 @ranks(1)
@@ -354,7 +354,7 @@ def test_a_registered_method_gathers_and_frees(world: World, fsdp: Library) -> N
     encoded.sum().backward()
     (reference(inputs()) * 2).sum().backward()
     assert isinstance(model[0].weight, DTensor)
-    assert_close(whole(weight.grad), reference.weight.grad, "gradient")
+    assert_close(kept(weight.grad), reference.weight.grad, "gradient")
 
 
 @ranks(2)
@@ -374,7 +374,7 @@ def test_a_registered_method_may_call_forward_many_times(world: World, fsdp: Lib
     found, expected = model(inputs()), reference(inputs())
     found.sum().backward()
     expected.sum().backward()
-    assert_close(whole(model.scale.grad), reference.scale.grad, "gradient of a step after it")
+    assert_close(kept(model.scale.grad), reference.scale.grad, "gradient of a step after it")
 
 
 @ranks(1)
@@ -408,7 +408,7 @@ def test_two_roots_share_their_communication_context(world: World, fsdp: Library
     for stage, reference in zip(stages, references, strict=True):
         stage.reshard()
         for parameter, expected in zip(stage.parameters(), reference.parameters(), strict=True):
-            assert_close(whole(parameter.grad), expected.grad, "gradient")
+            assert_close(kept(parameter.grad), expected.grad, "gradient")
 
 
 @ranks(1)

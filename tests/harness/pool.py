@@ -28,7 +28,13 @@ from tests.harness.rank import Job, Outcome, Setup, exit_with_parent, serve
 
 # What a rank says when a peer has gone: seldom the cause, so it is shown last.
 _CONSEQUENCES = ("connection closed", "connection reset", "broken pipe", "connection refused", "connectfullmesh")
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor.debug", "torch.distributed.fsdp"]
+_PRELOADED = [
+    "pytest",
+    "torch",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+]
 _GRACE = 5.0
 """Seconds that the other ranks get to end by themselves once a rank has failed."""
 _STARTING = 120.0

@@ -40,16 +40,13 @@ class SharedBuffer:
         self.nbytes = nbytes
         self._view = view
         self.memory = view.tensor(start, nbytes, torch.uint8)
+        #: Identifies the storage that all views of the buffer have.
+        self.storage_id = storage_id(self.memory)
         self._everything = ((0, self._view.address.nbytes),)
         self._is_private = False
         self._uses = 0
         self._faults = 0
         self.in_use = False
-
-    @property
-    def storage_id(self) -> int:
-        """Identifies the storage that all views of the buffer have."""
-        return storage_id(self.memory)
 
     def take(self) -> Mark:
         if not self.in_use:

@@ -28,6 +28,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
@@ -57,6 +58,7 @@ class SlotPool:
 
     def __init__(self, device: torch.device, allocate: Allocate) -> None:
         self.device = device
+        self.is_host = device == CPU
         self._allocate = allocate
         #: Slots that any buffer may take, the longest unused first.
         self.free: list[Slot] = []
@@ -80,6 +82,13 @@ class SlotPool:
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next step."""
         return sum(slot.nbytes for slot in self.free)
+
+    def show(self) -> None:
+        """Show each buffer to what watches operations on tensors, without memory where others have it now."""
+        for buffer in self.buffers:
+            buffer.forget_address()
+            if buffer._memory is not None:
+                buffer._memory.detach()
 
     def drop(self) -> int:
         """Give every slot that is not in use back to the system; returns their bytes."""
@@ -150,11 +159,9 @@ class SlotBuffer:
                 pool.free.remove(slot)
             return slot.released
         # One without a holder, or else the longest unused of those that are not too large.
-        nbytes, largest = self.nbytes, self.nbytes
-        if self.takes_turns:
-            largest = pool.ordinary if pool.ordinary > 2 * nbytes else 2 * nbytes
         for each in pool.free:
-            if nbytes <= each.nbytes <= largest and (slot is None or each.holder is None):
+            has_room = self.takes_turns and self.nbytes < each.nbytes <= max(2 * self.nbytes, pool.ordinary)
+            if (each.nbytes == self.nbytes or has_room) and (slot is None or each.holder is None):
                 slot = each
                 if each.holder is None:
                     break
@@ -178,7 +185,7 @@ class SlotBuffer:
             if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
-        self._stale, self._size = pool, slot.nbytes
+            self._stale, self._size = pool, slot.nbytes
         slot.holder = self
         return slot.released
 
@@ -188,7 +195,7 @@ class SlotBuffer:
             self.in_use = False
             assert self.slot is not None
             if released is None:
-                released = PASSED if self.pool.device == CPU else mark_now(self.pool.device)
+                released = PASSED if self.pool.is_host else mark_now(self.pool.device)
             self.slot.released = released
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)
@@ -266,8 +273,9 @@ class Staging:
         On a device with streams it may be used, and must be given back, on the current stream only.
         """
         # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
-        stream = 0 if device == CPU else torch.accelerator.current_stream(device).stream_id
-        place = (device, stream, nbytes <= _SMALL)
+        place: object = nbytes <= _SMALL
+        if device != CPU:
+            place = device, torch.accelerator.current_stream(device).stream_id, place
         free = self._free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
@@ -289,6 +297,11 @@ class Staging:
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next exchange."""
         return sum(lease.nbytes for free in self._free.values() for _, lease in free)
+
+    def show(self) -> None:
+        """Show the buffers that are not in use to what watches operations on tensors."""
+        for _, lease in chain.from_iterable(self._free.values()):
+            lease.view(torch.uint8, 0, (lease.nbytes,))
 
     def drop(self) -> int:
         """Give the memory of every buffer that is not in use back to the system; returns its bytes."""

@@ -18,31 +18,31 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.process_group import backend_name, lost_in
+from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import Copies, GatherRoute, Nowhere, ReduceRoute, Reduction, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import Pending
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
     Collective,
     all_gather_over,
-    all_gather_single,
     allocating_backend,
     foreach_copy,
     reduce_scatter_over,
-    reduce_scatter_single,
     storage_id,
     symm_mem,
 )
 
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
+_NO_COPIES: Copies = ([], [])
 
 
 class CollectiveTransport(Transport):
@@ -55,7 +55,9 @@ class CollectiveTransport(Transport):
 
     name = "collective"
 
-    def __init__(self, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None) -> None:
+    def __init__(
+        self, all_gather: AllGather | _Memory | None = None, reduce_scatter: ReduceScatter | _Memory | None = None
+    ) -> None:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
 
@@ -64,15 +66,13 @@ class CollectiveTransport(Transport):
             return self._all_gather.allocate((nbytes,), dtype=torch.uint8, device=device)
         return super().allocate(nbytes, device)
 
-    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """The order of calls is enough, ``tag`` is not used."""
-        if not any(transfer.shard.numel() for transfer in transfers):
-            return Nowhere()
-        return _AllGatherRoute(transfers, process_group, self._all_gather)
-
-    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """The order of calls is enough, ``tag`` is not used."""
-        return _ReduceScatterRoute(transfers, process_group, self._reduce_scatter)
+    def _route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> Route:
+        """The order of calls is enough: ``tag`` is only for errors."""
+        comm = self._all_gather if direction == "gather" else self._reduce_scatter
+        wait = Wait("an all-gather" if direction == "gather" else "a reduce-scatter", process_group, tag)
+        return _CollectiveRoute(direction, transfers, process_group, comm, wait)
 
 
 class _Messages:
@@ -91,7 +91,9 @@ class _Messages:
         is_shard: whether this rank's message needs no memory beside the shard and those of all ranks.
     """
 
-    def __init__(self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | None, reduces: bool) -> None:
+    def __init__(
+        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | _Memory | None, reduces: bool
+    ) -> None:
         self.members = members
         self._plans = [transfers[i].plan for i in members]
         self._fulls = [alias(transfers[i].full) for i in members]
@@ -142,85 +144,107 @@ class _Call:
     """The tensors of one call of a collective.
 
     Args:
-        members: which of the transfers it serves.
         before: copies before it.
         input: what it reads.
-        output: what it writes; ``None`` for the shard of the only member itself.
-        after: makes the copies after a gather.
-        parts: the parts of ``output`` that are reduced for each member.
+        output: what it writes; ``None`` for the shard itself.
+        after: copies after a gather.
+        reduced: after a reduction, the index of each shard and its part of ``output``.
     """
 
-    members: Sequence[int]
     before: Copies
     input: torch.Tensor
     output: torch.Tensor | None
-    after: Callable[[], object] | None = None
-    parts: Sequence[torch.Tensor] = ()
+    after: Copies = _NO_COPIES
+    reduced: Sequence[tuple[int, torch.Tensor | None]] = ()
 
 
-class _Route:
-    """Collectives, one for each of ``messages``, and the memory that they work on beside the buffers."""
+class _CollectiveRoute:
+    """Collectives, and the memory that they work on beside the buffers: one for each dtype that is added up."""
 
     def __init__(
         self,
-        messages: Sequence[_Messages],
+        direction: Direction,
+        transfers: Sequence[Transfer],
         process_group: dist.ProcessGroup,
-        device: torch.device,
-        comm: Comm | None,
+        comm: Comm | _Memory | None,
+        wait: Wait,
     ) -> None:
-        self._messages = messages
+        self._wait = wait
+        self._gathers = direction == "gather"
+        gathered = transfers if self._gathers else ()  # each reduction brings other shards
+        self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in gathered]
+        members: dict[torch.dtype | None, list[int]] = {}
+        for index, transfer in enumerate(transfers):
+            members.setdefault(None if self._gathers else transfer.full.dtype, []).append(index)
+        every = [_Messages(transfers, each, comm, not self._gathers) for each in members.values()]
+        self._messages = [messages for messages in every if messages.numel]
         staging = []
-        for each in messages:
-            staging += [] if each.is_full else [(process_group.size() * each.numel, each.dtype)]
-            staging += [] if each.is_shard else [(each.numel, each.dtype)]
+        for messages in self._messages:
+            staging += [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
+            staging += [] if messages.is_shard else [(messages.numel, messages.dtype)]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self._nbytes = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
-        self._group = process_group
-        self._device = device
-        self._is_host = device.type == "cpu"
-        self._comm = comm
+        self._group, self._device, self._comm = process_group, transfers[0].full.device, comm
         self._bound: dict[int, list[_Call]] = {}
+        self._reduction: Reduction | None = None
+        self._collectives: list[tuple[Collective, Scaling]] = []  # one for each of the messages
+
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
+        calls = self._bound.get(lease.index) or self._bind(lease)
+        if reduction != self._reduction:
+            self._choose(reduction)
+        started: list[tuple[dist.Work | None, _Call, float]] = []
+        for call, (collective, scaling) in zip(calls, self._collectives, strict=True):
+            if call.before[0]:
+                foreach_copy(*call.before)
+            if scaling.before != 1:
+                divide_(call.input, scaling.before)
+            output, source = call.output, call.input
+            if output is None:
+                output = shards[call.reduced[0][0]]
+            if source.dtype.is_complex:
+                output, source = as_real(output), as_real(source)
+            started += [(collective(output, source), call, scaling.after)]
+        return _PendingCollectives(self._wait, started, shards, lease)
+
+    def _choose(self, reduction: Reduction) -> None:
+        """Choose the collectives, and how they divide: as a rule the same in every step."""
+        group, is_host, comm = self._group, self._device.type == "cpu", self._comm
+        self._reduction, self._collectives = reduction, []
+        for messages in self._messages:
+            scaling, op = Scaling(), {}
+            if not self._gathers:
+                backend = backend_name(group, self._device)
+                scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend)
+                op = {"op": scaling.op}
+            if callable(comm):
+                collective: Collective = partial(comm, group=group, async_op=is_host, **op)
+            elif self._gathers:
+                collective = all_gather_over(group, is_host)
+            else:
+                collective = reduce_scatter_over(group, scaling.op, is_host)
+            if isinstance(comm, _Memory):
+                collective = partial(comm.call, collective)
+            self._collectives.append((collective, scaling))
 
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_Call]:
         """The calls in the memory of a lease, kept for the next time that it comes, or in that of the user's."""
-        if self._comm is not None and self._numels:
-            each = zip(self._numels, self._dtypes, strict=True)
-            memory = [self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each]
-            return self._make(iter(memory))
-        staging = views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes)
-        calls = self._bound[lease.index] = self._make(iter(staging))
-        return calls
+        make = self._gather if self._gathers else self._reduce
+        if self._comm is None or not self._numels:
+            staging = iter(views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes))
+            calls = self._bound[lease.index] = [make(messages, staging) for messages in self._messages]
+            return calls
+        each = zip(self._numels, self._dtypes, strict=True)
+        memory = (self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each)
+        return [make(messages, memory) for messages in self._messages]
 
-    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
-        """The calls; ``memory`` has the pieces of staging."""
-        raise NotImplementedError
-
-
-class _AllGatherRoute(_Route):
-    def __init__(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: AllGather | None) -> None:
-        messages = _Messages(transfers, range(len(transfers)), comm, reduces=False)
-        super().__init__([messages], process_group, transfers[0].full.device, comm)
-        self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in transfers]
-        self._collective: Collective = all_gather_over(process_group, self._is_host)
-        if comm is not None:
-            self._collective = partial(comm, group=process_group, async_op=self._is_host)
-
-    def start(self) -> Pending:
-        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
-        (call,) = self._bound.get(lease.index) or self._bind(lease)
-        assert call.output is not None
-        if call.before[0]:
-            foreach_copy(*call.before)
-        work = self._collective(call.output, call.input)
-        return _PendingCollectives("an all-gather", [(work, call)], call.after, lease)
-
-    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
-        (messages,), shards, rank = self._messages, [transfer.shard for transfer in self._transfers], self._group.rank()
-        before: Copies = ([], [])
+    def _gather(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
+        shards, rank = [transfer.shard for transfer in self._transfers], self._group.rank()
         if messages.is_full:
-            return [_Call(messages.members, before, shards[0].view(torch.uint8), messages.full)]
-        output = next(memory)
+            return _Call(_NO_COPIES, shards[0].view(torch.uint8), messages.full)
+        before, output = _NO_COPIES, next(memory)
         source = messages.in_shards(shards) if self._comm is None else None
         if source is None:
             source = output[rank * messages.numel : (rank + 1) * messages.numel]
@@ -230,106 +254,66 @@ class _AllGatherRoute(_Route):
             kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
             there += [piece.of_shard(shard) for piece in kept]
             here += [piece.of_full(full) for piece in kept]
-        after = partial(foreach_copy, here, there) if here else None
-        return [_Call(messages.members, before, as_real(source), as_real(output), after)]
+        return _Call(before, source, output, (here, there))
 
-
-class _ReduceScatterRoute(_Route):
-    """Of the shards of ``transfers`` only the dtype matters: each start brings others."""
-
-    def __init__(
-        self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, comm: ReduceScatter | None
-    ) -> None:
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, transfer in enumerate(transfers):
-            by_dtype.setdefault(transfer.full.dtype, []).append(index)
-        sent = [_Messages(transfers, members, comm, reduces=True) for members in by_dtype.values()]
-        sent = [messages for messages in sent if messages.numel]
-        super().__init__(sent, process_group, transfers[0].full.device, comm)
-        self._size, self._backend = process_group.size(), backend_name(process_group, self._device)
-        self._collective: Callable[..., Any] | None = comm
-        self._reduction: Reduction | None = None
-        self._scaled: list[tuple[Scaling, Collective]] = []  # for each of the messages, how it is reduced
-
-    def _scale(self, reduction: Reduction) -> None:
-        """Choose how values are divided, as a rule the same in every step."""
-        self._reduction, self._scaled = reduction, []
-        for messages in self._messages:
-            scaling = choose_scaling(messages.dtype, self._size, *reduction, self._backend)
-            collective: Collective = reduce_scatter_over(self._group, scaling.op, self._is_host)
-            if self._collective is not None:
-                collective = partial(self._collective, op=scaling.op, group=self._group, async_op=self._is_host)
-            self._scaled.append((scaling, collective))
-
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
-        calls = self._bound.get(lease.index) or self._bind(lease)
-        if reduction != self._reduction:
-            self._scale(reduction)
-        started = []
-        for call, (scaling, collective) in zip(calls, self._scaled, strict=True):
-            if call.before[0]:
-                foreach_copy(*call.before)
-            if scaling.before != 1:
-                divide_(call.input, scaling.before)
-            output = shards[call.members[0]] if call.output is None else call.output
-            source = call.input
-            if source.dtype.is_complex:
-                output, source = as_real(output), as_real(source)
-            started.append((collective(output, source), call, scaling))
-        return _PendingCollectives("a reduce-scatter", started, partial(_divide, started, shards), lease)
-
-    def _make(self, memory: Iterator[torch.Tensor]) -> list[_Call]:
-        calls = []
-        for messages in self._messages:
-            source = messages.full if messages.is_full else next(memory)
-            before: Copies = ([], []) if messages.is_full else messages.pieces(source, with_kept=True)
-            output = None if messages.is_shard else next(memory)
-            parts = () if output is None else messages.sections(output)
-            calls.append(_Call(messages.members, before, source, output, parts=parts))
-        return calls
+    def _reduce(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
+        source = messages.full if messages.is_full else next(memory)
+        before = _NO_COPIES if messages.is_full else messages.pieces(source, with_kept=True)
+        output = None if messages.is_shard else next(memory)
+        parts = (None,) if output is None else messages.sections(output)
+        return _Call(before, source, output, reduced=tuple(zip(messages.members, parts, strict=True)))
 
 
 @dataclass(eq=False, slots=True)
 class _PendingCollectives:
-    """Collectives on their way, ``started`` as tuples that begin with their works, and what follows them."""
+    """Collectives on their way: each its work, its tensors, and by what the result is still to be divided."""
 
-    what: str
-    started: Sequence[tuple[Any, ...]]
-    complete: Callable[[], object] | None
+    wait: Wait
+    started: Sequence[tuple[dist.Work | None, _Call, float]]
+    shards: Sequence[torch.Tensor]
     lease: Lease
 
     def finish(self) -> None:
-        for work, *_ in self.started:
-            if work is not None:
-                try:
+        WAITS.current = self.wait
+        WAITS.count += 1
+        try:
+            for work, _, _ in self.started:
+                if work is not None:
                     work.wait()
-                except RuntimeError as error:
-                    raise lost_in(self.what, error) from error
-        if self.complete is not None:
-            self.complete()
+        except RuntimeError as error:
+            raise lost(self.wait, "another rank", error) from error
+        finally:
+            WAITS.current = None
+        for _, call, divisor in self.started:
+            if call.after[0]:
+                foreach_copy(*call.after)
+            for index, part in call.reduced:
+                shard = self.shards[index]
+                if part is not None and part.itemsize >= shard.itemsize:  # divided in the dtype that has more bits
+                    divide_(part, divisor)
+                    shard.copy_(part)
+                    continue
+                if part is not None:
+                    shard.copy_(part)
+                divide_(shard, divisor)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
-
-
-def _divide(started: Sequence[tuple[object, _Call, Scaling]], shards: Sequence[torch.Tensor]) -> None:
-    """Copy what was reduced to its shards, and divide it in the dtype that has more bits."""
-    for _, call, scaling in started:
-        if call.output is None:
-            divide_(shards[call.members[0]], scaling.after)
-        for member, part in zip(call.members, call.parts, strict=False):
-            shard = shards[member]
-            if part.itemsize < shard.itemsize:
-                shard.copy_(part)
-                divide_(shard, scaling.after)
-            else:
-                divide_(part, scaling.after)
-                shard.copy_(part)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs: not every backend moves and adds them as they are."""
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
+
+
+class _Memory(NamedTuple):
+    """Memory for the backend's own collectives; ``make_known`` tells the other ranks of tensors before their use."""
+
+    allocate: Callable[..., torch.Tensor]
+    make_known: Callable[..., object] = lambda *_: None
+
+    def call(self, collective: Collective, output: torch.Tensor, source: torch.Tensor) -> dist.Work | None:
+        self.make_known(output, source)
+        return collective(output, source)
 
 
 def process_group_memory(group: Any) -> CollectiveTransport:
@@ -340,7 +324,8 @@ def process_group_memory(group: Any) -> CollectiveTransport:
         assert backend is not None, f"{group} has no allocator for {device}"
         return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(tuple(size))
 
-    return CollectiveTransport(_GatherIn(allocate), _ReduceIn(allocate))
+    memory = _Memory(allocate)
+    return CollectiveTransport(memory, memory)
 
 
 def symmetric_memory(group: Any, backend: str = "NCCL") -> CollectiveTransport:
@@ -360,41 +345,10 @@ def symmetric_memory(group: Any, backend: str = "NCCL") -> CollectiveTransport:
     def make_known(*tensors: torch.Tensor) -> None:
         """Every rank makes its memory known to the others, once for each piece."""
         for tensor in tensors:
-            if tensor.data_ptr() not in known:
+            place = tensor.untyped_storage().data_ptr()
+            if place not in known:
                 symm_mem.rendezvous(tensor, group=group)
-                known.add(tensor.data_ptr())
+                known.add(place)
 
-    return CollectiveTransport(_GatherIn(allocate, make_known), _ReduceIn(allocate, make_known))
-
-
-class _In(Comm):
-    """A collective in memory that ``allocate`` makes; ``make_known`` tells the other ranks of tensors before use."""
-
-    def __init__(
-        self, allocate: Callable[..., torch.Tensor], make_known: Callable[..., None] = lambda *_: None
-    ) -> None:
-        self._allocate, self._make_known = allocate, make_known
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._allocate(size, dtype, device)
-
-
-class _GatherIn(_In, AllGather):
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self._make_known(output_tensor)
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceIn(_In, ReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._make_known(input_tensor, output_tensor)
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    memory = _Memory(allocate, make_known)
+    return CollectiveTransport(memory, memory)

@@ -2,7 +2,7 @@
 
 A group's full buffer is one segment that all ranks map, and a rank's shard is its part of it, so that a gather moves
 nothing. A reduction reads the gradient buffers of the others in place. Owns the reductions and the order that they
-need; a :class:`~fullshard.comm.local_ranks.HostPassBarrier` keeps the order of parameters::
+need; a :class:`~fullshard.comm.local_ranks.PassBarrier` keeps the order of parameters::
 
     rank 0    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
@@ -24,19 +24,21 @@ import torch.distributed as dist
 from fullshard.buffer.sections import align
 from fullshard.buffer.shared_memory import Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
-from fullshard.comm.local_ranks import HostPassBarrier, LocalRanks, meet
+from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import (
-    GatherRoute,
-    ReduceRoute,
+    PLAIN_SUM,
+    Direction,
     Reduction,
+    Route,
     SharedMemory,
     StillRead,
     Transfer,
     Transport,
     alias,
 )
+from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
@@ -75,7 +77,9 @@ class HostTransport(Transport):
         self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
         self._number = 0
         self._under_way: deque[_PendingHostReduction] = deque()
-        self._slots = _Slots(self._ready, self.done, self._dropped)
+        self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
+        #: Files of slots that are gone, which a slow rank has yet to look for.
+        self._files: deque[tuple[int, File | None]] = deque()
         self._opened: dict[_Key, Segment] = {}  # the other ranks'
         self._purged = [0] * size
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
@@ -116,31 +120,32 @@ class HostTransport(Transport):
                 f"set FULLSHARD_TRANSPORT=p2p"
             ) from error
         memory = segment.tensor(0, nbytes, torch.uint8)
-        self._slots.add(segment, memory.data_ptr())
+        self._slots[memory.data_ptr()] = segment.address
+        weakref.finalize(segment.memory, self._forget, memory.data_ptr(), segment.file)
         return memory
 
     def share(self, nbytes: int) -> SharedMemory:
         start = align(Counters.nbytes(self.local_ranks.size))
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
-        return SharedMemory(segment, view, start, HostPassBarrier(self.local_ranks, segment, 0))
+        return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
     def meet(self, memory: SharedMemory | None) -> bool:
         return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
 
-    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """For values that lie in memory of this rank alone."""
-        return self.private.gather_route(transfers, process_group, tag)
-
-    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def _route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> Route:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
-        messages.
+        messages, and so does what is gathered: it lies in memory of this rank alone.
 
         Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
 
         Raises:
             RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
         """
-        if self._slots.address_of(transfer.full for transfer in transfers) is None:
+        if direction == "gather":
+            return self.private.gather_route(transfers, process_group, tag)
+        if self._address_of(transfer.full for transfer in transfers) is None:
             return self.private.reduce_route(transfers, process_group, tag)
         check_summable(transfers)
         route = _HostReduceRoute(self, transfers, tag, self._scratch)
@@ -149,9 +154,9 @@ class HostTransport(Transport):
 
     def start(self, route: _HostReduceRoute, shards: Sequence[torch.Tensor], divisor: float) -> Pending:
         """Tell the other ranks that the values of a route are ready."""
-        slot = self._slots.address_of(route.fulls)
+        slot = self._address_of(route.fulls)
         assert slot is not None, "the buffers left the slots of their transport"
-        self._slots.close_files()
+        self._close_files()
         self._number += 1
         local_ranks, number = self.local_ranks, self._number
         local_ranks.wait(self.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
@@ -174,7 +179,7 @@ class HostTransport(Transport):
     def let_go(self) -> None:
         for rank in range(self.local_ranks.size):
             self._forget_slots_of(rank)
-        self._slots.close_files()
+        self._close_files()
 
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
@@ -183,7 +188,7 @@ class HostTransport(Transport):
 
     def _read(self, reading: _PendingHostReduction) -> None:
         number = reading.number
-        self.local_ranks.wait(self._ready, number, f"a reduction (tag {reading.route.tag})")
+        self.local_ranks.wait(self._ready, number, "a reduction", reading.route.tag)
         for rank in range(self.local_ranks.size):
             dropped = self._dropped.of(rank)
             if dropped != self._purged[rank]:
@@ -203,19 +208,24 @@ class HostTransport(Transport):
         route = reading.route
         there, here = map(self.local_ranks.global_rank, (rank, self.local_ranks.rank))
         if (number, tag) != (reading.number, route.tag):
+            what = f"{named(tag)} where rank {here} reduces {named(route.tag)}"
             raise RuntimeError(
-                f"rank {there} reduces another group (tag {tag}) than rank {here} (tag {route.tag}), or has given up "
-                f"after an error: all ranks must run the same backwards, and call reset_iter_state() together after an "
-                f"error"
+                f"rank {there} reduces {what}, or has given up after an error: all ranks must run the same sharded "
+                f"modules in the same order (fullshard.leave_out(module, tensor) in place of one that a rank does not "
+                f"need), and call reset_iter_state() together after an error"
             )
         if subject != route.subject:
             raise RuntimeError(
-                f"rank {there} has gradients of other parameters of a group (tag {tag}) than rank {here}: where ranks "
+                f"rank {there} has gradients of other parameters of {named(tag)} than rank {here}: where ranks "
                 f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         key = (rank, address[2])
         if rank != self.local_ranks.rank and key not in self._opened:
-            self._opened[key] = Segment.open(Address(*address))
+            try:
+                self._opened[key] = Segment.open(Address(*address))
+            except OSError as error:  # its memory ended with it
+                wait = Wait("a reduction", self.local_ranks.process_group(), route.tag)
+                raise lost(wait, f"rank {there}", error) from error
         return key
 
     def _forget_slots_of(self, rank: int) -> None:
@@ -225,38 +235,25 @@ class HostTransport(Transport):
         for route in self._routes:
             route.known.clear()
 
-
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
-
-
-class _Slots:
-    """This rank's slots, where the other ranks find them."""
-
-    def __init__(self, ready: Counters, done: Counters, dropped: Counters) -> None:
-        self._ready, self.done, self._dropped = ready, done, dropped
-        self.addresses: dict[int, Address] = {}  # by where they begin in memory
-        #: Files of slots that are gone, which a slow rank has yet to look for.
-        self._files: deque[tuple[int, File | None]] = deque()
-
-    def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
+    def _address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
         places = {full.untyped_storage().data_ptr() for full in fulls}
-        return self.addresses.get(places.pop()) if len(places) == 1 else None
-
-    def add(self, segment: Segment, start: int) -> None:
-        self.addresses[start] = segment.address
-        weakref.finalize(segment.memory, self._forget, start, segment.file)
+        return self._slots.get(places.pop()) if len(places) == 1 else None
 
     def _forget(self, start: int, file: File | None) -> None:
-        self.addresses.pop(start, None)
+        """Tell the other ranks that a slot of this one is gone."""
+        self._slots.pop(start, None)
         self._dropped.set(self._dropped.value + 1)
         self._files.append((self._ready.value, file))
-        self.close_files()
+        self._close_files()
 
-    def close_files(self) -> None:
+    def _close_files(self) -> None:
         """Close the files of slots that all ranks have read for the last time."""
         while self._files and self.done.reached(self._files[0][0]):
             self._files.popleft()
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -274,7 +271,7 @@ class _PendingHostReduction(StillRead):
         self.transport.read_up_to(self.number)
         if not self.is_read:
             raise RuntimeError(
-                f"a reduction (tag {self.route.tag}) was lost when reset_iter_state() was called after an error, "
+                f"a reduction of {named(self.route.tag)} was lost when reset_iter_state() was called after an error, "
                 f"perhaps in another model on the same ranks: call it on this model too"
             )
 
@@ -300,7 +297,7 @@ class _HostReduceRoute:
         self._scratch = scratch
         self.known: dict[tuple[_Key, ...], list[Sum]] = {}
 
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
         return self._transport.start(self, shards, reduction.divisor)
 
     @torch.inference_mode(False)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
+from fullshard.comm.waits import WAITS, LostRankError, Wait, describe
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -39,7 +40,7 @@ class LocalRanks:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
-        self._process_group = weakref.ref(process_group)  # which knows this object as long as it lives
+        self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
         self._global_ranks = dist.get_process_group_ranks(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
         self._pids = pids
@@ -74,7 +75,7 @@ class LocalRanks:
         nbytes = segment.address.nbytes if segment is not None else 0
         with suppress(OSError):
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
-        process_group = self._process_group()
+        process_group = self.process_group()
         said = gather_objects((nbytes, common.address if common is not None else None), process_group)
         for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
@@ -96,39 +97,49 @@ class LocalRanks:
             view.become(look)
         return True
 
-    def wait(self, counters: Counters, value: int, doing: str) -> None:
+    def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
         """Return when all the others have come to ``value``.
 
         Args:
             doing: what this rank does, for errors.
+            tag: of the exchange, if it is one of a group.
 
         Raises:
-            RuntimeError: a rank has ended before, or the timeout of the process group has passed.
+            LostRankError: a rank has ended before, the wait cannot end, or the timeout of the process group has passed.
         """
         if counters.reached(value):
             return
         begin = time.monotonic()
         look_alive = begin + _ALIVE
-        while not counters.reached(value):
-            now = time.monotonic()
-            if now - begin < self._looks:
-                continue
-            if now - begin < _YIELD:
-                os.sched_yield()
-                continue
-            time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
-            if now > look_alive:
-                look_alive = now + _ALIVE
-                self._look_after(counters, value, doing, now - begin)
+        try:
+            while not counters.reached(value):
+                now = time.monotonic()
+                if now - begin < self._looks:
+                    continue
+                if now - begin < _YIELD:
+                    os.sched_yield()
+                    continue
+                if WAITS.current is None:
+                    WAITS.current = Wait(doing, self.process_group(), tag)
+                    WAITS.count += 1
+                time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
+                if now > look_alive:
+                    look_alive = now + _ALIVE
+                    self._look_after(counters, value, WAITS.current, now - begin)
+        finally:
+            WAITS.current = None
 
-    def _look_after(self, counters: Counters, value: int, doing: str, waited: float) -> None:
+    def _look_after(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
-        here = f"rank {self.global_rank(self.rank)} waited in {doing}"
+        here = f"rank {self.global_rank(self.rank)} waited in {describe(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
-            raise RuntimeError(f"{here} for rank {lost}, which has ended: look there for the first error")
+            why = WAITS.explain(self.process_group())
+            raise LostRankError(f"{here} for rank {lost}, which has ended. {why}")
+        if missing and WAITS.verdict is not None:
+            raise LostRankError(f"{here}. {WAITS.verdict}")
         if missing and waited > self._timeout:
-            raise RuntimeError(
+            raise LostRankError(
                 f"{here} for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
                 f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
                 f"forwards and backwards"
@@ -150,18 +161,34 @@ class LocalRanks:
         return self._global_ranks[rank]
 
 
-class HostPassBarrier:
-    """The :class:`~fullshard.comm.transport.PassBarrier` of ranks that share a host.
+class PassBarrier:
+    """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
+
+    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
+
+        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
+        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
 
     Ranks number their passes, so that after a pass that an error cut short on some ranks the next one is right again; a
-    rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``.
+    rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``, by a number at the beginning of ``segment``.
     """
 
-    def __init__(self, local_ranks: LocalRanks, segment: Segment, start: int) -> None:
+    def __init__(self, local_ranks: LocalRanks, segment: Segment) -> None:
         self._local_ranks = local_ranks
-        self._counters = Counters(segment, start, local_ranks.rank, local_ranks.size)
+        self._counters = Counters(segment, 0, local_ranks.rank, local_ranks.size)
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
+        """Wait until all ranks enter.
+
+        Args:
+            doing: what this rank does, for errors.
+            kind: 0 for a forward, 1 for a backward.
+            steps: how many steps of optimizers this rank has made.
+
+        Raises:
+            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps``, has ended, or
+                does not come in time; or this process was forked from a rank.
+        """
         counters, local_ranks = self._counters, self._local_ranks
         local_ranks.refuse_child(doing)
         forget_copies()
@@ -187,10 +214,12 @@ class HostPassBarrier:
             )
 
     def leave(self, doing: str) -> None:
+        """Wait until all ranks leave."""
         if self.give_up():
             self._local_ranks.wait(self._counters, self._counters.value // 4 * 4, doing)
 
     def give_up(self) -> bool:
+        """Leave and wait for nobody; returns whether a pass had been entered."""
         counters = self._counters
         if counters.value < 8 or counters.value & 4:
             return False
@@ -203,7 +232,7 @@ def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
 
     Every rank must call it.
     """
-    mine = (os.getpid(), _host(), can_share())
+    mine = (os.getpid(), host_id(), can_share())
     every: list[tuple[int, str, bool]] = gather_objects(mine, process_group)
     for rank, (_, host, able) in enumerate(every):
         if not able:
@@ -220,7 +249,7 @@ def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
     return local_ranks
 
 
-def _host() -> str:
+def host_id() -> str:
     """Identifies the host: equal for processes of one boot, in one space of process numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")

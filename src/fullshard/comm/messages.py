@@ -22,12 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.sections import align
-
-Direction = Literal["gather", "reduce"]
+from fullshard.comm.transport import Direction
 
 
 class Staged(NamedTuple):

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.messages import Direction, Round, plan_rounds
+from fullshard.comm.messages import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import Copies, GatherRoute, ReduceRoute, Reduction, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
 
@@ -45,8 +46,6 @@ _LEAST_STAGING = 64 * 2**10
 _DEPTH = 2
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
-
-_SUM = Reduction()
 
 #: A message as the process group wants it, and the rank at its other end.
 Message = tuple[list[torch.Tensor], int]
@@ -67,26 +66,21 @@ class PointToPointTransport(Transport):
         self._limits = (staging, large)
         self._native = native
 
-    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        """Small groups of two ranks do not use ``tag``."""
-        if self._native is not None and _is_small(transfers, process_group):
-            return self._native.gather_route(transfers, process_group, tag)
-        return _MessageRoute("gather", transfers, process_group, tag, *self._limits)
-
-    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        """``Reduction.sum_only`` is always so.
+    def _route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> Route:
+        """Small groups of two ranks do not use ``tag``. ``Reduction.sum_only`` is always so.
 
         Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
         """
-        full_precision = all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)
-        if self._native is not None and full_precision and _is_small(transfers, process_group):
-            return self._native.reduce_route(transfers, process_group, tag)
-        check_summable(transfers)
-        return _MessageRoute("reduce", transfers, process_group, tag, *self._limits)
-
-
-def _is_small(transfers: Sequence[Transfer], process_group: dist.ProcessGroup) -> bool:
-    return process_group.size() == 2 and sum(transfer.full.nbytes for transfer in transfers) <= SMALL
+        nbytes = sum(transfer.full.nbytes for transfer in transfers)
+        exact = direction == "gather" or all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)
+        if self._native is not None and exact and process_group.size() == 2 and nbytes <= SMALL:
+            route = self._native.gather_route if direction == "gather" else self._native.reduce_route
+            return route(transfers, process_group, tag)
+        if direction == "reduce":
+            check_summable(transfers)
+        return _MessageRoute(direction, transfers, process_group, tag, *self._limits)
 
 
 @dataclass
@@ -133,11 +127,16 @@ class _Exchange:
         """Complete the rounds. Staging is not given back if a rank is lost: what is on its way may be written to it."""
         failure: Exception | None = None
         for index, arrived in enumerate(self.rounds):
-            for work, peer in self.works[index]:
-                try:
+            WAITS.current = self.route.wait
+            WAITS.count += 1
+            try:
+                for work, peer in self.works[index]:  # noqa: B007 - the error names the last one
                     work.wait()
-                except RuntimeError as error:
-                    raise self._lost(peer, error) from error
+            except RuntimeError as error:
+                rank = dist.get_global_rank(self.route.process_group, peer)
+                raise lost(self.route.wait, f"rank {rank}", error) from error
+            finally:
+                WAITS.current = None
             self.works[index].clear()
             if failure is None:
                 try:
@@ -153,14 +152,6 @@ class _Exchange:
             SHARED.give_back(self.lease)
         if failure is not None:
             raise failure
-
-    def _lost(self, peer: int, error: RuntimeError) -> RuntimeError:
-        group = self.route.process_group
-        here, there = dist.get_global_rank(group, group.rank()), dist.get_global_rank(group, peer)
-        return RuntimeError(
-            f"rank {here} lost rank {there} in a point-to-point {self.route.what} (tag {self.route.tag}), "
-            f"look there for the first error: {error}"
-        )
 
 
 class _MessageRoute:
@@ -181,7 +172,8 @@ class _MessageRoute:
         large: int,
     ) -> None:
         self._gathers = direction == "gather"
-        self.what = "all-gather" if self._gathers else "reduce-scatter"
+        what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
+        self.wait = Wait(what, process_group, tag)
         self.process_group = process_group
         self.tag = tag
         self._rank, world_size = process_group.rank(), process_group.size()
@@ -210,7 +202,7 @@ class _MessageRoute:
         self._nbytes = self._scratch + min(_DEPTH, self._count) * self._turn  # of staging
         self._bound: dict[int, list[_BoundRound]] = {}
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = _SUM) -> Pending:
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self._nbytes, CPU) if self._nbytes else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)

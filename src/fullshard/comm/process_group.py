@@ -1,4 +1,4 @@
-"""What is asked of a process group: its backends, waits that say what was lost, and objects of Python for its ranks.
+"""What is asked of a process group: its backends, whether it has other ranks, and objects of Python for its ranks.
 
 torch has calls for objects too, but they need numpy, on which this library does not depend.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.waits import waiting
 from fullshard.torch_private import all_gather_single
 
 
@@ -29,11 +30,9 @@ def _backends(process_group: dist.ProcessGroup | None) -> dict[str, str]:
     return {device_type: name for device_type, _, name in pairs}
 
 
-def lost_in(what: str, error: RuntimeError) -> RuntimeError:
-    """What to raise from the ``error`` of a wait for a collective: backends say that a rank was lost, not where."""
-    return RuntimeError(
-        f"rank {dist.get_rank()} lost another rank in {what}, look on the others for the first error: {error}"
-    )
+def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
+    """Whether there are other ranks to compare with. A fake process group gathers nothing."""
+    return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
@@ -44,34 +43,36 @@ def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[A
         process_group: the ranks; ``None`` for all.
     """
     size = dist.get_world_size(process_group)
-    data = _encoded(mine, process_group)
+    data = encoded(mine, process_group)
     lengths = data.new_empty(size, dtype=torch.int64)
-    all_gather_single(lengths, lengths.new_tensor([data.numel()]), group=process_group)
-    longest = int(lengths.max())
-    padded, every = data.new_zeros(longest), data.new_empty(size * longest)
-    padded[: data.numel()] = data
-    all_gather_single(every, padded, group=process_group)
-    return [_decoded(said[:length]) for said, length in zip(every.split(longest), lengths.tolist(), strict=True)]
+    with waiting("a comparison with the other ranks", process_group):
+        all_gather_single(lengths, lengths.new_tensor([data.numel()]), group=process_group)
+        longest = int(lengths.max())
+        padded, every = data.new_zeros(longest), data.new_empty(size * longest)
+        padded[: data.numel()] = data
+        all_gather_single(every, padded, group=process_group)
+    return [decoded(said[:length]) for said, length in zip(every.split(longest), lengths.tolist(), strict=True)]
 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None) -> Any:
     """The object of the first rank; every rank must call it, and the others' ``value`` does not count."""
-    data = _encoded(value if dist.get_rank(process_group) == 0 else None, process_group)
+    data = encoded(value if dist.get_rank(process_group) == 0 else None, process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
-    dist.broadcast(length, group=process_group, group_src=0)
-    if dist.get_rank(process_group) != 0:
-        data = data.new_empty(int(length))
-    dist.broadcast(data, group=process_group, group_src=0)
-    return _decoded(data)
+    with waiting("what the first rank sends", process_group):
+        dist.broadcast(length, group=process_group, group_src=0)
+        if dist.get_rank(process_group) != 0:
+            data = data.new_empty(int(length))
+        dist.broadcast(data, group=process_group, group_src=0)
+    return decoded(data)
 
 
-def _encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
-    """On a device whose tensors the process group moves: the CPU, if it can be."""
+def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    """An object as bytes, on a device whose tensors the process group moves: the CPU, if it can be."""
     devices = list(_backends(process_group))
     data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     return data.to("cpu" if "cpu" in devices else devices[0])
 
 
-def _decoded(data: torch.Tensor) -> Any:
+def decoded(data: torch.Tensor) -> Any:
     data = data.cpu().contiguous()
     return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

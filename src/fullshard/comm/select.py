@@ -19,6 +19,7 @@ from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.transport import Transport
+from fullshard.comm.watch import start_watch
 
 _log = logging.getLogger("fullshard")
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
@@ -40,6 +41,7 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
     """
+    start_watch()
     transport, why = choose_transport(process_group, device)
     if process_group not in _told:
         _told.add(process_group)

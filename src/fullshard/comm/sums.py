@@ -37,9 +37,9 @@ SUM_DTYPES = {
 class Scaling:
     """A division in three places."""
 
-    before: float  # of this rank's values, before they travel
-    op: Any  # what the collective does
-    after: float  # of the result
+    before: float = 1.0  # of this rank's values, before they travel
+    op: Any = dist.ReduceOp.SUM  # what the collective does
+    after: float = 1.0  # of the result
 
 
 @lru_cache(maxsize=256)
@@ -54,12 +54,12 @@ def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only
     """
     if dtype == torch.float16:
         before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
-        return Scaling(before, dist.ReduceOp.SUM, divisor / before)
+        return Scaling(before, after=divisor / before)
     if backend != "nccl" or sum_only or divisor == 1 or not dtype.is_floating_point:
-        return Scaling(1.0, dist.ReduceOp.SUM, divisor)
+        return Scaling(after=divisor)
     if divisor == world_size:
-        return Scaling(1.0, dist.ReduceOp.AVG, 1.0)
-    return Scaling(1.0, premultiplied_sum(1 / divisor), 1.0)
+        return Scaling(op=dist.ReduceOp.AVG)
+    return Scaling(op=premultiplied_sum(1 / divisor))
 
 
 def divide_(tensor: torch.Tensor, divisor: float) -> None:

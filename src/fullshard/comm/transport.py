@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.shared_memory import Segment
+from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
 
 
@@ -33,6 +34,8 @@ class Transfer(NamedTuple):
     shard: torch.Tensor
 
 
+#: Shards to all ranks, or the values of all ranks to shards.
+Direction = Literal["gather", "reduce"]
 #: Targets and sources, for one call that copies all of them.
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -86,16 +89,19 @@ class Reduction(NamedTuple):
     sum_only: bool = False
 
 
-class GatherRoute(Protocol):
-    """How some shards get to all ranks: worked out once, for tensors that stay, and taken in every step."""
-
-    def start(self) -> Pending: ...
+#: What the ranks bring is added up, and not divided.
+PLAIN_SUM = Reduction()
 
 
-class ReduceRoute(Protocol):
-    """How the ranks' values of some buffers get to the shards that they are added up in."""
+class Route(Protocol):
+    """How some shards get to all ranks, or the ranks' values of some buffers to the shards that they are added up in.
 
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending: ...
+    It is worked out once, for buffers that stay, and taken in every step.
+    """
+
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+        """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing."""
+        ...
 
 
 class Nowhere:
@@ -114,38 +120,6 @@ class StillRead:
     def wait(self) -> None:
         """Return when no rank reads them any more: they may be written again. Called after ``finish``."""
         raise NotImplementedError
-
-
-class PassBarrier(Protocol):
-    """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
-
-    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
-
-        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
-        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
-    """
-
-    def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
-        """Wait until all ranks enter.
-
-        Args:
-            doing: what this rank does, for errors.
-            kind: 0 for a forward, 1 for a backward.
-            steps: how many steps of optimizers this rank has made.
-
-        Raises:
-            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps``, has ended, or
-                does not come in time; or this process was forked from a rank.
-        """
-        ...
-
-    def leave(self, doing: str) -> None:
-        """Wait until all ranks leave."""
-        ...
-
-    def give_up(self) -> bool:
-        """Leave and wait for nobody; returns whether a pass had been entered."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -218,7 +192,7 @@ class Transport:
     def let_go(self) -> None:
         """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
         """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``.
 
         ``full`` and ``shard`` of one transfer have one dtype. Padding of ``full`` is left undefined. Parameters that
@@ -228,9 +202,9 @@ class Transport:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
         """
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        return self._gather_route(transfers, process_group, tag) if transfers else Nowhere()
+        return self._route("gather", transfers, process_group, tag) if transfers else Nowhere()
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
         """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
@@ -243,10 +217,9 @@ class Transport:
             TypeError: a dtype that the transport cannot add up.
         """
         check_transfers(transfers, process_group.size(), one_dtype=False)
-        return self._reduce_route(transfers, process_group, tag) if transfers else Nowhere()
+        return self._route("reduce", transfers, process_group, tag) if transfers else Nowhere()
 
-    def _gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> GatherRoute:
-        raise NotImplementedError(f"transport '{self.name}' does not gather")
-
-    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        raise NotImplementedError(f"transport '{self.name}' does not reduce")
+    def _route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> Route:
+        raise NotImplementedError(f"transport '{self.name}' does not {direction}")

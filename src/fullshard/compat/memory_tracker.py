@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,33 +23,12 @@ from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase, Unit
 
 
-class _Parameter:
-    """One parameter: the tracker reads its tensors, to know what memory is for."""
-
-    def __init__(self, group: Group, index: int) -> None:
-        self._group, self._index = group, index
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._group.params[self._index].sharded
-
-    @property
-    def unsharded_param(self) -> torch.Tensor:
-        leaf = self._group.params[self._index].unsharded
-        return torch.empty(0) if leaf is None else leaf
-
-    @property
-    def _unsharded_param(self) -> _Parameter:
-        return self
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Of the unsharded parameter: as autograd made it, or the buffer into which it was copied."""
-        gradients = self._group.gradients
-        if self._index in gradients._waiting:
-            return gradients._waiting[self._index]
-        buffer = gradients._buffer
-        return buffer.memory.detach() if buffer is not None and self._index in gradients._arrived else None
+def _parameter(group: Group, index: int) -> SimpleNamespace:
+    """The tensors of one parameter, which tell the tracker what memory is for. The gradient of an unsharded parameter
+    is as autograd made it, or the buffer into which it was copied."""
+    param, gradient = group.params[index], SimpleNamespace(grad=group.gradients.held(index))
+    leaf = torch.empty(0) if param.unsharded is None else param.unsharded
+    return SimpleNamespace(sharded_param=param.sharded, unsharded_param=leaf, _unsharded_param=gradient)
 
 
 class _Group:
@@ -59,11 +39,11 @@ class _Group:
         self.is_watched = False
 
     @property
-    def fsdp_params(self) -> list[_Parameter]:
+    def fsdp_params(self) -> list[SimpleNamespace]:
         """Those of the whole tree, once it is known: gradients of one group arrive in the backward of another."""
         schedule = self._unit.schedule
         groups = self._unit.groups if schedule is None else schedule.groups()
-        return [_Parameter(group, index) for group in groups for index in range(len(group.params))]
+        return [_parameter(group, index) for group in groups for index in range(len(group.params))]
 
     @property
     def pre_backward(self) -> Callable[..., None]:
@@ -77,7 +57,7 @@ class _Group:
             if self._unit.phase is not Phase.BACKWARD:
                 function(schedule)
 
-        self._install("_begin_backward", begin)
+        self._install("begin_backward", begin)
 
     @property
     def post_backward(self) -> Callable[..., None]:
@@ -88,7 +68,7 @@ class _Group:
         def end(schedule: Schedule, ahead: bool = False) -> None:
             (function if self._unit.phase is Phase.BACKWARD else self._end)(schedule, ahead)
 
-        self._install("_finish_backward", end)
+        self._install("finish_backward", end)
 
     def _install(self, name: str, function: Callable[..., None]) -> None:
         """Let the unit call ``function`` in place of its own method, while the tracker looks on."""
@@ -98,11 +78,11 @@ class _Group:
             vars(self._unit).pop(name, None)
 
     def _begin(self, schedule: Schedule) -> None:
-        Unit._begin_backward(self._unit, schedule)
+        Unit.begin_backward(self._unit, schedule)
         self.tell()
 
     def _end(self, schedule: Schedule, ahead: bool) -> None:
-        Unit._finish_backward(self._unit, schedule, ahead)
+        Unit.finish_backward(self._unit, schedule, ahead)
         for group in self._unit.groups:
             group.comm.reductions.keep_at_most(0)  # the tracker looks for sharded gradients now
         self.tell()
@@ -110,14 +90,10 @@ class _Group:
     def tell(self) -> None:
         """Let the tracker see how much memory each buffer has, and know all before something is sent from it."""
         schedule = self._unit.schedule
-        for context in {id(group.comm): group.comm for group in schedule.groups()}.values() if schedule else ():
+        for context in {group.comm for group in schedule.groups()} if schedule is not None else ():
             for pool in context.pools.values():
-                for buffer in pool.buffers:
-                    buffer.forget_address()
-                    if buffer._memory is not None:
-                        buffer._memory.detach()
-        for _, lease in (each for free in SHARED._free.values() for each in free):
-            lease.view(torch.uint8, 0, (lease.nbytes,))
+                pool.show()
+        SHARED.show()
 
 
 class _State:
@@ -158,7 +134,10 @@ def _find(unit: Unit, hooks: dict[int, Any], *more: Any) -> tuple[Callable[..., 
 
 def state_of(unit: Unit, module: nn.Module) -> Any:
     """What torch calls the state of a module, the same object each time."""
-    states = vars(unit).setdefault("_states_of_torch", {})
-    if id(module) not in states:
-        states[id(module)] = _State(unit, module)
-    return states[id(module)]
+    of, states = vars(unit).get("_states_of_torch", (None, {}))
+    if of is not unit:  # but one of which it is a copy
+        states = {}
+        vars(unit)["_states_of_torch"] = unit, states
+    if module not in states:
+        states[module] = _State(unit, module)
+    return states[module]

@@ -1,8 +1,7 @@
 """The names that frameworks and torch read on a sharded model, beside the public ones, each with who reads it.
 
 They are torch's own attributes, private ones mostly. Owns their values; nothing in the engine knows them. They are put
-on the classes of the front ends when this file is imported, and on modules and parameters when these are sharded. One
-method gives frameworks more than to others: the state of an optimizer to load into.
+on the classes of the front ends when this file is imported, and on modules and parameters when these are sharded.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from fullshard.compat.memory_tracker import state_of
 from fullshard.fully_shard import managed_modules
@@ -22,9 +19,8 @@ from fullshard.group.flat import FLAT_NAME
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.tree import tensors
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.settings import StateDictType, settings_of
+from fullshard.wrapper.settings import settings_of
 
 
 class _FlatView:
@@ -70,36 +66,6 @@ def _set_unshard_async_op(module: nn.Module, async_op: bool) -> None:
     """Nothing to set: a gather is always started ahead, and waits for no more than its buffers."""
 
 
-def _optim_state_dict(
-    model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any] | None = None, group: Any = None
-) -> dict[str, Any]:
-    """As without frameworks; of an optimizer that made no step the state is zeros if it is sharded.
-
-    accelerate lets ``torch.distributed.checkpoint`` load into it, after it made model and optimizer anew: into nothing,
-    nothing would be loaded, without a word. The optimizer is left as it was.
-    """
-    wrappers = FullyShardedDataParallel.fsdp_modules(model)
-    full = settings_of(model).state_dict_type is StateDictType.FULL_STATE_DICT
-    if optim_state_dict is not None or full or not wrappers:
-        return _plain_state_dict(model, optim, optim_state_dict, group)
-    stepped = torch.tensor(bool(optim.state), dtype=torch.int32, device=_unit(wrappers[0]).device)
-    if (ranks := wrappers[0].process_group) is not None:
-        dist.all_reduce(stepped, dist.ReduceOp.MAX, ranks)  # a rank may hold nothing of what is trained
-    if stepped.item():
-        return _plain_state_dict(model, optim, None, group)
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # imports torch's FSDP
-
-    get_optimizer_state_dict(model, optim)  # gives the optimizer a state, as torch does before it loads one
-    found = _plain_state_dict(model, optim, None, group)
-    optim.state.clear()
-    for tensor in tensors(found["state"]):
-        tensor.zero_()
-    return found
-
-
-_plain_state_dict = FullyShardedDataParallel.optim_state_dict
-
-
 def _unit(module: nn.Module) -> Unit:
     unit = unit_of(module)
     assert unit is not None
@@ -119,8 +85,6 @@ _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 for _name, _read in _ON_WRAPPERS.items():
     setattr(FullyShardedDataParallel, _name, property(_read))
-_wrapper: Any = FullyShardedDataParallel
-_wrapper.optim_state_dict = staticmethod(_optim_state_dict)
 FSDPModule._set_unshard_async_op = _set_unshard_async_op  # type: ignore[attr-defined]
 FSDPModule._get_fsdp_state = lambda module: state_of(_unit(module), module)  # type: ignore[attr-defined]  # FSDPMemTracker
 

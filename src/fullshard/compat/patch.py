@@ -45,19 +45,9 @@ _PUBLIC = (
 )
 #: What else of torch holds them, and computes with torch's own: it is imported before they are bound, and left alone.
 _THEIRS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
-_POLICIES = (
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "_module_wrap_policy",
-    "_or_policy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-)
 
+#: What ``FULLSHARD_PATCH`` is in processes that one was started by that has said so.
+_SAID = "said"
 #: What was bound: the names of a module, the name there, and torch's object.
 _bound: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -113,20 +103,29 @@ def is_patched() -> bool:
 
 
 def patch_and_say() -> None:
-    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses."""
+    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses.
+
+    That fullshard stands in for torch's FSDP is said once, by the first process that finds it out: launchers, ranks and
+    their workers start each other, and tell so in ``FULLSHARD_PATCH``.
+    """
+    said = os.environ.get("FULLSHARD_PATCH") == _SAID
+    if said:
+        patch()
     if os.environ.get("RANK", "0") == "0":
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         handler.addFilter(lambda _: not logging.getLogger().handlers)  # else the program has its own way
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
+        os.environ["FULLSHARD_PATCH"] = _SAID
     patch()
 
 
 def _replacements() -> dict[int, Any]:
     """Our objects by the identity of torch's."""
     ours = {name: getattr(fullshard, name) for name in fullshard.__all__ if name != "ShardPlacementResult"}
-    ours |= {name: getattr(wrap, name) for name in _POLICIES}
+    policies = {name: each for name, each in vars(wrap).items() if getattr(each, "__module__", "") == wrap.__name__}
+    ours |= {name: each for name, each in policies.items() if name != "_Policy"}  # of which programs derive their own
     ours["ShardedGradScaler"] = ShardedGradScaler
     found = {}
     for module in map(sys.modules.get, _PUBLIC):

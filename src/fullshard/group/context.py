@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -58,10 +59,8 @@ class Reductions:
         """Wait for all, and lose what they reduce."""
         self.drops += 1
         while self._marks:
-            try:
+            with suppress(RuntimeError):  # an error is being recovered from: what was under way is lost anyway
                 self._marks.popleft().wait()
-            except RuntimeError:  # an error is being recovered from: what was under way is lost anyway
-                continue
 
 
 class CommContext:
@@ -188,6 +187,11 @@ class GroupContext:
         self.writes = 0  # to the shard, as far as they were noticed
         self.clock = Clock()
         self.comm = CommContext(device)
+
+    @property
+    def title(self) -> str:
+        """Its name, for people."""
+        return f"'{self.name}'" if self.name else "the root"
 
     def __repr__(self) -> str:
         return f"Group({self.name or '<root>'}, {len(self.params)} parameters, {self.state.name})"

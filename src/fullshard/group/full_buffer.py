@@ -20,7 +20,7 @@ from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views, shard_bytes, shard_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import GatherRoute, Transfer
+from fullshard.comm.transport import Route, Transfer
 from fullshard.device import PASSED, Done, Mark, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
@@ -141,7 +141,7 @@ class FullBuffer:
     def arrive(self) -> bool:
         """The values are there: let autograd read what it saved of them. Returns whether the leaves are new."""
         self._post_forward = None  # not before: until here the gather reads it
-        is_first = bool(self._group.params) and self._group.params[0].unsharded is None
+        is_first = not self._leaves and bool(self._group.params)
         if is_first:
             self._make_leaves()
         elif self._extensions is not None:
@@ -205,7 +205,7 @@ class GatheredBuffer(FullBuffer):
     def __init__(self, group: GroupContext, memory: Memory) -> None:
         super().__init__(group, memory)
         self.buffer = SlotBuffer(group.parameter_pool, full_bytes(group.sections, group.compute_dtypes))
-        self._route: GatherRoute | None = None
+        self._route: Route | None = None
         self._staging: SlotBuffer | None = None
 
     def is_current(self) -> bool:
@@ -243,7 +243,7 @@ class GatheredBuffer(FullBuffer):
             self._staging = memory.stage(self._staging)
         return (self._route or self._make_route(over)).start()
 
-    def _make_route(self, over: dist.ProcessGroup) -> GatherRoute:
+    def _make_route(self, over: dist.ProcessGroup) -> Route:
         """Make the route of the gather; where dtype or device differ, it reads the shard's copy in staging."""
         group, memory = self._group, self._memory
         shards = memory.staged_views if memory.needs_staging else memory.views
@@ -282,7 +282,7 @@ class MappedBuffer(FullBuffer):
         """Nothing is gathered; but between passes, when other ranks may write to the buffer, the leaves show a copy."""
         if not self._group.clock.reading:
             self.publish(whatever=True)
-            barrier, doing = self._shared.memory.barrier, f"unshard() of {self._group.name or 'the root'}"
+            barrier, doing = self._shared.memory.barrier, f"unshard() of {self._group.title}"
             barrier.enter(doing)
             self.buffer.be_private()
             barrier.leave(doing)

@@ -23,7 +23,7 @@ class GradientDtypes:
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self._found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
+        self.found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
 
     def _said(self, index: int) -> torch.dtype | None:
         """The dtype in which a gradient would travel if it were alone; ``None`` for the dtype that it has."""
@@ -38,7 +38,7 @@ class GradientDtypes:
     def alone(self, index: int) -> torch.dtype:
         """The dtype in which a gradient would travel if it were alone."""
         group = self._group
-        return self._said(index) or self._found.setdefault(index, group.compute_dtype(group.params[index]))
+        return self._said(index) or self.found.setdefault(index, group.compute_dtype(group.params[index]))
 
     def together(self, indices: Iterable[int]) -> list[Members]:
         """The parameters by the dtypes of their gradients."""
@@ -64,10 +64,10 @@ class GradientDtypes:
 
     def widens(self, index: int, dtype: torch.dtype) -> bool:
         """Whether a gradient of ``dtype``, which may have any, needs a wider one than all before it."""
-        before = self._found.get(index)
+        before = self.found.get(index)
         if before is None or torch.promote_types(before, dtype) == before:
             return False
-        self._found[index] = torch.promote_types(before, dtype)
+        self.found[index] = torch.promote_types(before, dtype)
         return True
 
     def refuse_unknown(self) -> None:
@@ -76,8 +76,8 @@ class GradientDtypes:
         Raises:
             ValueError: naming the parameters.
         """
-        if self._found:
-            names = sorted(self._group.params[index].name for index in self._found)
+        if self.found:
+            names = sorted(self._group.params[index].name for index in self.found)
             raise ValueError(
                 f"gradients of {names} may have any dtype (grad_dtype=None), and ranks on which they are missing "
                 f"(set_reduce_scatter_unused_params(True)) could not know which: give the MixedPrecisionPolicy a "

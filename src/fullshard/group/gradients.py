@@ -10,11 +10,11 @@ are copied. Between micro-batches without reduction the buffer stays with the gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import accumulate, compress
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import ReduceRoute, Reduction, StillRead, Transfer
+from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.device import CPU, Done, Pending
+from fullshard.group.context import Reductions
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.module_parameters import ShownGroup
@@ -40,27 +41,22 @@ class _Part:
     indices: tuple[int, ...]
     plan: Plan
     section: int
-    dtype: torch.dtype  # in which the reduced values are written
+    allocate: Callable[[], torch.Tensor]  # memory for the reduced values, in the dtype in which they are written
     home_dtype: torch.dtype  # of ``param.grad``
     chunks: tuple[list[torch.Size], list[tuple[int, ...]], list[int]]  # sizes, strides and offsets in the shard
+    lengths: list[int]  # of chunks, if all are vectors end to end: then one call finds them
 
 
+@dataclass(eq=False)
 class _ReductionPlan:
-    """The parameters that take part in a reduction, by section, and how their gradients travel.
+    """The parameters that take part in a reduction, by section, and how their gradients travel."""
 
-    Args:
-        parts: of the sections.
-        fulls: where the gradients of each part's section lie.
-        is_final: whether the reduce-scatter gives the final values, so that they may be written in their own dtype.
-    """
+    parts: Sequence[_Part]
+    fulls: Sequence[torch.Tensor]  # where the gradients of each part's section lie
+    is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
+    route: Route | None = None  # once a reduction was started
 
-    def __init__(self, parts: Sequence[_Part], fulls: Sequence[torch.Tensor], is_final: bool) -> None:
-        self.parts = parts
-        self.fulls = fulls
-        self.is_final = is_final
-        self.route: ReduceRoute | None = None  # once a reduction was started
-
-    def make_route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> ReduceRoute:
+    def make_route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> Route:
         """The route to ``outputs``, which serves all later ones."""
         transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
         self.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
@@ -84,7 +80,10 @@ class Gradients:
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._views: dict[int, torch.Tensor] = {}
-        self._nbytes: dict[int, int] = {}  # of each of these
+        self._nbytes: dict[int, int] = {}  # of each of these, if all together reach the bound
+        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
+        self._plain = self._nothing  # leaves whose gradients are taken as they are
+        self._expected = self._nothing  # those of them that are to come, once one has come
         self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
@@ -122,13 +121,23 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        waits = self._arrived or self._waiting or (self._partial and self._group.options.all_reduce_gradients)
-        return bool(waits)
+        return bool(self._arrived or self._waiting or (self._partial and self._group.options.all_reduce_gradients))
 
     @property
     def has_any(self) -> bool:
         """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
         return bool(self._arrived or self._waiting or self._partial)
+
+    def held(self, index: int) -> torch.Tensor | None:
+        """What has the gradient of a parameter before it is reduced: a tensor of autograd's, or the whole buffer."""
+        if index in self._arrived and index not in self._waiting and self._buffer is not None:
+            return self._buffer.memory.detach()
+        return self._waiting.get(index)
+
+    def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The gradients of this rank that wait to be reduced, by the index of their parameter."""
+        yield from self._waiting.items()
+        yield from ((index, self._views[index]) for index in self._arrived)
 
     @staticmethod
     def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
@@ -137,7 +146,13 @@ class Gradients:
         if group is None or grad is None:
             return
         leaf.grad = None
-        self, param = group.gradients, group.params[index]
+        self = group.gradients
+        if self._expected[index] is leaf and group.is_unsharded:  # nearly all: without a call
+            self._waiting[index], self._expected[index] = grad, None
+            if self._nbytes:
+                self._heed_bound(index)
+            return
+        param = group.params[index]
         if leaf is not param.unsharded:
             raise RuntimeError(
                 f"between the forward and the backward of {group!r} the dtype or the way in which it is gathered was "
@@ -153,15 +168,7 @@ class Gradients:
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
             )
-        waiting, views = self._waiting, self._views
-        is_first = not waiting or index in waiting
-        if is_first or index not in views or grad.dtype != views[index].dtype or param.unsharded_spec is not None:
-            self._take(index, grad)
-        else:  # nearly all: without the call
-            waiting[index] = grad
-            self._waiting_bytes += self._nbytes[index]
-            if self._waiting_bytes >= _MOST_WAITING:
-                self.settle()
+        self._take(index, grad)
 
     @torch.no_grad()
     def take_left(self) -> None:
@@ -187,7 +194,13 @@ class Gradients:
             self._widen()
         if index in self._waiting:
             self.settle()
-        self._waiting[index] = grad
+        if not self._waiting:
+            self._expected = self._plain.copy()
+        self._waiting[index], self._expected[index] = grad, None
+        if self._nbytes:
+            self._heed_bound(index)
+
+    def _heed_bound(self, index: int) -> None:
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
@@ -230,13 +243,12 @@ class Gradients:
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
                 return self.settle()
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        views = self._views
+        waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
-            foreach_add([views[index] for index in again], [waiting.pop(index) for index in again])
+            foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
         if waiting:
-            foreach_copy([views[index] for index in waiting], list(waiting.values()))
+            foreach_copy(list(map(self._views.__getitem__, waiting)), list(waiting.values()))
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
@@ -277,7 +289,11 @@ class Gradients:
                     if group.is_flat:
                         self._gaps += [view for index, view in views.items() if not trainable[index]]
                         self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-            self._nbytes = {index: view.nbytes for index, view in self._views.items()}
+            nbytes = {index: view.nbytes for index, view in self._views.items()}
+            self._nbytes = nbytes if sum(nbytes.values()) >= _MOST_WAITING else {}
+            leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
+            plain = self._views.keys() - self._dtypes_of.found.keys()
+            self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
             self._every = frozenset(self._views)
 
     @torch.inference_mode(False)
@@ -317,7 +333,7 @@ class Gradients:
             self._begin()
         if group.options.reduce_unused:
             self._dtypes_of.refuse_unknown()
-        if lost := self._partial.keys() - self._every:
+        if self._partial and (lost := self._partial.keys() - self._every):
             names = sorted(group.params[index].name for index in lost)
             raise RuntimeError(
                 f"gradients of {names} were summed over some of the ranks only (set_requires_all_reduce(False)), and "
@@ -336,8 +352,9 @@ class Gradients:
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
         assert self._buffer is not None
-        reducing = _PendingReduction(group, self._partial, choice, self._buffer)
-        group.comm.reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))
+        reductions = group.comm.reductions
+        reducing = _PendingReduction(group, self._partial, choice, self._buffer, reductions, reductions.drops)
+        reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))
         return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> _ReductionPlan:
@@ -353,9 +370,13 @@ class Gradients:
             grads = [(i, part) for i, part in group.module_params.gradient_views(members, plan, shard) if i in wanted]
             places = [part for _, part in grads]
             chunks = [p.shape for p in places], [p.stride() for p in places], [int(p.storage_offset()) for p in places]
+            lengths = [p.numel() for p in places if p.ndim == 1]
+            if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
+                lengths = []
             home_dtype = self._home_dtype(at)
             dtype = home_dtype if is_final else self._dtypes[at]
-            parts.append(_Part(tuple(i for i, _ in grads), plan, at, dtype, home_dtype, chunks))
+            allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
+            parts.append(_Part(tuple(i for i, _ in grads), plan, at, allocate, home_dtype, chunks, lengths))
         choice = _ReductionPlan(parts, [self._sections_full[part.section] for part in parts], is_final)
         self._choices[wanted, is_final] = choice
         return choice
@@ -370,8 +391,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
-        self._waiting, self._waiting_bytes = {}, 0
-        self._shown_waiting = []
+        self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
         self._collects = False
@@ -379,25 +399,22 @@ class Gradients:
             self._buffer.give_back()
 
 
+@dataclass(eq=False, slots=True)
 class _PendingReduction:
     """One reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
 
-    def __init__(
-        self, group: TrainedGroup, partial: dict[int, torch.Tensor], choice: _ReductionPlan, buffer: SlotBuffer
-    ) -> None:
-        self._group = group
-        self._partial = partial
-        self._choice = choice
-        self._buffer = buffer
-        self._outputs: list[torch.Tensor] = []
-        self._pending: Pending = Done()
-        self._reductions, self._drops = group.comm.reductions, group.comm.reductions.drops
+    _group: TrainedGroup
+    _partial: dict[int, torch.Tensor]
+    _choice: _ReductionPlan
+    _buffer: SlotBuffer
+    _reductions: Reductions
+    _drops: int  # when it began
+    _outputs: Sequence[torch.Tensor] = ()
+    _pending: Pending | None = None
 
     def start(self) -> Pending:
         group, choice = self._group, self._choice
-        outputs = self._outputs = [
-            torch.empty(part.plan.shard_numel, dtype=part.dtype, device=group.device) for part in choice.parts
-        ]
+        outputs = self._outputs = [part.allocate() for part in choice.parts]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(choice.parts, outputs, strict=True):
                 output[part.plan.held(group.data.shard_rank) :].zero_()
@@ -458,7 +475,8 @@ class _PendingReduction:
         """The chunk of each parameter in the outputs."""
         found: list[tuple[int, torch.Tensor]] = []
         for part, output in zip(self._choice.parts, self._outputs, strict=True):
-            found += zip(part.indices, map(output.as_strided, *part.chunks), strict=True)
+            vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
+            found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
         return found
 
     def accumulate(self) -> None:

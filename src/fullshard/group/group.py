@@ -80,7 +80,7 @@ class Group(TrainedGroup):
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state
         self.is_unsharded = state is State.UNSHARDED or state is State.LEFT
-        self.shows_unsharded = state is State.UNSHARDED or (state is State.LEFT and not self.is_flat)
+        self.shows_unsharded = self.is_unsharded and (state is State.UNSHARDED or not self.is_flat)
 
     def check_in(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""

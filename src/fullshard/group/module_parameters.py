@@ -88,13 +88,14 @@ class ModuleParameters:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Set ``param.grad`` to the reduced parts; where it is set already, return it and the part to add to it."""
         params, more = self._group.params, []
-        for index, local in grads:
-            param = params[index]
-            if param.sharded.grad is None:
-                spec = param.spec if local.dtype is param.dtype else altered_spec(param.spec, dtype=local.dtype)
-                param.sharded.grad = make_dtensor(local, spec)
-            elif (before := param.gradient) is not None:
-                more.append((before, local))
+        with PlainAttributes():
+            for index, local in grads:
+                param = params[index]
+                if param.sharded.grad is None:
+                    spec = param.spec if local.dtype is param.dtype else altered_spec(param.spec, dtype=local.dtype)
+                    param.sharded.grad = make_dtensor(local, spec)
+                elif (before := param.gradient) is not None:
+                    more.append((before, local))
         return more
 
     def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:

@@ -10,12 +10,11 @@ import hashlib
 import os
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 
-from fullshard.comm.process_group import gather_objects
+from fullshard.comm.process_group import gather_objects, has_peers
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import plain_parts
@@ -92,11 +91,6 @@ def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
             f"rank {dist.get_rank()} gathers the parameters of '{name}' and ranks {others} gather others: every rank "
             f"must run the same sharded modules in the same order"
         )
-
-
-def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Whether there are other ranks to compare with. A fake process group gathers nothing."""
-    return process_group is not None and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
 _SAME_MODEL = "Every rank must build the same model and make the same calls of fully_shard in the same order"

@@ -22,25 +22,20 @@ from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.context import GroupOptions
 from fullshard.group.flat import Fragment
+from fullshard.group.group import Group
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting, warn
 from fullshard.schedule.hooks import attach
-from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets
 from fullshard.wrapper import initialise
 from fullshard.wrapper.initialise import Ignored
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.optim_methods import OptimStateMethods
-from fullshard.wrapper.settings import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrapper.state_dict import StateDictMethods, paths_in
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
@@ -109,6 +104,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
+        options = dict(locals())  # for the modules inside that a policy chooses, but for what is made of them below
+        for name in ("self", "__class__", "module", "auto_wrap_policy", "ignored_modules"):
+            del options[name]
         super().__init__()
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warn(f"a {type(module).__name__} is never run itself: wrap its members")
@@ -131,27 +129,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             if strategy in HYBRID and device_mesh is None:  # children do not look for nodes again
                 both = data.shard_group, data.replicate_group
                 process_group = both if self.sharding_strategy in HYBRID else data.replicate_group
-            options = {
-                "process_group": process_group,
-                "sharding_strategy": self.sharding_strategy,
-                "cpu_offload": self.cpu_offload,
-                "backward_prefetch": self.backward_prefetch,
-                "mixed_precision": precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-                "ignored_states": kept,
-                "device_mesh": device_mesh,
-            }
-            _auto_wrap(module, auto_wrap_policy, self._ignored, options, mixed_precision is not None)
+            made = {"process_group": process_group, "sharding_strategy": self.sharding_strategy, "ignored_states": kept}
+            _auto_wrap(module, auto_wrap_policy, self._ignored, {**options, **made})
         modules = initialise.managed_modules(module, self._ignored.modules)
         initialise.materialize(modules, param_init_fn, device, self._ignored)
         found = free_parameters((module,), kept)
-        buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] is not None]
-        buffers = [(each, name) for each, name in buffers if each._buffers[name] not in self._ignored.buffers]
+        kept_too = {None, *self._ignored.buffers}
+        buffers = [(each, name) for each in modules for name in each._buffers if each._buffers[name] not in kept_too]
         extents = refuse_overlaps((module,), found)
         move_to_device(found, modules, device)
         initialise.check_flattenable({at[0].full_name: param for param, at in found.items()}, use_orig_params)
@@ -217,7 +201,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
-        return self._schedule().root is self._unit
+        return (self._unit.schedule or self._unit.start()).root is self._unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
@@ -290,8 +274,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
         A RuntimeError if this is not the root.
         """
-        self._expect_root("no_sync")
-        groups = self._schedule().groups()
+        groups = self._groups_of_root("no_sync")
         before = [group.options.reduce_gradients for group in groups]
         for group in groups:
             group.options.reduce_gradients = False
@@ -306,8 +289,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
         All ranks must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root.
         """
-        self._expect_root("clip_grad_norm_")
-        groups = [group for group in self._schedule().groups() if group.data.shard_group is not None]
+        groups = [group for group in self._groups_of_root("clip_grad_norm_") if group.data.shard_group is not None]
         process_group = groups[-1].data.shard_group if groups else None
         sharded = dict.fromkeys(param.sharded for group in groups for param in group.params)
         whole = [param for param in self.parameters() if param not in sharded]
@@ -336,12 +318,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             each._has_hook = True
             each._unit.reduce_by(partial(hook, state))
 
-    def _schedule(self) -> Schedule:
-        return self._unit.schedule or self._unit.start()
-
-    def _expect_root(self, method: str) -> None:
-        if not self.check_is_root():
+    def _groups_of_root(self, method: str) -> list[Group]:
+        if not self.check_is_root() or self._unit.schedule is None:
             raise RuntimeError(f"{method}() was called on {self._unit!r}, inside another one: call it on the outermost")
+        return self._unit.schedule.groups()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):
@@ -350,19 +330,20 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     __deepcopy__, free_buffers = FSDPModule.__deepcopy__, FSDPModule.free_buffers
 
 
-def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any], mixes_precision: bool) -> None:
+def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any]) -> None:
     """Wrap the modules inside of ``root`` that a policy wants, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' is wrapped already: do one of both")
-    apart = tuple(options["mixed_precision"]._module_classes_to_ignore) if mixes_precision else ()
+    precision = options["mixed_precision"]
+    apart = () if precision is None else tuple(precision._module_classes_to_ignore)
     forced = {cls: {"mixed_precision": None} for cls in apart}
     chosen, paths = targets(root, policy, kept.modules, kept.params, forced), paths_in(root)
     precise = [module for module in chosen if isinstance(module, apart)]
     if precise:
         warn(
             f"modules of {sorted({type(module).__name__ for module in precise})} are wrapped on their own and keep "
-            f"their dtypes: mixed_precision._module_classes_to_ignore",
+            f"their dtypes: mixed_precision._module_classes_to_ignore"
         )
     for module in precise:
         keep_precision(module)

@@ -62,9 +62,7 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested
     roots += replicated([module])
     modules = {inner for root in roots for inner in root.modules() if unit_of(inner) is None}
     if module in modules:
-        warn(
-            f"{name} has the module that is to be wrapped, a {type(module).__name__}: nothing of it will be sharded",
-        )
+        warn(f"{name} has the module that is to be wrapped, a {type(module).__name__}: nothing of it will be sharded")
     params = {element for element in elements if isinstance(element, nn.Parameter)}
     params.update(param for inner in modules for param in inner.parameters())
     buffers = {buffer for inner in modules for buffer in inner.buffers()}
@@ -108,9 +106,7 @@ def compute_device(
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = current_device(device.type)
-        warn(
-            f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index",
-        )
+        warn(f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index")
     if elsewhere and elsewhere[0] != device:
         raise ValueError(f"device_id is {device}, but parameters lie on {elsewhere[0]}: they must agree")
     return torch.device(device.type) if device.type == "cpu" else device

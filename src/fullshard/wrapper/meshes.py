@@ -75,10 +75,7 @@ def strategy_and_mesh(
             warn(f"NO_SHARD takes the place of {strategy}: there is one rank to shard over")
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
-        warn(
-            "NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same",
-            FutureWarning,
-        )
+        warn("NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same", FutureWarning)
     shard_group, replicate_group = data.shard_group, data.replicate_group
     if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
         mesh = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 and mesh.mesh_dim_names else mesh
@@ -108,7 +105,7 @@ def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
         if mesh.size() > mesh.size(0):
             warn(
                 f"{strategy} uses the first dim of {mesh} only: ranks along the others are not kept in step. Give a "
-                f"mesh of one dim, or choose HYBRID_SHARD",
+                f"mesh of one dim, or choose HYBRID_SHARD"
             )
         return DeviceMesh.from_group(mesh.get_group(0), mesh.device_type)
     return mesh

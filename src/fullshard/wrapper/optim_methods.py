@@ -43,7 +43,8 @@ class OptimStateMethods:
     ) -> StateDict:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
-        Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others.
+        Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others. These
+        can be loaded into, also when the optimizer made no step yet: then they are zeros.
 
         Args:
             optim_state_dict: in place of ``optim.state_dict()``.
@@ -54,7 +55,8 @@ class OptimStateMethods:
         params = _params(model, optim, _is_named(state_dict))
         as_dtensors = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
         config = settings.optim_state_dict_config
-        return whole_state(model, params, state_dict, as_dtensors, config.rank0_only, config.offload_to_cpu, group)
+        new = optim if optim_state_dict is None and as_dtensors else None
+        return whole_state(model, params, state_dict, as_dtensors, config.rank0_only, config.offload_to_cpu, group, new)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -89,15 +91,13 @@ class OptimStateMethods:
         group: ProcessGroup = None,
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
-        _warn("full_optim_state_dict", "optim_state_dict", optim_input)
-        params, state_dict = _params_given(model, optim_input, optim), optim.state_dict()
-        return whole_state(model, params, state_dict, rank0_only=rank0_only, to_cpu=True, process_group=group)
+        params = _given(model, optim, optim_input, "full_optim_state_dict", "optim_state_dict")
+        return whole_state(model, params, optim.state_dict(), False, rank0_only, to_cpu=True, process_group=group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
-        _warn("sharded_optim_state_dict", "optim_state_dict")
-        params = _params(model, optim)
+        params = _given(model, optim, None, "sharded_optim_state_dict", "optim_state_dict")
         return whole_state(model, params, optim.state_dict(), as_dtensors=True, to_cpu=True, process_group=group)
 
     @staticmethod
@@ -108,16 +108,16 @@ class OptimStateMethods:
         optim: Optimizer | None = None,
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has."""
-        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict)
+        params = _given(model, optim, optim_input, "shard_full_optim_state_dict")
+        return local_state(model, params, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a sharded state dict."""
-        _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return local_state(model, _params(model, optim), sharded_optim_state_dict)
+        params = _given(model, optim, None, "flatten_sharded_optim_state_dict")
+        return local_state(model, params, sharded_optim_state_dict)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -128,8 +128,8 @@ class OptimStateMethods:
         group: Any | None = None,
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has."""
-        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        return local_state(model, _params_given(model, optim_input, optim), full_optim_state_dict or {}, True, group)
+        params = _given(model, optim, optim_input, "scatter_full_optim_state_dict")
+        return local_state(model, params, full_optim_state_dict or {}, True, group)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -140,7 +140,7 @@ class OptimStateMethods:
         optim: Optimizer | None = None,
     ) -> StateDict:
         """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before."""
-        _warn(optim_input=optim_input)
+        params = _given(model, optim, optim_input)
         wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))
         assert wanted, f"optim_state_key_type is {optim_state_key_type!r}; expected one of {list(OptimStateKeyType)}"
         kinds = {type(key) for key in optim_state_dict["state"]}
@@ -149,11 +149,12 @@ class OptimStateMethods:
         if not kinds - {wanted}:
             return optim_state_dict
         new: dict[Any, Any] = {}
-        shown, params = shown_parameters(model), _params_given(model, optim_input, optim)
+        shown = shown_parameters(model)
         expect(shown, params.values(), "the model has no such parameter of the optimizer's")
         for key, param in params.items():
             if len(shown[param]) > 1:
-                raise RuntimeError(f"{shown[param]} lie in one flat parameter: they have no key for each")
+                names = [place.name for place in shown[param]]
+                raise RuntimeError(f"{names} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
             new.update({key: [name]} if wanted is str else {name: [key]})
         expect(new, optim_state_dict["state"], problem := "the optimizer has no such parameter of the state dict's")
@@ -176,10 +177,19 @@ def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[
     return {names[param]: param for param in params}
 
 
-def _params_given(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> dict[Key, nn.Parameter]:
-    """The same from what was given to the optimizer: all parameters, if neither is told."""
+def _given(
+    model: nn.Module,
+    optim: Optimizer | None,
+    optim_input: OptimInput,
+    old: str = "",
+    new: str = "optim_state_dict_to_load",
+) -> dict[Key, nn.Parameter]:
+    """The same from what was given to the optimizer, of all parameters if nothing is told. Warns of an ``old`` call."""
+    if old:
+        warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning)
     if optim_input is None:
         return dict(enumerate(model.parameters())) if optim is None else _params(model, optim)
+    warn("optim_input is deprecated: give the optimizer", FutureWarning)
     given: list[Any] = list(optim_input) if isinstance(optim_input, Iterable) else [optim_input]
     if not given:
         raise ValueError("optim_input is empty: give what was given to the optimizer, or the optimizer itself")
@@ -190,10 +200,3 @@ def _params_given(model: nn.Module, optim_input: OptimInput, optim: Optimizer | 
         kinds = sorted({type(each).__name__ for each in given})
         raise TypeError(f"optim_input has {kinds}; expected either parameters or dicts, as given to the optimizer")
     return dict(enumerate(given))
-
-
-def _warn(old: str = "", new: str = "", optim_input: OptimInput = None) -> None:
-    if old:
-        warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning)
-    if optim_input is not None:
-        warn("optim_input is deprecated: give the optimizer", FutureWarning)

@@ -34,6 +34,7 @@ from fullshard.optim.local_step import NUMBERS
 from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
+from fullshard.tree import tensors
 from fullshard.wrapper.state_dict import all_of, given_out, own_copy, whole_as_before
 from fullshard.wrapper.unit import WrappedUnit
 
@@ -51,10 +52,7 @@ class Place:
     name: str  # fully qualified, below the root, without wrappers
     group: Group | None = None  # that shards it; ``None`` for one that is whole on every rank
     index: int = 0  # which of the group's parameters it is
-
-    @property
-    def param(self) -> ShardedParameter | None:
-        return None if self.group is None else self.group.params[self.index]
+    param: Any = None  # the group's :class:`ShardedParameter`, a :class:`Fragment` in a flat parameter
 
 
 def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
@@ -74,7 +72,7 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
         for index, param in enumerate(group.params):
             names = [plain_name(f"{paths[at.module]}.{at.name}") for at in param.locations if at.module in paths]
             if names:
-                shown.setdefault(param.sharded, []).append(Place(names[0], group, index))
+                shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
                 taken.update(names)
     for module, path in paths.items():
         for name, whole in module._parameters.items():
@@ -149,6 +147,7 @@ def whole_state(
     rank0_only: bool = False,
     to_cpu: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    new: Optimizer | None = None,
 ) -> dict[str, Any]:
     """``state_dict`` with the names and the shapes of the model without sharding.
 
@@ -158,6 +157,7 @@ def whole_state(
         params: what the keys of ``state_dict`` stand for.
         as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
         rank0_only: ranks but the first get an empty dict.
+        new: the optimizer, if zeros are given out as its state where no rank has made a step with it.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
@@ -169,12 +169,25 @@ def whole_state(
             mine.update(_split(param, shown[param], states[key]))
     places = {place.name: place for inside in shown.values() for place in inside}
     agreed = _agree(places, mine, _is_flat(model), process_group)
+    if new is not None and not agreed:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # imports torch's FSDP
+
+        before = dict(new.state)
+        get_optimizer_state_dict(model, new)  # gives the optimizer a state, as torch does before it loads one
+        made = whole_state(model, params, new.state_dict(), as_dtensors, rank0_only, to_cpu, process_group)
+        new.state.clear()
+        new.state.update(before)
+        for tensor in tensors(made.get("state")):
+            tensor.zero_()
+        return made
     saved: dict[Any, Any] = {}
     for name, state in agreed.items():
         if places[name].group is not None:
-            saved[name] = _copied({key: each for key, each in state.items() if not isinstance(each, _Part)}, to_cpu)
+            saved[name] = {key: each for key, each in state.items() if not isinstance(each, _Part)}
         elif name in mine:
-            saved[name] = _copied(mine[name], to_cpu)
+            saved[name] = mine[name]
+    # Nothing is shared with the optimizer, and no ``step`` with another parameter.
+    saved = tree_map_only(torch.Tensor, lambda each: own_copy(each.detach(), to_cpu), saved)
     for name, key, whole, sharded in _gathered(places, agreed, mine):
         if saves or sharded.unsharded_spec is not None:  # all ranks of tensor parallel take part
             saved[name][key] = given_out(whole, sharded, as_dtensors, to_cpu)
@@ -188,19 +201,13 @@ def whole_state(
     return with_groups(state_dict, saved, known, "the optimizer has no such parameter of its own parameter groups")
 
 
-def _copied(state: State, to_cpu: bool) -> State:
-    """A state that shares nothing with the optimizer's, and no ``step`` with another parameter's."""
-    return tree_map_only(torch.Tensor, lambda each: own_copy(each.detach(), to_cpu), state)
-
-
 def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
     """The state of a parameter, split among the original ones that lie in it."""
     split = {place.name: dict(state) for place in places}
     for key, value in state.items() if isinstance(param, FlatParameter) else ():
         if isinstance(value, torch.Tensor) and value.shape == param.shape:
             for place in places:
-                if isinstance(place.param, Fragment):
-                    split[place.name][key] = place.param.part_in(value)
+                split[place.name][key] = place.param.part_in(value)
     return split
 
 
@@ -227,12 +234,10 @@ def _agree(
             f"every rank must have the states that the first one has, but these are missing, by rank: {missing}. Make "
             f"the same optimizer and the same steps on all ranks"
         )
-    agreed: dict[str, State] = {}
-    for name in places:
-        states = [(rank, theirs[name]) for rank, theirs in enumerate(everyone) if name in theirs]
-        agreed.update({name: {}} if states else {})
-        for rank, state in states:
-            for key, value in state.items():
+    agreed: dict[str, State] = {name: {} for name in places if any(name in theirs for theirs in everyone)}
+    for name in agreed:
+        for rank, theirs in enumerate(everyone):
+            for key, value in theirs.get(name, {}).items():
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
                 if isinstance(value, _Part) and not value.fits:
                     raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
@@ -260,14 +265,13 @@ def _gathered(
                 parts.setdefault((group, key), {})[places[name].index] = name
     for (group, key), names in parts.items():
         dtypes = {index: agreed[name][key].dtype for index, name in names.items()}
-        held: list[torch.Tensor | None] = [None] * len(group.params)
-        for index, name in names.items():
-            if key in mine.get(name, {}):
-                held[index] = local_tensor(mine[name][key])
-        travels = []  # the states of a section go in one dtype, to which all of them can turn and return
-        for section in group.sections:
-            found = [dtypes[index] for index in section.members if index in dtypes]
-            travels.append(reduce(torch.promote_types, found) if found else section.dtype)
+        held = [local_tensor(mine.get(names.get(index, ""), {}).get(key)) for index in range(len(group.params))]
+        # The states of a section go in one dtype, to which all of them can turn and return.
+        found = [[dtypes[index] for index in section.members if index in dtypes] for section in group.sections]
+        travels = [
+            reduce(torch.promote_types, some or [section.dtype])
+            for some, section in zip(found, group.sections, strict=True)
+        ]
         wholes = gather(group, held, travels)
         for index, name in names.items():
             yield name, key, wholes[index].to(dtypes[index]), group.params[index]
@@ -292,12 +296,10 @@ def local_state(
         named: an optimizer that needs a state of every parameter: it keeps its own where there is none.
     """
     _is_flat(model)
-    shown, receive = shown_parameters(model), _as_given
+    shown = shown_parameters(model)
+    receive: Callable[[Any], Any] = _identity
     if rank0_only:
-        groups = [place.group for inside in shown.values() for place in inside if place.group is not None]
-        process_group = process_group or _ranks_of(shown)
-        state_dict = _from_first_rank(state_dict, process_group)
-        receive = partial(_received, process_group, groups[0].device if groups else torch.device("cpu"))
+        state_dict, receive = _from_first_rank(state_dict, shown, process_group or _ranks_of(shown))
     if "state" not in state_dict:
         raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
     states, loaded = state_dict["state"], dict[Any, Any]()
@@ -321,21 +323,21 @@ def local_state(
     return with_groups(state_dict, loaded, known, problem, sorted)
 
 
-def _from_first_rank(state_dict: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> Mapping[str, Any]:
-    """What the first rank gave, on others with tensors on the meta device, until all ranks ask for them one by one."""
-    told = dict(state_dict)
-    if "state" in told:
-        told["state"] = tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.ndim else each, told["state"])
-    received: Mapping[str, Any] = broadcast_object(told, process_group)
-    return state_dict if dist.get_rank(process_group) == 0 else received
-
-
-def _as_given(state: Any) -> Any:
+def _identity(state: Any) -> Any:
     return state
 
 
-def _received(process_group: dist.ProcessGroup | None, device: torch.device, state: Any) -> Any:
-    """A state, or one value of it, from the first rank."""
+def _from_first_rank(
+    state_dict: Mapping[str, Any], shown: Mapping[nn.Parameter, list[Place]], process_group: dist.ProcessGroup | None
+) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
+    """What the first rank gave, on others with tensors on the meta device, and a function that all ranks call to
+    receive a state, or one value of it."""
+    told, is_first = dict(state_dict), dist.get_rank(process_group) == 0
+    if "state" in told:
+        told["state"] = tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.ndim else each, told["state"])
+    received = broadcast_object(told, process_group)
+    devices = (place.group.device for inside in shown.values() for place in inside if place.group is not None)
+    device = next(devices, torch.device("cpu"))
 
     def receive(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim:
@@ -343,7 +345,7 @@ def _received(process_group: dist.ProcessGroup | None, device: torch.device, sta
             dist.broadcast(tensor := tensor.contiguous(), group=process_group, group_src=0)
         return tensor
 
-    return tree_map_only(torch.Tensor, receive, state)
+    return state_dict if is_first else received, partial(tree_map_only, torch.Tensor, receive)
 
 
 def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]) -> State | None:
@@ -381,21 +383,17 @@ def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | N
     joined: State = {}
     for key in keys.pop():
         values = [None if state is None else state[key] for state in states]
-        there = [value for value in values if value is not None]
-        kinds = {
-            (type(value), getattr(value, "dtype", None), _is_part(key, value, place.param.shape))
-            for place, value in zip(places, values, strict=True)
-            if place.param is not None and value is not None
-        }
+        there = [(place.param, value) for place, value in zip(places, values, strict=True) if value is not None]
+        kinds = {(type(value), getattr(value, "dtype", None), _is_part(key, value, at.shape)) for at, value in there}
         if len(kinds) > 1:
             raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
-        joined[key] = there[0] if there else None
+        first: Any = there[0][1] if there else None
+        joined[key] = first
         if any(is_part for _, _, is_part in kinds):
-            joined[key] = there[0].new_zeros(shape)
-            for place, value in zip(places, values, strict=True):
-                if isinstance(place.param, Fragment) and value is not None:
-                    place.param.part_in(joined[key]).copy_(value)
-        elif there and not all(_equal(there[0], value) for value in values):
+            joined[key] = first.new_zeros(shape)
+            for param, value in there:
+                param.part_in(joined[key]).copy_(value)
+        elif there and not all(_equal(first, value) for value in values):
             raise _unlike(places, f"different values of '{key}': {values}")
     return joined
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
@@ -156,27 +156,23 @@ class StateDictMethods(nn.Module):
         """Finish the state dict that the module has made: local shards, buffers, and ranks that keep nothing."""
         kind, config = self._settings.state_dict_type, self._settings.state_dict_config
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
-        drops = any(_is_dropped(config, group) for group in self._groups)
-        unwanted: list[str] = []
+        places = [(at, f"{path}.{at[1]}") for at in self._unit.buffers for path in paths.get(at[0], ())]
+        buffers = {prefix + plain_name(key): at for at, key in places}
+        if any(_is_dropped(config, group) for group in self._groups):
+            whole = [key for group in self._groups for key in _keys(group, paths, prefix)]
+            for key in (*whole, *buffers, *[key for key in saved if key.startswith(prefix + FLAT_NAME)]):
+                saved.pop(key, None)
+            return
         for group in self._groups:
-            is_local = _kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT
-            unwanted += _keys(group, paths, prefix) if is_local or drops else ()
-            for number in range(len(group.memory.shards)) if group in self._unit.groups else ():
-                name = prefix + flat_name(number)
-                if drops:
-                    unwanted.append(name)
-                elif is_local:
+            if _kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT:
+                for key in _keys(group, paths, prefix):
+                    saved.pop(key, None)
+                for number in range(len(group.memory.shards)) if group in self._unit.groups else ():
                     local = _local_shard(group, number)
-                    saved[name] = local.cpu() if config.offload_to_cpu else local
-        for module, name in self._unit.buffers:
-            for key in [prefix + plain_name(f"{path}.{name}") for path in paths.get(module, ())]:
-                if drops:
-                    unwanted.append(key)
-                elif key in saved:
-                    dtype = self._unit.buffer_dtypes.get((module, name), saved[key].dtype)
-                    saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
-        for key in unwanted:
-            saved.pop(key, None)
+                    saved[prefix + flat_name(number)] = local.cpu() if config.offload_to_cpu else local
+        for key in buffers.keys() & saved.keys():
+            dtype = self._unit.buffer_dtypes.get(buffers[key], saved[key].dtype)
+            saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
@@ -311,9 +307,7 @@ def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tens
     whole, before = all_of(tensor), param.unsharded_spec
     if before is None:
         return whole
-    on_mesh, everywhere = whole.to(before.mesh.device_type), [Replicate()] * before.mesh.ndim
-    replicated = DTensor.from_local(on_mesh, before.mesh, everywhere, run_check=False)
-    return replicated.redistribute(placements=before.placements)
+    return distribute_tensor(whole.detach(), before.mesh, before.placements, src_data_rank=None)
 
 
 def _local_shard(group: Group, number: int) -> DTensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.comm.transport import ReduceRoute, Reduction, Transfer, Transport
+from fullshard.comm.transport import PLAIN_SUM, Direction, Reduction, Route, Transfer, Transport
 from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
@@ -111,19 +112,22 @@ class _HookTransport(Transport):
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def _reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> ReduceRoute:
-        return _HookRoute([transfer.full for transfer in transfers], self._hook)
+    def _route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
+    ) -> Route:
+        return _HookRoute(transfers, self._hook)
 
 
+@dataclass
 class _HookRoute:
-    def __init__(self, fulls: Sequence[torch.Tensor], hook: Callable[..., Any]) -> None:
-        self._fulls, self._hook = fulls, hook
+    transfers: Sequence[Transfer]
+    hook: Callable[..., Any]
 
-    def start(self, shards: Sequence[torch.Tensor], reduction: Reduction) -> Pending:
-        for full, shard in zip(self._fulls, shards, strict=True):
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+        for (_, full, _), shard in zip(self.transfers, shards, strict=True):
             # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
             reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
-            self._hook(full.detach(), reduced)
+            self.hook(full.detach(), reduced)
             shard.copy_(reduced)
         return Done()
 
