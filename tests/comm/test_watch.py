@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm import watch
+from fullshard.comm.waits import Wait
 from fullshard.comm.watch import Report, Watch
 
 
@@ -56,6 +57,13 @@ def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
     assert watcher._judge({1: other}, 50) is None
     other.quiet = 50
     assert "All ranks wait for each other" in (watcher._judge({1: other}, 50) or "")
+
+
+def test_a_rank_whose_connections_are_gone_still_reports(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers may have ended already."""
+    monkeypatch.setattr(watch, "_sockets", lambda: iter(()))
+    watcher._tell(Wait("a gather", dist.group.WORLD), 50.0)
+    assert (watcher._mine.waits, watcher._mine.quiet) == ("a gather", 50.0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when something came")

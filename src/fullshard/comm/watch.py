@@ -243,7 +243,7 @@ class Watch:
             mine.waits = describe(wait)
             mine.waits_for = [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
             if waited >= _READ:
-                mine.quiet = min(waited, *(_quiet(each) for each, _ in self._connections()))
+                mine.quiet = min([waited, *(_quiet(each) for each, _ in self._connections())])
                 if (WAITS.current, WAITS.count) == (wait, self._seen[0]):  # else it moved on while this one looked
                     mine.passes = position.passes
         mine.verdict = WAITS.verdict or ""
