@@ -6,8 +6,8 @@ import argparse
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.faults.program import random_case
-from tests.faults.run import judge, run
+from tests.faults.program import FAULTS, random_case
+from tests.faults.run import RankResult, judge, run
 
 
 def main() -> int:
@@ -16,32 +16,32 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seed", type=int, help="run this program alone, and print what its ranks said")
-    parser.add_argument("--at-once", type=int, default=2, help="programs that run side by side")
+    parser.add_argument("--at-once", type=int, default=6, help="programs that run side by side")
     given = parser.parse_args()
     if given.seed is not None:
         case = random_case(given.seed)
         results = run(case)
         print(case, *results, judge(case, results) or "right", sep="\n\n")
         return 0
-    counts: Counter[str] = Counter()
-    slowest = 0.0
+    found: dict[str, list[list[RankResult]]] = {fault: [] for fault in FAULTS}
+    wrongs: Counter[str] = Counter()
 
     def one(seed: int) -> None:
-        nonlocal slowest
         case = random_case(seed)
-        results = run(case)
-        wrong = judge(case, results)
-        counts[f"{case.fault}: {'wrong' if wrong else 'right'}"] += 1
-        slowest = max(slowest, *(each.seconds for each in results if each.ended != "hung"), 0.0)
-        if wrong:
+        found[case.fault].append(results := run(case))
+        if wrong := judge(case, results):
+            wrongs[case.fault] += 1
             print(f"seed {seed}: {case}\n    {wrong}", flush=True)
 
     with ThreadPoolExecutor(given.at_once) as pool:
         list(pool.map(one, range(given.first_seed, given.first_seed + given.programs)))
-    for outcome, count in sorted(counts.items()):
-        print(f"{outcome:20}{count:6}")
-    print(f"the slowest rank ended after {slowest:.1f} s")
-    return int(any(outcome.endswith("wrong") for outcome in counts))
+    print("fault     programs  trained to the end  ended with an error  wrong  slowest rank (s)")
+    for fault, programs in found.items():
+        trained = sum(all(rank.ended == "returned" for rank in ranks) for ranks in programs)
+        slowest = max((rank.seconds for ranks in programs for rank in ranks if rank.ended != "hung"), default=0.0)
+        ended = len(programs) - trained
+        print(f"{fault:8}{len(programs):10}{trained:20}{ended:21}{wrongs[fault]:7}{slowest:18.1f}")
+    return int(wrongs.total() > 0)
 
 
 if __name__ == "__main__":

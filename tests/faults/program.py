@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -207,7 +208,10 @@ def run_rank(case: Case, rank: int, port: int, folder: str) -> None:
     said = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    gc.freeze()  # to walk what was imported would copy the pages of the server
     torch.set_num_threads(1)
+    if not case.store_with_rank_0:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as a launcher says it
     os.environ["FULLSHARD_HANG_TIMEOUT"] = "8"
     os.environ["FULLSHARD_TRANSPORT"] = case.transport
     losses: list[float] = []

@@ -12,7 +12,7 @@ from tests.faults.program import FAULTS, Case, random_case
 from tests.faults.run import RankResult, judge, run
 
 #: Programs side by side: most of them wait most of the time.
-AT_ONCE = 3
+AT_ONCE = 6
 ONE = Case(0, 2, "host", "fully_shard", (48, 48, 48), 1, "none", rank=1, step=1, block=1, in_backward=False)
 
 
