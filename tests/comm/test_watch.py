@@ -16,8 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from fullshard.comm import watch
+from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
+from fullshard.comm.reports import Report
 from fullshard.comm.waits import Wait
-from fullshard.comm.watch import Report, Watch
+from fullshard.comm.watch import Watch
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_an_error_that_ends_the_program_is_told_at_once(watcher: Watch, store: A
     thread.start()
     thread.join()
     assert watcher._ending.is_set()
-    assert b"ValueError: a bad batch" in store.get(f"{watcher._key}0")
+    assert b"ValueError: a bad batch" in store.get("fullshard/0/0")
 
 
 def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
@@ -61,7 +63,7 @@ def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
 
 def test_a_rank_whose_connections_are_gone_still_reports(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers may have ended already."""
-    monkeypatch.setattr(watch, "_sockets", lambda: iter(()))
+    monkeypatch.setattr(watch, "connected_sockets", lambda: iter(()))
     watcher._tell(Wait("a gather", dist.group.WORLD), 50.0)
     assert (watcher._mine.waits, watcher._mine.quiet) == ("a gather", 50.0)
 
@@ -72,23 +74,23 @@ def test_a_connection_says_when_something_came() -> None:
         there, _ = server.accept()
         with there:
             time.sleep(0.3)
-            before = watch._quiet(here)
+            before = quiet_seconds(here)
             there.send(b"something")
             here.recv(20)
-            assert before > 0.25 > watch._quiet(here)
+            assert before > 0.25 > quiet_seconds(here)
 
 
 def test_nothing_is_asked_of_a_store_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
     """The client of torch would print where in C++ it failed, in a program that is right."""
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    asked = watch._Store(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    asked = StoreConnection(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
     asked.set("key", "value")
     assert asked.get("key") == "value"
     del server
     gc.collect()
     time.sleep(0.1)
     for _ in range(2):
-        with pytest.raises(watch._NoAnswerError):
+        with pytest.raises(NoAnswerError):
             asked.set("key", "value")
     assert "TCPStore" not in capfd.readouterr().err
 

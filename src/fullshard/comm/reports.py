@@ -1,0 +1,155 @@
+"""What the ranks let each other know of themselves, and what this rank knows of the others from that.
+
+Owns a rank's report, the last reports of the others, and what can be told of a rank besides: its process has ended, is
+stopped, or has said nothing for long. It leaves to :mod:`fullshard.comm.watch` what follows from that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fullshard.comm.connections import NoAnswerError, StoreConnection
+
+
+@dataclass
+class Report:
+    """What a rank lets the others know.
+
+    Args:
+        rank: of the default process group.
+        process: its number.
+        host: identifies the space of process numbers.
+        beat: grows with each report.
+        doing: see :class:`~fullshard.comm.waits.Position`.
+        passes: the same.
+        waits: what it waits for, and empty while it runs.
+        waits_for: the ranks on which that depends.
+        waited: seconds.
+        quiet: those of them in which nothing came from any rank.
+        connections: ends of its network connections, this one and the other, once something is wrong.
+        ended: how its program ended; empty while it runs.
+        is_first: whether it did not end because of another rank.
+        verdict: why no wait will end, as this rank found out.
+    """
+
+    rank: int
+    process: int
+    host: str
+    beat: int = 0
+    doing: str = ""
+    passes: dict[str, dict[str, str]] = field(default_factory=dict)
+    waits: str = ""
+    waits_for: list[int] = field(default_factory=list)
+    waited: float = 0.0
+    quiet: float = 0.0
+    connections: list[list[str]] = field(default_factory=list)
+    ended: str = ""
+    is_first: bool = True
+    verdict: str = ""
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        return self.doing + (f", where it has waited {self.waited:.0f} s for {self.waits}" if self.waits else "")
+
+
+class Reports:
+    """The reports of all ranks, in a store.
+
+    Args:
+        store: where they are.
+        mine: this rank's, which :meth:`write` writes.
+        key: under which they are, followed by the rank.
+        interval: seconds between two reports of a rank.
+    """
+
+    def __init__(self, store: StoreConnection, mine: Report, key: str, interval: float) -> None:
+        self._store, self._mine, self._key, self._interval = store, mine, key, interval
+        self._beats: dict[int, tuple[int, float]] = {}  # by rank, and when it was new
+        self._watched: dict[int, tuple[int, int]] = {}  # processes by rank, and what tells that one has ended
+        self.known: dict[int, Report] = {}  # the last ones
+
+    def write(self) -> None:
+        """Let the others know of this rank."""
+        self._mine.beat += 1
+        with suppress(NoAnswerError):
+            self._store.set(f"{self._key}{self._mine.rank}", json.dumps(asdict(self._mine)))
+
+    def read(self, ranks: Iterable[int]) -> dict[int, Report]:
+        """The reports of ranks and of those on which these depend, as far as they have made any."""
+        reports: dict[int, Report] = {}
+        left = [*ranks]
+        while left:
+            rank = left.pop()
+            if rank in reports or rank == self._mine.rank:
+                continue
+            with suppress(NoAnswerError):
+                if (said := self._store.get(f"{self._key}{rank}")) is not None:
+                    self.known[rank] = Report(**json.loads(said))
+            if rank not in self.known:
+                continue
+            report = reports[rank] = self.known[rank]
+            if self._beats.get(rank, (-1, 0.0))[0] != report.beat:
+                self._beats[rank] = report.beat, time.monotonic()
+            left += report.waits_for
+        return reports
+
+    def has_ended(self, report: Report) -> bool:
+        """Whether the process of a rank on this host is gone."""
+        if report.host != self._mine.host:
+            return False
+        process, watched = self._watched.get(report.rank, (0, -1))
+        if process != report.process:
+            try:
+                watched = os.pidfd_open(report.process)
+            except ProcessLookupError:
+                return True
+            except (OSError, AttributeError):
+                return False
+            self._watched[report.rank] = report.process, watched
+        poll = select.poll()
+        poll.register(watched, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def silence(self, report: Report) -> float:
+        """For how many seconds a rank has not reported; 0 for the time that passes between two reports anyway."""
+        since = self._beats.get(report.rank)
+        silence = time.monotonic() - since[1] if since is not None else 0.0
+        return silence if silence > 3 * self._interval else 0.0
+
+    def is_stopped(self, report: Report) -> bool:
+        with suppress(OSError, IndexError):
+            state = Path(f"/proc/{report.process}/stat").read_text().rpartition(") ")[2][:1]
+            return report.host == self._mine.host and state == "T"
+        return False
+
+    def close(self) -> None:
+        """Know of no process any more."""
+        for _, watched in self._watched.values():
+            os.close(watched)
+
+
+def parting(mine: Report, other: Report) -> str | None:
+    """Where two ranks went different ways in one pass."""
+    for key in mine.passes.keys() & other.passes.keys():
+        here, there = mine.passes[key], other.passes[key]
+        for at in sorted(map(int, here.keys() & there.keys())):
+            if here[str(at)] == there[str(at)]:
+                continue
+            first, second = sorted(((mine.rank, here[str(at)]), (other.rank, there[str(at)])))
+            where = f"in {here['0']}, rank" if at else "rank"
+            before = f", both after {here[str(at - 1)]}" if at > 1 and str(at - 1) in here else ""
+            return (
+                f"The ranks do not run the same: {where} {first[0]} has {first[1]} where rank {second[0]} has "
+                f"{second[1]}{before}. Every rank must run the same sharded modules in the same order, and take as "
+                f"many micro-batches for each step of the optimizer. A rank that does not need a module calls "
+                f"fullshard.leave_out(module, tensor) in its place"
+            )
+    return None
