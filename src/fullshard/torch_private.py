@@ -65,11 +65,11 @@ make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor._
 PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
-def box_of(spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and offsets of this rank's part where a dim was cut twice; checkpoints say where each part lies."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    return compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:

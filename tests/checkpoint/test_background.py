@@ -99,7 +99,7 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
     places = set()
     for _ in range(3):
         checkpoint.save(tmp_path, model, wait=False)
-        places.add(checkpoint.save.__globals__["_Background"]._arena.data_ptr())
+        places.add(checkpoint.finish.__globals__["_Background"]._arena.data_ptr())
     checkpoint.finish()
     assert len(places) == 1
     for path in checkpoint.checkpoints(tmp_path):

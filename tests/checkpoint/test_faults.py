@@ -37,7 +37,7 @@ from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
 
 #: Calls of the system and of gloo in a save, each of which may be the last thing that a rank does.
-CALLS = ("os.writev", "os.fsync", "os.rename", "os.open", "os.close", "pathlib.Path.mkdir", "fcntl.flock",
+CALLS = ("os.write", "os.fsync", "os.rename", "os.open", "os.close", "pathlib.Path.mkdir", "fcntl.flock",
          "shutil.rmtree", "fullshard.checkpoint.ranks.gather_objects", "torch.distributed.gather")  # fmt: skip
 
 

@@ -218,6 +218,24 @@ def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: P
 
 
 @ranks(2)
+def test_what_describes_a_save_is_made_again_only_for_another_model(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    made: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        writing = checkpoint.finish.__globals__["_Writing"]
+        before = writing._describe
+        patch.setattr(writing, "_describe", lambda *args: (made.append(1), before(*args))[1])
+        for step, (each, at) in enumerate([(model, 1), (model, 2), (model, "long" * 50), (seeded(MLP, 1), 1)]):
+            checkpoint.save(tmp_path, each, step=step, at=at)
+    assert len(made) == (3 if world.rank == 0 else 0)
+    for path in checkpoint.checkpoints(tmp_path):
+        with Checkpoint(path) as saved:
+            assert list(saved.verify()) == []
+    assert checkpoint.load(tmp_path / "step-00000001", model) == {"step": 1, "at": 2}
+    assert checkpoint.load(tmp_path / "step-00000002", model) == {"step": 2, "at": "long" * 50}
+
+
+@ranks(2)
 def test_state_of_every_rank_comes_back(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     optimizer = optimizer_of(model, "SGD")

@@ -34,6 +34,8 @@ from fullshard.checkpoint.blocks import BrokenCheckpoint
 from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, check
 from fullshard.torch_private import storage_info
 
+#: Bytes to whose multiples pieces are aligned, as torch aligns values.
+ALIGNMENT = 64
 #: By module, what the pickle of DCP's metadata names beside dtypes.
 _ALLOWED = {
     "torch": {"Size"},
@@ -152,13 +154,18 @@ class _Skeleton(io.RawIOBase):
 
 
 @lru_cache(maxsize=4096)
-def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What ``torch.save`` writes before and after the values of a contiguous tensor."""
+def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, int]:
+    """What ``torch.save`` writes before and after the values of a contiguous tensor, and the bytes of all three.
+
+    Zeros follow, so that the next one begins at a multiple of :data:`ALIGNMENT`.
+    """
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
         torch.save(torch.empty(sizes, dtype=dtype), skeleton)  # type: ignore[arg-type]
-    before, *after = skeleton.parts  # no values, nothing to step over
-    return bytes(before), b"".join(after)
+    before, *rest = skeleton.parts  # no values, nothing to step over
+    after = b"".join(rest)
+    length = len(before) + math.prod(sizes) * dtype.itemsize + len(after)
+    return bytes(before), after + bytes(-length % ALIGNMENT), length
 
 
 def saved(value: Any, what: str) -> bytes:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fullshard.group.flat import Fragment
 from fullshard.group.parameter import ShardedParameter, local_tensor
@@ -79,8 +79,8 @@ class Layout:
 
     def split(self, names: tuple[str, ...], local: torch.Tensor) -> Iterator[Box]:
         """The boxes of a tensor that is laid out so."""
-        local = local.detach() if math.prod(self.shape) else local.new_empty(self.shape)
-        if is_traceable_subclass(local):
+        local = local.new_empty(self.shape) if 0 in self.shape else local.detach() if local.requires_grad else local
+        if type(local) is not torch.Tensor and is_traceable_subclass(local):
             raise TypeError(f"'{names[0]}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
         if self.order is None:
             yield from (Box(names, self.shape, offsets, local, self.copies) for offsets, _ in self.boxes)
@@ -96,7 +96,7 @@ class Layout:
 def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
     """The layout of a parameter, or of a tensor that is no part of a group: all ranks have it, if it is no DTensor."""
     shape = tuple(value.spec.shape if isinstance(value, ShardedParameter) else value.shape)
-    if math.prod(shape):  # what has no elements is the same everywhere
+    if 0 not in shape:  # what has no elements is the same everywhere
         if isinstance(value, Fragment):
             return _layout_of_fragment(value)
         if isinstance(value, ShardedParameter):
@@ -115,12 +115,18 @@ def _place_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
 
 def _layout_of_spec(spec: DTensorSpec, local: Sequence[int]) -> Layout:
     """One box, or none where the rank has no elements or is not in the mesh."""
-    shape, mesh = tuple(spec.shape), spec.mesh
+    return _layout_on(spec.mesh, spec.placements, tuple(spec.shape), tuple(local))
+
+
+@lru_cache(maxsize=1024)  # models repeat themselves, and are saved again
+def _layout_on(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
+) -> Layout:
     coordinate, extent = _place_in(mesh)
     if coordinate is None:
         return Layout(shape, (), ONLY_HERE)
     number, count, offsets, sharded = 0, 1, [0] * len(shape), list[int]()
-    for at, placement, size in zip(coordinate, spec.placements, extent, strict=True):
+    for at, placement, size in zip(coordinate, placements, extent, strict=True):
         if placement.is_replicate():
             number, count = number * size + at, count * size
         elif type(placement) is Shard:
@@ -129,8 +135,8 @@ def _layout_of_spec(spec: DTensorSpec, local: Sequence[int]) -> Layout:
         else:
             sharded += [-1, -1]
     cut_twice = len(set(sharded)) < len(sharded)
-    box = box_of(spec) if cut_twice else (tuple(local), tuple(offsets))
-    return Layout(shape, (box[::-1],) if math.prod(box[0]) else (), Copies((id(mesh), spec.placements), number, count))
+    sizes, start = box_of(mesh, placements, shape) if cut_twice else (local, tuple(offsets))
+    return Layout(shape, ((start, sizes),) if math.prod(sizes) else (), Copies((id(mesh), placements), number, count))
 
 
 def _layout_of_fragment(param: Fragment) -> Layout:

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
+from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, without_collections
 from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
@@ -31,6 +31,7 @@ from fullshard.checkpoint.save import finish
 from fullshard.policies import warn
 
 
+@without_collections()
 def load(
     directory: str | Path,
     model: nn.Module,

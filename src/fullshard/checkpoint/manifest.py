@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,9 +104,21 @@ def number_of(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
-def encode(manifest: Manifest) -> bytes:
-    """The bytes of the file: the manifest and its checksum."""
+def encode_contents(manifest: Manifest) -> bytes:
+    """The part of the file that lists tensors and values. It is the same for every save of the same model."""
     numbers = {name: number for number, name in enumerate(manifest.files)}
+    contents = {
+        "tensors": {
+            name: [str(each.dtype), each.shape, [[numbers[piece.file], *piece[1:]] for piece in each.pieces]]
+            for name, each in manifest.tensors.items()
+        },
+        "objects": {name: [numbers[each.file], *each[1:]] for name, each in manifest.objects.items()},
+    }
+    return json.dumps(contents, separators=(",", ":")).encode()
+
+
+def encode(manifest: Manifest, contents: bytes) -> bytes:
+    """The bytes of the file: the manifest and its checksum; ``contents`` are those of :func:`encode_contents`."""
     text = json.dumps(
         {
             "format": FORMAT,
@@ -115,15 +128,11 @@ def encode(manifest: Manifest) -> bytes:
             "versions": manifest.versions,
             "block": BLOCK,
             "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
-            "tensors": {
-                name: [str(each.dtype), each.shape, [[numbers[piece.file], *piece[1:]] for piece in each.pieces]]
-                for name, each in manifest.tensors.items()
-            },
-            "objects": {name: [numbers[each.file], *each[1:]] for name, each in manifest.objects.items()},
             "state": manifest.state,
         },
         separators=(",", ":"),
     ).encode()
+    text = b"%s,%s" % (text[:-1], contents[1:])
     return b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text)
 
 
@@ -198,7 +207,7 @@ def _check_box(entry: Entry, piece: Piece, what: str) -> None:
     box = (piece.offsets, piece.sizes, entry.shape)
     if not (_are_counts((*piece.offsets, *piece.sizes)) and len({len(each) for each in box}) == 1):
         raise BrokenCheckpoint(f"{what} has a piece of {piece.sizes} at {piece.offsets}")
-    if any(offset + size > whole for offset, size, whole in zip(*box, strict=True)):
+    if any(map(gt, map(add, piece.offsets, piece.sizes), entry.shape)):
         raise BrokenCheckpoint(f"{what} of shape {entry.shape} has a piece of {piece.sizes} at {piece.offsets}")
     nbytes = math.prod(piece.sizes) * entry.dtype.itemsize
     begin = piece.start if piece.data == -1 else piece.data
@@ -206,8 +215,8 @@ def _check_box(entry: Entry, piece: Piece, what: str) -> None:
         raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {piece.length} bytes of {piece.file!r}")
 
 
-def _are_counts(numbers: Iterable[Any]) -> bool:
-    return all(type(number) is int and number >= 0 for number in numbers)
+def _are_counts(numbers: Collection[Any]) -> bool:
+    return not numbers or (set(map(type, numbers)) == {int} and min(numbers) >= 0)
 
 
 def _inside(name: str, directory: Path) -> bool:

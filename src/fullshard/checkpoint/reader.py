@@ -171,16 +171,23 @@ class Checkpoint:
             ValueError: it has another shape.
             BrokenCheckpoint: the bytes are not what was written; some boxes may be filled then.
         """
-        wanted: list[tuple[Piece, Target, Entry]] = []
+        wanted: list[tuple[Piece, Target, Entry, bool]] = []
+        written: list[torch.Tensor] = []
         for target in targets:
             entry = self._entry(target.name)
             if entry.shape != target.shape:
                 raise ValueError(f"'{target.name}' has the shape {target.shape} here, and {entry.shape} in {self.path}")
             box = target.offsets, tuple(target.tensor.shape)
             same = [piece for piece in entry.pieces if piece[4:] == box]
-            wanted += [(piece, target, entry) for piece in same or entry.pieces]
-        for piece, target, entry in sorted(wanted, key=lambda each: each[0][:2]):
-            self._copy(piece, target, entry)
+            wanted += [(piece, target, entry, bool(same)) for piece in same or entry.pieces]
+        for piece, target, entry, is_whole in sorted(wanted, key=lambda each: each[0][:2]):
+            into = target.tensor
+            if is_whole and piece.data >= 0 and into.dtype == entry.dtype and into.is_cpu and into.is_contiguous():
+                self._read_into(piece.file, bytes_of(into), piece.data, f"tensor '{target.name}'")
+                written.append(into)
+            else:
+                self._copy(piece, target, entry)
+        torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
         for reader in self._readers.values():

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -36,7 +36,14 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockWriter, BrokenCheckpoint, CheckpointError, bytes_of, checksum
+from fullshard.checkpoint.blocks import (
+    BlockWriter,
+    BrokenCheckpoint,
+    CheckpointError,
+    bytes_of,
+    checksum,
+    without_collections,
+)
 from fullshard.checkpoint.contents import Contents, Parameters, without_dtensors
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
@@ -48,6 +55,7 @@ from fullshard.checkpoint.manifest import (
     Stored,
     StoredFile,
     encode,
+    encode_contents,
     name_of,
     number_of,
 )
@@ -56,10 +64,8 @@ from fullshard.checkpoint.reader import Checkpoint, checkpoints
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
-#: Bytes to whose multiples pieces are aligned, as torch aligns values.
-_ALIGNMENT = 64
 
-
+@without_collections()
 def save(
     directory: str | Path,
     model: nn.Module,
@@ -212,7 +218,7 @@ class _Writing:
 
     def copy(self) -> None:
         """Copies what is to be written to memory of the host that nobody changes."""
-        sizes = [-(-box.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for box in self.boxes]
+        sizes = [-(-box.tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for box in self.boxes]
         pin = any(box.tensor.device.type == "cuda" for box in self.boxes)
         arena, at = _Background.memory(sum(sizes), pin), 0
         copies = []
@@ -229,14 +235,17 @@ class _Writing:
     def write(self) -> Path:
         """Writes it, and makes it visible."""
         try:
-            part, _ = self.ranks.attempt(lambda: [self._write_file()])
-            parts = self.ranks.gather_to_first((*part[0], self.paths))
+            (file, outline, _), told = self.ranks.attempt(self._write_file)
+            keys = tuple(key for key, _ in told)
+            known = all(keys == last for _, last in told)
+            parts = self.ranks.gather_to_first((file, None if known else outline))
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if self.ranks.first else "",))
+            _Last.keys = keys
         finally:
             self._discard()
         return self.directory / str(everyone[0])
 
-    def _write_file(self) -> tuple[str, StoredFile, list[Any], list[Any]]:
+    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, tuple[str, ...]]]:
         name = f"__{self.ranks.rank}_0.distcp"
         tensors: list[Any] = []
         values: list[Any] = []
@@ -244,44 +253,40 @@ class _Writing:
         try:
             for value_name, data in self.values:
                 values.append((value_name, Stored(name, writer.size, len(data))))
-                writer.write(memoryview(data))
-            for box in self.boxes:
-                before, after = dcp.around(box.tensor.dtype, tuple(box.tensor.shape))
-                writer.write(_ZEROS[: -writer.size % _ALIGNMENT])
-                start, data_start = writer.size, writer.size + len(before)
-                local = box.tensor.cpu().contiguous()
-                writer.write(memoryview(before))
+                writer.write(data)
+            writer.write(bytes(-writer.size % dcp.ALIGNMENT))
+            for names, shape, offsets, tensor, _ in self.boxes:
+                sizes, dtype = tuple(tensor.shape), tensor.dtype
+                before, after, length = dcp.around(dtype, sizes)
+                local, start = tensor.cpu().contiguous(), writer.size
+                writer.write(before)
                 writer.write(bytes_of(local), local)
-                writer.write(memoryview(after))
-                piece = Piece(name, start, writer.size - start, data_start, box.offsets, tuple(local.shape))
-                tensors.append((box.names, local.dtype, box.shape, piece))
+                writer.write(after)
+                tensors.append((names, dtype, shape, Piece(name, start, length, start + len(before), offsets, sizes)))
             writer.close()
         except OSError as error:
             raise CheckpointError(f"{self.partial / name} could not be written: {error.strerror}") from error
         finally:
             writer.abandon()
-        return name, StoredFile(writer.size, writer.checksums), tensors, values
+        outline = _Outline(tensors, values, self.paths)
+        if outline != _Last.outline:
+            _Last.outline, _Last.key = outline, uuid.uuid4().hex
+        return StoredFile(writer.size, writer.checksums), outline, (_Last.key, _Last.keys)
 
-    def _publish(self, parts: list[Any]) -> str:
+    def _publish(self, parts: list[tuple[StoredFile, _Outline | None]]) -> str:
         """Writes what describes the files, and renames the directory; returns its name."""
         import fullshard
 
-        manifest, paths = self.manifest, dict[str, tuple[str | int, ...]]()
+        manifest = self.manifest
         manifest.versions = {"fullshard": fullshard.__version__, "torch": torch.__version__}
-        for name, file, tensors, values, its_paths in parts:
-            manifest.files[name] = file
-            paths |= its_paths
-            for names, dtype, shape, piece in tensors:
-                for each in names:
-                    entry = manifest.tensors.setdefault(each, Entry(dtype, shape))
-                    if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
-                        entry.pieces.append(piece)
-            manifest.objects.update(values)
+        manifest.files = {f"__{rank}_0.distcp": file for rank, (file, _) in enumerate(parts)}
+        outlines = [outline for _, outline in parts if outline is not None]
+        if outlines:
+            _Last.metadata, _Last.contents = self._describe(outlines)
         try:
-            metadata = dcp.write_metadata(manifest, paths)
-            self._write_small(METADATA, metadata)
-            manifest.files[METADATA] = StoredFile(len(metadata), self._checksums)
-            self._write_small(MANIFEST, encode(manifest))
+            self._write_small(METADATA, _Last.metadata)
+            manifest.files[METADATA] = StoredFile(len(_Last.metadata), self._checksums)
+            self._write_small(MANIFEST, encode(manifest, _Last.contents))
             _force(self.partial)
             name = self._rename()
             _force(self.directory)
@@ -292,10 +297,23 @@ class _Writing:
             _remove_older(self.directory, name, self.keep_last)
         return name
 
+    def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
+        """What DCP's metadata and the manifest say of tensors and values."""
+        manifest, paths = self.manifest, dict[str, tuple[str | int, ...]]()
+        for tensors, values, its_paths in outlines:
+            paths |= its_paths
+            for names, dtype, shape, piece in tensors:
+                for each in names:
+                    entry = manifest.tensors.setdefault(each, Entry(dtype, shape))
+                    if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
+                        entry.pieces.append(piece)
+            manifest.objects.update(values)
+        return dcp.write_metadata(manifest, paths), encode_contents(manifest)
+
     def _write_small(self, name: str, data: bytes) -> None:
         writer = BlockWriter(self.partial / name)
         try:
-            writer.write(memoryview(data))
+            writer.write(data)
             writer.close()
         finally:
             writer.abandon()
@@ -354,9 +372,6 @@ class _Writing:
             self._release()
 
 
-_ZEROS = memoryview(bytes(_ALIGNMENT))
-
-
 def _everywhere(contents: Contents) -> list[str]:
     """What each rank holds whole, and so ought to be the same on all."""
     names = {box.names[0] for box in contents.boxes if box.copies.ranks == "all"}
@@ -411,6 +426,29 @@ def _remove_leftovers(directory: Path) -> None:
             pass  # somebody writes to it
         finally:
             os.close(opened)
+
+
+class _Outline(NamedTuple):
+    """What lies where in the file of a rank."""
+
+    tensors: list[tuple[tuple[str, ...], torch.dtype, tuple[int, ...], Piece]]  # names, dtype, shape, place
+    values: list[tuple[str, Stored]]
+    paths: dict[str, tuple[str | int, ...]]
+
+
+class _Last:
+    """What described the last save: for the next one of the same model it is the same, and is not made again.
+
+    Attributes:
+        outline: of this rank, and ``key``, a name for it.
+        keys: of all ranks in the last save; ``metadata`` and ``contents`` are what the first rank wrote for them.
+    """
+
+    outline: _Outline | None = None
+    key = ""
+    keys: tuple[str, ...] = ()
+    metadata = b""
+    contents = b""
 
 
 class _Background:

@@ -45,7 +45,7 @@ Key = int | str
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """One parameter of the original model."""
 
@@ -76,8 +76,7 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
                 taken.update(names)
     for module, path in paths.items():
         for name, whole in module._parameters.items():
-            plain = plain_name(f"{path}.{name}")
-            if whole is not None and whole not in shown and plain not in taken:
+            if whole is not None and whole not in shown and (plain := plain_name(f"{path}.{name}")) not in taken:
                 shown[whole] = [Place(plain)]
     return shown
 
