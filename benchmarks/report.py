@@ -386,8 +386,8 @@ def _saves(found: Any) -> Iterator[str]:
     yield (
         f"`fullshard.checkpoint` and `torch.distributed.checkpoint` (DCP) beside the raw write and read of the same "
         f"bytes, W={found['ranks']}, forced to the disk; wall time of the slowest rank and CPU time of all ranks, as "
-        "multiples of the raw ones of the same round. With `wait=False` *save* is how long training stands, and *load* "
-        "the rest of the save.\n"
+        "multiples of the raw ones of the same round. *near* goes to memory of the host. With `wait=False` *save* is "
+        "how long training stands, and *load* the rest of the save.\n"
     )
     rows = []
     for model, contenders in found["models"].items():

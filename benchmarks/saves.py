@@ -59,6 +59,7 @@ class _Weights(nn.Module):
 
 def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict[str, list[float]]]:
     place = Path(folder)
+    near = Path("/dev/shm") / place.name
     model = _Weights(count, width)
     fullshard.fully_shard(model)
     contenders: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -67,6 +68,10 @@ def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict
         "DCP": (
             lambda: save_shards({"model": get_model_state_dict(model)}, checkpoint_id=place),
             lambda: _load_dcp(model, place),
+        ),
+        "fullshard, near": (
+            lambda: checkpoint.save(place, model, step=1, near=near),
+            lambda: checkpoint.load(place, model, near=near),
         ),
         "fullshard, wait=False": (lambda: checkpoint.save(place, model, wait=False), checkpoint.finish),
     }
@@ -84,6 +89,7 @@ def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict
             if number:  # the first round imports
                 for what, value in zip(_FIGURES, figures, strict=True):
                     found[name][what].append(value)
+    checkpoint.forget(near)
     return found
 
 

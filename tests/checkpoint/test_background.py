@@ -18,6 +18,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
+from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import BlockWriter
 from tests.checkpoint.cases import assert_same, optimizer_of, train, wrapped
 from tests.harness import World, ranks
@@ -84,6 +85,7 @@ def test_a_failure_before_the_end_of_a_program_is_told(tmp_path: Path) -> None:
     program = f"""
 import torch
 from fullshard import checkpoint
+from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import BlockWriter
 def fail(self): raise OSError(28, "no space")
 BlockWriter.close = fail
@@ -99,7 +101,7 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
     places = set()
     for _ in range(3):
         checkpoint.save(tmp_path, model, wait=False)
-        places.add(checkpoint.finish.__globals__["_Background"]._arena.data_ptr())
+        places.add(Background._arena.data_ptr())
     checkpoint.finish()
     assert len(places) == 1
     for path in checkpoint.checkpoints(tmp_path):

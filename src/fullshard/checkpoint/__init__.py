@@ -3,12 +3,13 @@
 Above both front ends. ``reader`` alone serves programs that have neither ranks nor a model.
 """
 
+from fullshard.checkpoint.background import finish as finish
 from fullshard.checkpoint.blocks import BrokenCheckpoint as BrokenCheckpoint
 from fullshard.checkpoint.blocks import CheckpointError as CheckpointError
 from fullshard.checkpoint.load import load as load
+from fullshard.checkpoint.near import forget as forget
 from fullshard.checkpoint.preemption import Preemption as Preemption
 from fullshard.checkpoint.reader import Checkpoint as Checkpoint
 from fullshard.checkpoint.reader import checkpoints as checkpoints
 from fullshard.checkpoint.reader import newest as newest
-from fullshard.checkpoint.save import finish as finish
 from fullshard.checkpoint.save import save as save

@@ -141,6 +141,7 @@ class BlockReader:
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
         self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._file = -1
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -179,7 +180,9 @@ class BlockReader:
             tell(min(BLOCK, self.size - start))
 
     def close(self) -> None:
-        os.close(self._file)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
 
     def _block(self, number: int, length: int) -> memoryview:
         """A block that is needed in parts: small tensors lie in one."""
@@ -190,6 +193,7 @@ class BlockReader:
         return self._last[1]
 
     def _read(self, number: int, block: memoryview) -> None:
+        """Fills ``block`` with a block of the file, and compares it with its checksum."""
         start, rest = number * BLOCK, block
         while rest:
             try:
@@ -199,7 +203,11 @@ class BlockReader:
             if count == 0:
                 raise BrokenCheckpoint(f"{self.path} ended while it was read")
             rest = rest[count:]
+        self._compare(number, block)
+
+    def _compare(self, number: int, block: memoryview) -> None:
         if self._checksums is not None and checksum(block) != self._checksums[number]:
+            start = number * BLOCK
             raise BrokenCheckpoint(
                 f"{self.path}: bytes {start} to {start + len(block)} are not what was written (wrong checksum)"
             )

@@ -5,16 +5,19 @@ Owns the choice among the checkpoints of a directory: one that is broken is name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.background import finish
 from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, without_collections
 from fullshard.checkpoint.contents import (
     Contents,
@@ -25,10 +28,13 @@ from fullshard.checkpoint.contents import (
     with_dtensors,
     without_dtensors,
 )
-from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.fetch import near_copies
+from fullshard.checkpoint.manifest import number_of
+from fullshard.checkpoint.ranks import LostRank, Ranks
 from fullshard.checkpoint.reader import Checkpoint, checkpoints, few
-from fullshard.checkpoint.save import finish
 from fullshard.policies import warn
+
+_log = logging.getLogger("fullshard")
 
 
 @without_collections()
@@ -38,6 +44,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
+    near: str | Path | None = None,
     process_group: ProcessGroup | None = None,
     **state: Any,
 ) -> dict[str, Any] | None:
@@ -49,6 +56,10 @@ def load(
     Args:
         directory: where :func:`save` put its checkpoints, or one of them, or one of DCP.
         strict: ``False``: what only the checkpoint or only the model has is left as it is.
+        near: the directory of near copies that ``save`` was given. The newest near copy is loaded if it is whole, of
+            this training, and not older than the newest checkpoint of ``directory``; ranks read what their host does
+            not have from other hosts. A line of the log (logger ``fullshard``, level INFO) says what was loaded and
+            why, and a warning why a near copy that is newer was not.
         process_group: the ranks of the model, if these are not all.
         state: by the names that ``save`` was given, the objects with ``load_state_dict()`` that take their state back.
 
@@ -65,26 +76,67 @@ def load(
     ranks = Ranks(process_group)
     (paths, *_), _ = ranks.attempt(lambda: (checkpoints(directory) if ranks.first else [], None))
     paths = ranks.gather(paths)[0]
+    candidates = [_Candidate(path, partial(Checkpoint, path), nullcontext, "") for path in paths]
+    if near is not None:
+        candidates = _with_near(candidates, Path(near), Path(directory), ranks)
     broken: list[str] = []
-    for path in paths:
-        try:
-            loading = _Loading(path, strict, ranks)
-            ranks.attempt(partial(loading.read, model, optimizer, state))
-        except BrokenCheckpoint as error:
-            broken.append(str(error))
-            warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
-            continue
-        return ranks.attempt(partial(loading.take_over, optimizer, state))[0]
+    for path, opens, served, why in candidates:
+        with served():
+            try:
+                loading = _Loading(path, opens, strict, ranks)
+                ranks.attempt(partial(loading.read, model, optimizer, state))
+            except BrokenCheckpoint as error:
+                broken.append(str(error))
+                warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
+                continue
+            taken = ranks.attempt(partial(loading.take_over, optimizer, state))[0]
+        if near is not None and ranks.first:
+            _log.info(f"step {taken['step']} is loaded from {path}: {why}")
+        return taken
     if broken:
         raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
     return None
 
 
+class _Candidate(NamedTuple):
+    """What may be loaded."""
+
+    path: Path
+    open: Callable[[], Checkpoint]
+    served: Callable[[], AbstractContextManager[None]]  # while ranks read
+    why: str  # it is the next that is tried
+
+
+def _with_near(candidates: list[_Candidate], near: Path, directory: Path, ranks: Ranks) -> list[_Candidate]:
+    """Puts near copies before the checkpoints that are not newer, and gives reasons."""
+    steps = [(number_of(each.path.name) or (-1, 0))[0] for each in candidates]
+    newest, copies = max(steps, default=-1), []
+    try:
+        copies = near_copies(near, directory, ranks)
+    except LostRank:
+        raise
+    except CheckpointError as error:
+        warn(f"near copies are passed over: {error}")
+    why = f"there is no near copy in {near}"
+    if copies:
+        why = f"the near copy of step {copies[0].step} is passed over: {copies[0].refused or 'it is older'}"
+    candidates = [each._replace(why=why) for each in candidates]
+    for copy in copies:
+        if not copy.refused:
+            at = next((number for number, step in enumerate(steps) if step <= copy.step), len(steps))
+            steps.insert(at, copy.step)
+            why = f"it is a near copy, and {directory} has nothing newer"
+            candidates.insert(at, _Candidate(copy.path, copy.open, copy.served, why))
+        elif copy.step > newest:
+            warn(f"the near copy {copy.path} is passed over: {copy.refused}")
+    return candidates
+
+
 class _Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(self, path: Path, strict: bool, ranks: Ranks) -> None:
-        self.path, self.strict, self.ranks = path, strict, ranks
+    def __init__(self, path: Path, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
+        self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
         self.state: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -93,7 +145,7 @@ class _Loading:
     @torch.no_grad()
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Reads everything; what is not read in place is kept for :meth:`take_over`."""
-        self.checkpoint, self.params, contents = Checkpoint(self.path), Parameters(model), Contents()
+        self.checkpoint, self.params, contents = self.open(), Parameters(model), Contents()
         with self.checkpoint:
             manifest = self.checkpoint.manifest
             self.params.collect(contents, frozen=True)

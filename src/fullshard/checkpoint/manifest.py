@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 #: Grows when older code could not read what is written.
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # what others call step-10 is not ours
+_MARK = re.compile(rb'\{"checksum": "([0-9a-f]{16})"')
 _MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
 
 
@@ -80,6 +81,7 @@ class Manifest:
         objects: other values, by name.
         state: by the names that ``save`` was given, the number of the value that each rank has.
         paths: of what DCP wrote, by name, the keys that lead there in the nested state dict.
+        near: of a near copy, which training it belongs to, as :mod:`fullshard.checkpoint.near` says.
     """
 
     step: int = 0
@@ -91,6 +93,7 @@ class Manifest:
     objects: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, list[int]] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    near: dict[str, str] = field(default_factory=dict)
 
 
 def name_of(step: int, again: int = 0) -> str:
@@ -129,6 +132,7 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
             "block": BLOCK,
             "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
             "state": manifest.state,
+            **({"near": manifest.near} if manifest.near else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -163,11 +167,23 @@ def decode(data: bytes, path: Path) -> Manifest:
                 for number, start, length, data, offsets, sizes in pieces
             ]
             manifest.tensors[name] = Entry(dtype_of(dtype), tuple(shape), found_pieces)
+        manifest.near = {key: str(value) for key, value in told.get("near", {}).items()}
         manifest.objects = {name: Stored(files[number], *place) for name, (number, *place) in told["objects"].items()}
         check(manifest, path)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
     return manifest
+
+
+def mark_of(path: Path) -> str:
+    """The checksum at the head of the manifest of a checkpoint, which tells it from others; empty if there is none."""
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            head = file.read(64)
+    except OSError:
+        return ""
+    found = _MARK.match(head)
+    return found[1].decode() if found else ""
 
 
 def dtype_of(name: str) -> torch.dtype:

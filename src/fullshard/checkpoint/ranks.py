@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
-from fullshard.comm.process_group import decoded, encoded, gather_objects
+from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
 
 _Result = TypeVar("_Result")
+
+
+class LostRank(CheckpointError):
+    """Another rank is gone: the ranks that are left can no longer agree on anything."""
 
 
 class Ranks:
@@ -24,13 +28,13 @@ class Ranks:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, background: bool = False) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None  # that moves what is on the CPU
         self.rank, self.size = 0, 1
         if dist.is_initialized():
-            self._group = process_group or dist.group.WORLD
+            self.group = process_group or dist.group.WORLD
             self.rank, self.size = dist.get_rank(process_group), dist.get_world_size(process_group)
-            if background or "cpu:gloo" not in dist.get_backend_config(self._group):
-                self._group = _gloo_beside(self._group)
+            if background or "cpu:gloo" not in dist.get_backend_config(self.group):
+                self.group = _gloo_beside(self.group)
 
     @property
     def first(self) -> bool:
@@ -38,42 +42,51 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any]:
         """An object of each rank, in their order."""
-        if self._group is None:
+        if self.group is None:
             return [mine]
         try:
-            return gather_objects(mine, self._group)
+            return gather_objects(mine, self.group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def gather_to_first(self, mine: Any) -> list[Any]:
         """The same, on the first rank alone: what each has may be large."""
-        if self._group is None:
+        if self.group is None:
             return [mine]
-        data = encoded(mine, self._group)
+        data = encoded(mine, self.group)
         lengths = self.gather(data.numel())
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: data.numel()] = data
         every = [torch.empty_like(padded) for _ in lengths] if self.first else None
         try:
-            dist.gather(padded, every, group=self._group, group_dst=0)
+            dist.gather(padded, every, group=self.group, group_dst=0)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         return [decoded(each[:length]) for each, length in zip(every or (), lengths, strict=False)]
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The object of one rank, on all."""
+        if self.group is None:
+            return value
+        try:
+            return broadcast_object(value, self.group, source)
+        except RuntimeError as error:
+            raise self.lost(error) from error
 
     def any(self, mine: bool) -> bool:
         """Whether it is so on any rank."""
-        if self._group is None:
+        if self.group is None:
             return mine
         told = torch.tensor(int(mine))
         try:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         return bool(told)
 
-    def _lost(self, error: RuntimeError) -> CheckpointError:
+    def lost(self, error: RuntimeError) -> LostRank:
         """What to raise from the ``error`` of a collective: backends do not say what that means."""
-        return CheckpointError(
+        return LostRank(
             f"rank {self.rank} lost another rank while it saved or loaded a checkpoint: look on the others for the "
             f"first error; checkpoints that were there already are whole ({error})"
         )

@@ -89,7 +89,7 @@ class Checkpoint:
             self.manifest = decode(_content(path / MANIFEST), path / MANIFEST)
         else:
             self.manifest = dcp.read_metadata(_content(path / METADATA), path / METADATA)
-        for sentence in self._lacking().values() if whole else ():
+        for sentence in self.lacking().values() if whole else ():
             raise BrokenCheckpoint(sentence)
         if whole and METADATA in self.manifest.files:  # for other readers: what we need stands in the manifest too
             with self:
@@ -147,7 +147,7 @@ class Checkpoint:
         Args:
             tell: is called with the bytes that were read, again and again.
         """
-        lacking = self._lacking()
+        lacking = self.lacking()
         yield from lacking.values()
         for name, file in self.manifest.files.items():
             if file.checksums is None or name in lacking:
@@ -250,7 +250,7 @@ class Checkpoint:
             self._readers[file] = BlockReader(self.path / file, *self.manifest.files[file])
         return self._readers[file]
 
-    def _lacking(self) -> dict[str, str]:
+    def lacking(self) -> dict[str, str]:
         """Of each file that is not there, or has another size, a sentence that says so."""
         found = {}
         for name, file in self.manifest.files.items():

@@ -14,7 +14,6 @@ Directories that were being written by a process that has ended carry no lock: t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -22,11 +21,10 @@ import itertools
 import os
 import shutil
 import socket
-import sys
-import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +34,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import dcp
+from fullshard.checkpoint.background import Background, finish
 from fullshard.checkpoint.blocks import (
     BlockWriter,
     BrokenCheckpoint,
@@ -59,7 +58,8 @@ from fullshard.checkpoint.manifest import (
     name_of,
     number_of,
 )
-from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.near import Hosts, Sent
+from fullshard.checkpoint.ranks import LostRank, Ranks
 from fullshard.checkpoint.reader import Checkpoint, checkpoints
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
@@ -75,6 +75,7 @@ def save(
     wait: bool = True,
     keep_last: int | None = None,
     frozen: bool = True,
+    near: str | Path | None = None,
     process_group: ProcessGroup | None = None,
     **state: Any,
 ) -> Path | None:
@@ -91,12 +92,18 @@ def save(
             is raised by the next :func:`save`, :func:`load` or :func:`finish`.
         keep_last: how many checkpoints to keep, this one included: older ones that are whole are removed.
         frozen: ``False``: leave out parameters that are not trained, as users of adapters do.
+        near: a directory that each host has for itself in memory that outlives processes, such as ``/dev/shm/job``, the
+            same for all ranks, and of no other training. It gets the checkpoint in place of ``directory``, and each
+            host a copy of what the ranks of another one wrote, so that :func:`load` needs no disk when ranks, or one
+            host, are lost. A host holds the bytes of its ranks once if it is alone, otherwise twice; and as much again
+            while it saves, until what it had before is removed (``keep_last`` is 1 where it is ``None``). Where there
+            is no space left, a warning says so and nothing changes. Needs ``step``. See :func:`forget`.
         process_group: the ranks of the model, if these are not all.
         state: by name, for each rank its own: objects with ``state_dict()``, or numbers, texts, tensors, and lists and
             dicts of these.
 
     Returns:
-        the new directory; ``None`` with ``wait=False``.
+        the new directory; ``None`` with ``wait=False``, or if there was no space for a near copy.
 
     Raises:
         CheckpointError: on all ranks, if it could not be written on one, or if a rank was lost.
@@ -106,23 +113,18 @@ def save(
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
     if step is not None and step < 0:
         raise ValueError(f"step is {step}; expected a number from 0 on")
+    if near is not None and step is None:
+        raise ValueError("a near copy needs the step, by which it is compared with the checkpoints of the directory")
     ranks = Ranks(process_group, background=not wait)
-    writing = _Writing(Path(directory), ranks, keep_last, Manifest(world_size=ranks.size, frozen=frozen))
+    hosts = None if near is None else Hosts(Path(near), ranks, Path(directory))
+    manifest = Manifest(world_size=ranks.size, frozen=frozen, near=hosts.binding if hosts else {})
+    writing = _Writing(Path(near or directory), ranks, keep_last, manifest, hosts)
     writing.prepare(model, optimizer, state, step)
     if wait:
         return writing.write()
     writing.copy()
-    _Background.start(writing)
+    Background.start(writing.write)
     return None
-
-
-def finish() -> Path | None:
-    """Waits for the save that is being written in the background, if there is one, and returns its directory.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    return _Background.finish()
 
 
 @dataclass
@@ -133,11 +135,17 @@ class _Writing:
     ranks: Ranks
     keep_last: int | None
     manifest: Manifest
+    hosts: Hosts | None = None  # of a near copy
     partial: Path = Path()
     boxes: list[Box] = field(default_factory=list)  # that this rank writes
     values: list[tuple[str, bytes]] = field(default_factory=list)  # the same of what is no tensor
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     _lock: int = -1
+
+    @property
+    def leader(self) -> int:
+        """The rank that makes the directory to which this rank writes, and makes it visible."""
+        return self.hosts.leader if self.hosts else 0
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None
@@ -149,14 +157,14 @@ class _Writing:
             self._collect(contents, given, model, optimizer, state)
             digests = {name: checksum(data) for name, data in given.items()}
             everywhere = checksum("\n".join(_everywhere(contents)).encode())
-            if self.ranks.first:
+            if self.ranks.rank == self.leader:
                 self._make_directory(step)
             return ((self.partial.name, self.manifest.step, digests, everywhere),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (name, self.manifest.step, digests, everywhere), *others = everyone
-            self.partial = self.directory / name
+            (_, self.manifest.step, digests, everywhere), *others = everyone
+            self.partial = self.directory / everyone[self.leader][0]
             if any(set(each[2]) != set(digests) for each in others):
                 raise CheckpointError(
                     f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; give the same"
@@ -220,7 +228,7 @@ class _Writing:
         """Copies what is to be written to memory of the host that nobody changes."""
         sizes = [-(-box.tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for box in self.boxes]
         pin = any(box.tensor.device.type == "cuda" for box in self.boxes)
-        arena, at = _Background.memory(sum(sizes), pin), 0
+        arena, at = Background.memory(sum(sizes), pin), 0
         copies = []
         for box, size in zip(self.boxes, sizes, strict=True):
             part = arena[at : at + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
@@ -232,20 +240,34 @@ class _Writing:
             torch.accelerator.synchronize()
         self.boxes = copies
 
-    def write(self) -> Path:
-        """Writes it, and makes it visible."""
+    def write(self) -> Path | None:
+        """Writes it, and makes it visible; returns ``None`` for a near copy for which there was no space."""
+        leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
             (file, outline, _), told = self.ranks.attempt(self._write_file)
-            keys = tuple(key for key, _ in told)
-            known = all(keys == last for _, last in told)
+            keys = tuple(key for key, _, _ in told)
+            if hosts is not None:
+                self.ranks.attempt(partial(hosts.spread, self.partial, [sent for _, _, sent in told]))
+            known = all(told[leader][1] == keys for leader in (hosts.members if hosts else [0]))
             parts = self.ranks.gather_to_first((file, None if known else outline))
-            _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if self.ranks.first else "",))
-            _Last.keys = keys
+            parts = self.ranks.broadcast(parts) if hosts is not None else parts
+            _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
+            if leads:
+                _Last.keys = keys
+            if leads and hosts is not None:  # what was before stays until this one is visible on all hosts
+                _remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
+        except LostRank:
+            raise
+        except CheckpointError as error:
+            if hosts is None:
+                raise
+            warn(f"no near copy of step {self.manifest.step} was kept, and training goes on without it: {error}")
+            return None
         finally:
             self._discard()
-        return self.directory / str(everyone[0])
+        return self.directory / str(everyone[self.leader])
 
-    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, tuple[str, ...]]]:
+    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, tuple[str, ...], Sent]]:
         name = f"__{self.ranks.rank}_0.distcp"
         tensors: list[Any] = []
         values: list[Any] = []
@@ -268,10 +290,10 @@ class _Writing:
             raise CheckpointError(f"{self.partial / name} could not be written: {error.strerror}") from error
         finally:
             writer.abandon()
-        outline = _Outline(tensors, values, self.paths)
+        outline, file = _Outline(tensors, values, self.paths), StoredFile(writer.size, writer.checksums)
         if outline != _Last.outline:
             _Last.outline, _Last.key = outline, uuid.uuid4().hex
-        return StoredFile(writer.size, writer.checksums), outline, (_Last.key, _Last.keys)
+        return file, outline, (_Last.key, _Last.keys, Sent.of(name, file))
 
     def _publish(self, parts: list[tuple[StoredFile, _Outline | None]]) -> str:
         """Writes what describes the files, and renames the directory; returns its name."""
@@ -293,7 +315,7 @@ class _Writing:
         except OSError as error:
             raise CheckpointError(f"{self.partial} could not be completed: {error.strerror}") from error
         self._release()
-        if self.keep_last is not None:
+        if self.keep_last is not None and self.hosts is None:
             _remove_older(self.directory, name, self.keep_last)
         return name
 
@@ -387,10 +409,12 @@ def _force(directory: Path) -> None:
         os.close(opened)
 
 
-def _remove_older(directory: Path, name: str, keep: int) -> None:
-    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest."""
+def _remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
+    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
+    higher numbers, which training has left behind, and those that are not whole: they take memory."""
     paths = checkpoints(directory)
-    for path in _whole(paths[paths.index(directory / name) :], keep):
+    at = paths.index(directory / name)
+    for path in [*paths[:at], *paths[at + keep :]] if near else _whole(paths[at:], keep):
         hidden = directory / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
         try:
             path.rename(hidden)  # nobody ever sees a part of it
@@ -441,7 +465,7 @@ class _Last:
 
     Attributes:
         outline: of this rank, and ``key``, a name for it.
-        keys: of all ranks in the last save; ``metadata`` and ``contents`` are what the first rank wrote for them.
+        keys: of all ranks in the last save that this rank described; ``metadata`` and ``contents`` are what it wrote.
     """
 
     outline: _Outline | None = None
@@ -449,50 +473,3 @@ class _Last:
     keys: tuple[str, ...] = ()
     metadata = b""
     contents = b""
-
-
-class _Background:
-    """The one save that is written beside training, and the memory that it is written from."""
-
-    _thread: threading.Thread | None = None
-    _path: Path | None = None
-    _error: BaseException | None = None
-    _arena = torch.empty(0, dtype=torch.uint8)
-
-    @classmethod
-    def start(cls, writing: _Writing) -> None:
-        def run() -> None:
-            try:
-                cls._path = writing.write()
-            except BaseException as error:
-                cls._error = error
-
-        cls._thread = threading.Thread(target=run, name="fullshard.checkpoint.save")
-        cls._thread.start()
-
-    @classmethod
-    def finish(cls) -> Path | None:
-        thread, cls._thread = cls._thread, None
-        if thread is not None:
-            thread.join()
-        (path, cls._path), (error, cls._error) = (cls._path, None), (cls._error, None)
-        if error is not None:
-            raise CheckpointError(f"the last save, in the background, failed: {error}") from error
-        return path
-
-    @classmethod
-    def memory(cls, nbytes: int, pin: bool) -> torch.Tensor:
-        """Memory of the host, the same for each save: its pages are there already."""
-        if cls._arena.numel() < nbytes or cls._arena.is_pinned() != pin:
-            cls._arena = torch.empty(0, dtype=torch.uint8)
-            cls._arena = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
-        return cls._arena
-
-
-@atexit.register
-def _report() -> None:
-    """A program that ends without another call is told on the way out."""
-    try:
-        finish()
-    except CheckpointError as error:
-        sys.excepthook(type(error), error, error.__traceback__)

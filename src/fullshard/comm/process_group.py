@@ -54,15 +54,15 @@ def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[A
     return [decoded(said[:length]) for said, length in zip(every.split(longest), lengths.tolist(), strict=True)]
 
 
-def broadcast_object(value: Any, process_group: dist.ProcessGroup | None) -> Any:
-    """The object of the first rank; every rank must call it, and the others' ``value`` does not count."""
-    data = encoded(value if dist.get_rank(process_group) == 0 else None, process_group)
+def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:
+    """The object of the rank ``source``; every rank must call it, and the others' ``value`` does not count."""
+    data = encoded(value if dist.get_rank(process_group) == source else None, process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
-    with waiting("what the first rank sends", process_group):
-        dist.broadcast(length, group=process_group, group_src=0)
-        if dist.get_rank(process_group) != 0:
+    with waiting(f"what rank {source} of the group sends", process_group):
+        dist.broadcast(length, group=process_group, group_src=source)
+        if dist.get_rank(process_group) != source:
             data = data.new_empty(int(length))
-        dist.broadcast(data, group=process_group, group_src=0)
+        dist.broadcast(data, group=process_group, group_src=source)
     return decoded(data)
 
 

@@ -1,0 +1,355 @@
+"""Near copies: a job goes on from the memory of its hosts when ranks or a host are lost, and never from a wrong one.
+
+A host is a directory here, of which each host has one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pkgutil
+import random
+import shutil
+import signal
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import fullshard
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpoint, CheckpointError
+from fullshard.checkpoint.near import Hosts
+from fullshard.checkpoint.ranks import Ranks
+from tests.checkpoint.cases import optimizer_of, train
+from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip
+from tests.harness import RankPool, World, failure_report, ranks
+from tests.harness.models import MLP, seeded
+
+STEP = "step-00000002"
+
+
+def host_of(rank: int, hosts: int, size: int) -> int:
+    return rank * hosts // size
+
+
+def near_of(folder: Path, hosts: int = 1) -> Path:
+    """The directory of near copies of this rank's host."""
+    return folder / f"host {host_of(dist.get_rank(), hosts, dist.get_world_size())}"
+
+
+def sharded() -> Any:
+    model = seeded(MLP)
+    for module in (*model.blocks, model):
+        fullshard.fully_shard(module)
+    return model
+
+
+@contextmanager
+def log_of_load() -> Iterator[list[str]]:
+    """The lines of the log, of rank 0."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger, level = logging.getLogger("fullshard"), logging.getLogger("fullshard").level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    outcomes = pool.run(function, size, *args, timeout=30)
+    assert all(outcome.kind == "returned" for outcome in outcomes), failure_report(outcomes)
+    return [outcome.value for outcome in outcomes]
+
+
+def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) -> None:
+    """Saves step 1 on the disk, step 2 near, writes down what follows, and loses a rank."""
+    model = sharded()
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(1))
+    checkpoint.save(folder, model, optimizer, step=1, note=[world.rank])
+    train(model, optimizer, range(1, 2))
+    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), note=[10 + world.rank])
+    assert path == near_of(folder, hosts) / STEP
+    losses = train(model, optimizer, range(2, 4))
+    if world.rank == 0:
+        (folder / "losses").write_text(json.dumps(losses))
+    dist.barrier()
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if victim is not None:
+        train(model, optimizer, range(4, 6))
+
+
+def load_and_go_on(world: World, folder: Path, hosts: int) -> tuple[Any, list[float], list[str], list[str]]:
+    model = sharded()
+    optimizer = optimizer_of(model, "AdamW")
+    with log_of_load() as lines, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = checkpoint.load(folder, model, optimizer, near=near_of(folder, hosts))
+    assert found is not None
+    losses = train(model, optimizer, range(found["step"], 4))
+    return found, losses, lines, [str(each.message) for each in warned]
+
+
+def lose_ranks(pool: RankPool, folder: Path, size: int, hosts: int, victim: int | None = None) -> list[float]:
+    """The losses after the near copy of step 2."""
+    outcomes = pool.run(train_and_die, size, folder, hosts, victim, timeout=30)
+    assert victim is None or outcomes[victim].kind == "died", failure_report(outcomes)
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000001"]
+    return json.loads((folder / "losses").read_text())
+
+
+@pytest.mark.parametrize(("size", "hosts", "lost"), [(2, 1, None), (3, 2, None), (3, 2, 0), (3, 2, 1), (3, 3, 1)])
+def test_a_job_that_lost_a_rank_or_a_host_goes_on_from_memory(
+    rank_pool: RankPool, tmp_path: Path, size: int, hosts: int, lost: int | None
+) -> None:
+    expected = lose_ranks(rank_pool, tmp_path, size, hosts, victim=0 if hosts == 1 else None)
+    if lost is not None:
+        shutil.rmtree(tmp_path / f"host {lost}")
+    for rank, (found, losses, lines, warned) in enumerate(run(rank_pool, load_and_go_on, size, tmp_path, hosts)):
+        assert found == {"step": 2, "note": [10 + rank]}
+        assert losses == expected
+        assert warned == []
+        assert len(lines) == (rank == 0)
+        assert all("step 2 is loaded from" in line and "it is a near copy" in line for line in lines)
+
+
+def test_without_one_part_of_it_the_older_checkpoint_of_the_directory_is_loaded(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    lose_ranks(rank_pool, tmp_path, 3, 3)
+    for host in (0, 2):  # rank 2 sent its file to host 0
+        shutil.rmtree(tmp_path / f"host {host}")
+    for rank, (found, _, lines, warned) in enumerate(run(rank_pool, load_and_go_on, 3, tmp_path, 3)):
+        assert found == {"step": 1, "note": [rank]}
+        assert ["no host has ['__2_0.distcp'] any more" in each for each in warned] == [True]
+        assert len(lines) == (rank == 0)
+        assert all("step 1 is loaded from" in line and "no host has" in line for line in lines)
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_another_number_of_ranks_reads_it(rank_pool: RankPool, tmp_path: Path, after: int) -> None:
+    expected = lose_ranks(rank_pool, tmp_path, 5 - after, 2)
+    shutil.rmtree(tmp_path / "host 1")
+    for found, losses, _, _ in run(rank_pool, load_and_go_on, after, tmp_path, 2):
+        assert found["step"] == 2
+        assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def save_near(folder: Path, hosts: int = 1) -> Any:
+    """Step 1 on the disk, step 2 near."""
+    model = filled()
+    for step in (1, 2):
+        model.fill(step)
+        checkpoint.save(folder, model, step=step, near=near_of(folder, hosts) if step == 2 else None)
+    dist.barrier()
+    model.fill(7)
+    return model
+
+
+def assert_all(model: Any, number: int) -> None:
+    assert all(param.full_tensor().eq(number).all() for param in model.parameters())
+
+
+@ranks(2)
+def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_directory_is(
+    world: World, tmp_path: Path
+) -> None:
+    model, path = save_near(tmp_path, hosts=2), near_of(tmp_path, 2) / STEP
+    at = Checkpoint(path).tensors["model.blocks.0.weight"].pieces[0].data
+    if world.rank == 0:
+        flip(path / "__0_0.distcp", at + 3)
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 2}
+    assert [("what rank 1 has is taken" in str(each.message)) for each in warned] == [True] * (world.rank == 0)
+    assert_all(model, 2)
+    if world.rank == 1:
+        flip(path / "__0_0.distcp", at + 4)
+    dist.barrier()
+    reason = "step-00000002 is passed over, because it is not whole.*wrong checksum.*of rank 1.*wrong checksum"
+    with pytest.warns(UserWarning, match=reason):
+        assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 1}
+    assert_all(model, 1)
+
+
+@ranks(2)
+def test_a_stale_near_copy_is_never_loaded(world: World, tmp_path: Path) -> None:
+    model, near = save_near(tmp_path), near_of(tmp_path)
+    first, other = world.rank == 0, tmp_path / "other"
+
+    def load(reason: str, directory: Path = tmp_path) -> Any:
+        dist.barrier()
+        with pytest.warns(UserWarning, match=f"{STEP} is passed over: .*{reason}"):
+            return checkpoint.load(directory, model, near=near)
+
+    checkpoint.save(other, model, step=1)
+    assert load("it is of another training", other) == {"step": 1}
+    if first:
+        (tmp_path / "step-00000001").rename(tmp_path / "aside")
+    assert load("it was saved after step-00000001, which .* does not have any more") is None
+    checkpoint.save(tmp_path, model, step=1)
+    assert load("it was saved after step-00000001, which .* does not have any more") == {"step": 1}
+    dist.barrier()
+    if first:
+        shutil.rmtree(tmp_path / "step-00000001")
+        (tmp_path / "aside").rename(tmp_path / "step-00000001")
+    dist.barrier()
+    assert checkpoint.load(tmp_path, model, near=near) == {"step": 2}
+    checkpoint.save(tmp_path, model, step=1)
+    assert load("step-00000001.1 was saved after it") == {"step": 1}
+    checkpoint.save(tmp_path, model, step=2)
+    with log_of_load() as lines:
+        assert checkpoint.load(tmp_path, model, near=near) == {"step": 2}
+    assert all("step 2 is loaded from" in line and "the near copy of step 2 is passed over" in line for line in lines)
+    dist.barrier()
+    if first:
+        (tmp_path / "near.json").unlink()
+        for path in checkpoint.checkpoints(tmp_path):
+            shutil.rmtree(path)
+    assert load("it is of another training") is None
+
+
+@ranks(2)
+def test_the_newer_of_both_is_loaded_and_one_near_copy_is_kept(world: World, tmp_path: Path) -> None:
+    model, near = filled(), near_of(tmp_path, 2)
+    assert checkpoint.load(tmp_path, model, near=near) is None
+    for step, on_disk in enumerate([False, False, True, False, False, True]):
+        model.fill(step)
+        checkpoint.save(tmp_path, model, step=step, near=None if on_disk else near, wait=step % 2 == 0)
+        checkpoint.finish()
+        assert checkpoint.load(tmp_path, model, near=near) == {"step": step}
+        assert_all(model, step)
+        (path,) = checkpoint.checkpoints(near)
+        if not on_disk:
+            assert_holds(Checkpoint(path), step)
+    dist.barrier()
+    checkpoint.forget(near)
+    dist.barrier()
+    assert not near.exists()
+    assert checkpoint.load(tmp_path, model, near=near) == {"step": 5}
+    with pytest.raises(ValueError, match="a near copy needs the step"):
+        checkpoint.save(tmp_path, model, near=near)
+
+
+@ranks(3)
+def test_files_go_half_of_the_hosts_away(world: World, tmp_path: Path) -> None:
+    for hosts, targets in ((1, [None] * 3), (2, [2, 2, 0]), (3, [1, 2, 0])):
+        found = Hosts(near_of(tmp_path, hosts), Ranks(None))
+        assert found.to == targets[world.rank]
+        assert found.sources == [rank for rank, to in enumerate(targets) if to == world.rank]
+        assert host_of(found.leader, hosts, 3) == host_of(world.rank, hosts, 3)
+
+
+def save_to_full_memory(world: World, folder: Path, memory: Path) -> tuple[str, Any]:
+    near = memory if world.rank else folder / "host"
+    model, small = seeded(lambda: MLP((1000, 1000, 1000))), filled()
+    fullshard.fully_shard(model)
+    checkpoint.save(folder, model, step=1)
+    small.fill(2)
+    assert checkpoint.save(folder, small, step=2, near=near) == near / STEP
+    with pytest.warns(UserWarning, match="no near copy of step 3 was kept") as warned:
+        assert checkpoint.save(folder, model, step=3, near=near) is None
+    assert [path.name for path in near.iterdir()] == [STEP]
+    checkpoint.save(folder, model, step=4)
+    return str(warned[0].message), checkpoint.load(folder, model, near=near)
+
+
+def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(memory)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no right to mount a small file system")
+    try:
+        for told, found in run(rank_pool, save_to_full_memory, 2, tmp_path, memory):
+            assert "rank 1" in told
+            assert "No space left on device" in told
+            assert found == {"step": 4}
+    finally:
+        subprocess.run(["umount", str(memory)], check=True)
+
+
+def save_near_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
+    model, near = save_near(folder, hosts=2), near_of(folder, 2)
+    left = moment if world.rank == victim else -1
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*CALLS, "torch.distributed.isend", "torch.distributed.irecv", "torch.distributed.broadcast"):
+            patch.setattr(name, dying(pkgutil.resolve_name(name)))
+        for step in (3, 4):
+            model.fill(step)
+            checkpoint.save(folder, model, step=step, near=near, wait=wait)
+        checkpoint.finish()
+
+
+def load_what_is_left(world: World, folder: Path) -> int:
+    model, near = filled(), near_of(folder, 2)
+    found = checkpoint.load(folder, model, near=near)
+    assert found is not None
+    assert_all(model, found["step"])
+    checkpoint.save(folder, model, step=9, near=near)
+    assert [path.name for path in near.iterdir()] == ["step-00000009"]
+    return int(found["step"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [None, 0])
+def test_a_rank_killed_at_any_point_of_a_near_save_loses_nothing(
+    rank_pool: RankPool, tmp_path: Path, lost: int | None
+) -> None:
+    draw, steps = random.Random(lost), set()
+    for number in range(10):
+        folder, victim, moment = tmp_path / str(number), draw.randrange(2), draw.randrange(60)
+        folder.mkdir()
+        outcomes = rank_pool.run(save_near_until_killed, 2, folder, victim, moment, number % 3 > 0, timeout=30)
+        kinds = [outcome.kind for outcome in outcomes]
+        assert kinds[victim] in ("died", "returned"), failure_report(outcomes)
+        assert "hung" not in kinds, failure_report(outcomes)
+        if lost is not None:
+            shutil.rmtree(folder / f"host {lost}")
+        found = run(rank_pool, load_what_is_left, 2, folder)
+        assert len(set(found)) == 1
+        assert found[0] >= 2, f"moment {moment} of rank {victim}"
+        steps.add(found[0])
+        shutil.rmtree(folder)
+    assert len(steps) > 1
+
+
+@ranks(2)
+def test_a_directory_that_cannot_be_made_is_an_error_of_save_and_a_warning_of_load(
+    world: World, tmp_path: Path
+) -> None:
+    model = filled()
+    if world.rank == 0:
+        (tmp_path / "file").write_text("")
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(CheckpointError, match=r"no near copies can be kept in .*file"):
+        checkpoint.save(tmp_path, model, step=2, near=tmp_path / "file")
+    with pytest.warns(UserWarning, match=r"near copies are passed over: .*file"):
+        assert checkpoint.load(tmp_path, model, near=tmp_path / "file") == {"step": 1}
