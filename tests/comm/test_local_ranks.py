@@ -143,7 +143,8 @@ def test_the_timeout_of_the_process_group_holds_and_names_who_is_late(world: Wor
     dist.barrier()
     if world.rank == 0:
         with pytest.raises(
-            RuntimeError, match=r"rank 0 waited in a test for rank 2 \(process \d+\) for 1 s, the timeout"
+            RuntimeError,
+            match=r"rank 0 waited in a test, before its first forward, for rank 2 \(process \d+\) for 1 s, the timeout",
         ):
             among.wait(counters, 1, "a test")
     elif world.rank == 1:
@@ -194,7 +195,8 @@ def test_ranks_that_ended_are_missed_as_soon_as_they_are_waited_for(rank_pool: R
     for rank in (0, 2):
         assert outcomes[rank].at - outcomes[3].at < 5
         assert re.search(
-            rf"rank {rank} waited in a test for rank 1 \(process \d+\), 3 \(process \d+\), which has ended\. "
+            rf"rank {rank} waited in a test, before its first forward, for rank 1 \(process \d+\), 3 \(process \d+\), "
+            r"which has ended\. "
             r".*[Ll]ook (there|on the others) for the first error",
             outcomes[rank].summary,
         )

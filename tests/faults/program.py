@@ -138,8 +138,12 @@ class Model(nn.Module):
 
 
 def _model(case: Case) -> Any:
-    torch.manual_seed(case.seed)
-    return Model(case)
+    """The model of a case; cases are judged side by side, so it draws from a generator of its own."""
+    model, generator = Model(case), torch.Generator().manual_seed(case.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.25, 0.25, generator=generator)
+    return model
 
 
 def _batch(case: Case, step: int, micro_batch: int, rank: int) -> Tensor:
@@ -215,16 +219,17 @@ def run_rank(case: Case, rank: int, port: int, folder: str) -> None:
     os.environ["FULLSHARD_HANG_TIMEOUT"] = "8"
     os.environ["FULLSHARD_TRANSPORT"] = case.transport
     losses: list[float] = []
-    error = ""
+    error, at = "", 0.0
     try:
         with _joined(case, rank, port):
             losses.extend(train(case, rank))
+            at = time.monotonic()
             # as a program does that saves its model: ranks that are done wait for the others
             dist.barrier() if case.fault in HARMLESS else None
     except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
+        error, at = f"{type(raised).__name__}: {raised}", time.monotonic()
         sys.excepthook(type(raised), raised, raised.__traceback__)
-    Path(f"{folder}/{rank}.json").write_text(json.dumps({"losses": losses, "error": error}))
+    Path(f"{folder}/{rank}.json").write_text(json.dumps({"losses": losses, "error": error, "at": at}))
     sys.stdout.flush()
     import atexit
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -20,16 +21,24 @@ from tests.faults.program import HARMLESS, Case, reference, run_rank
 
 #: Seconds after which a rank hangs. The longest that is expected are 8 for a rank that is stopped, and 5 more to raise.
 BOUND = 40.0
-#: What an error must name, by the fault: the rank, or what ranks do differently.
-_NAMES = {
-    "raise": r"rank {rank}\b.*a bad batch",
-    "kill": r"rank {rank}\b",
-    "stop": r"rank {rank}\b|ranks? .*\b{rank}\b",
-    "early": r"rank {rank}\b",
+#: Seconds after the end of a rank within which the others must know.
+PROMPT = 5.0
+#: What an error must say, by the fault: whose it was or what ranks do differently, and in which step.
+_LOST = (
+    r"rank \d .*, ((in|between) the .* step ({step}|{next})\b|before its first forward).*Rank {rank} \(process \d+\) "
+)
+_SAYS = {
+    "raise": _LOST + r"has ended in the .* of step {step}\b.*: ValueError: a bad batch",
+    "kill": _LOST + r"was killed or has crashed",
+    "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
+    "stop": r"Nothing came in 8 s\..*Rank {rank}(, \d)* has said nothing for \d+ s \(the process is stopped\)",
 }
 _DIFFER = (
-    r"rank \d+ has .* where rank \d+|rank \d+ reduces .* where rank \d+|left out|of other parameters|rank {rank}\b"
+    r"rank \d+ has .* where rank \d+ has |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
+    r"|one of them has left out a (micro-batch or a step|forward or a backward)"
 )
+#: The same in the last step, where a rank may be through before.
+_DIFFER_AT_THE_END = _DIFFER + r"|Rank \d \(process \d+\) has ended .*: its program is over"
 #: The collectives of gloo end a process whose sizes differ.
 _ENDED_BY_GLOO = "gloo::EnforceNotMet"
 
@@ -47,6 +56,7 @@ class RankResult:
         losses: of its steps.
         said: its error, or what it printed.
         seconds: until it ended.
+        told: seconds until it raised, or was through with its steps; or those until it ended.
         printed: what it printed.
     """
 
@@ -54,6 +64,7 @@ class RankResult:
     losses: list[float]
     said: str
     seconds: float
+    told: float
     printed: str = ""
 
 
@@ -85,57 +96,76 @@ def run(case: Case) -> list[RankResult]:
             if rank not in ended:
                 os.kill(process.pid or 0, signal.SIGKILL)
             process.join()
-            results.append(_result(Path(folder), rank, ended.get(rank), process.exitcode or 0))
+            results.append(_result(Path(folder), rank, begin, ended.get(rank), process.exitcode or 0))
         return results
 
 
-def _result(folder: Path, rank: int, seconds: float | None, exit_code: int) -> RankResult:
+def _result(folder: Path, rank: int, begin: float, seconds: float | None, exit_code: int) -> RankResult:
     printed = (folder / f"{rank}.txt").read_text() if (folder / f"{rank}.txt").exists() else ""
     if seconds is None:
-        return RankResult("hung", [], printed, BOUND)
+        return RankResult("hung", [], printed, BOUND, BOUND)
     with_words = folder / f"{rank}.json"
     if with_words.exists():
         said = json.loads(with_words.read_text())
         ended = "raised" if said["error"] else "returned"
-        return RankResult(ended, said["losses"], said["error"] or printed, seconds, printed)
-    return RankResult("killed" if exit_code == -signal.SIGKILL else "exited", [], printed, seconds)
+        return RankResult(ended, said["losses"], said["error"] or printed, seconds, said["at"] - begin, printed)
+    return RankResult("killed" if exit_code == -signal.SIGKILL else "exited", [], printed, seconds, seconds)
 
 
 def judge(case: Case, results: list[RankResult]) -> str:
     """What is wrong with the results; empty if every rank trained right or ended with a clear error."""
     expected = reference(case)
     wrong = []
-    is_harmless = case.fault in HARMLESS
-    differs = case.fault not in ("raise", "kill", "stop", "early", *HARMLESS)
     for rank, result in enumerate(results):
-        is_faulty = rank == case.rank and not is_harmless
+        is_faulty = rank == case.rank and case.fault not in HARMLESS
         for at, (loss, right) in enumerate(zip(result.losses, expected[rank], strict=False)):
             # what a faulty rank computes itself in the step of its fault is no result that it was told
             is_own = is_faulty and at >= case.step * case.micro_batches
             if abs(loss - right) > 1e-4 * max(1.0, abs(right)) and not is_own:
                 wrong.append(f"rank {rank}: loss {at} is {loss}, not {right}")
-        if result.ended == "returned":
-            if len(result.losses) != len(expected[rank]) and not (is_faulty and case.fault in ("early", "skip")):
-                wrong.append(f"rank {rank} made {len(result.losses)} micro-batches of {len(expected[rank])}")
-            was_last = case.fault == "more" and case.step == case.steps - 1  # by then the others may have ended
-            if not is_harmless and not is_faulty and not was_last:
-                wrong.append(f"rank {rank} came to its end")
-            if differs and case.step < case.steps - 1:  # later than that nothing can be told
-                wrong.append(f"rank {rank} was told nothing")
-            continue
-        if is_harmless:
-            wrong.append(f"rank {rank} {result.ended}: {result.said[-800:]}")
-        elif is_faulty and case.fault in ("kill", "stop"):
-            continue
-        elif result.ended in ("hung", "killed"):
-            wrong.append(f"rank {rank} {result.ended} after {result.seconds:.0f} s: {result.said[-300:]}")
-        elif is_faulty and case.fault == "raise":
-            if "a bad batch" not in result.said:
-                wrong.append(f"rank {rank} did not say its own error: {result.said[-300:]}")
-        elif case.transport == "collective" and differs and any(_ENDED_BY_GLOO in each.said for each in results):
-            continue
-        elif result.said.startswith("LostRankError") and "Traceback" in result.printed:
-            wrong.append(f"rank {rank} buries the first error: {result.printed[-600:]}")
-        elif not re.search(_NAMES.get(case.fault, _DIFFER).format(rank=case.rank), result.said, re.S | re.I):
-            wrong.append(f"rank {rank} is not clear: {result.said[-600:]}")
+        if case.fault in HARMLESS:
+            if result.ended != "returned" or len(result.losses) != len(expected[rank]):
+                wrong.append(f"rank {rank} {result.ended} after {len(result.losses)} losses: {result.said[-800:]}")
+        elif not (is_faulty and case.fault in ("kill", "stop", "early")):
+            wrong += [f"rank {rank} {what}" for what in _faults_of(case, rank, results)]
     return "; ".join(wrong)
+
+
+def _faults_of(case: Case, rank: int, results: list[RankResult]) -> Iterator[str]:
+    """What is wrong with how a rank ended that had to be told of a fault, or to tell its own."""
+    result, first = results[rank], results[case.rank]
+    differs = case.fault not in _SAYS
+    if differs and len(result.losses) > _told_after(case):
+        yield f"was told after {len(result.losses)} micro-batches"
+    if result.ended == "returned":
+        # what differs in the last step of one rank may have no other to tell
+        if not (case.step == case.steps - 1 and (case.fault == "more" or (case.fault == "skip" and rank == case.rank))):
+            yield "came to its end"
+    elif result.ended in ("hung", "killed"):
+        yield f"{result.ended} after {result.seconds:.0f} s: {result.said[-300:]}"
+    elif rank == case.rank and case.fault == "raise":
+        if "a bad batch" not in result.said:
+            yield f"did not say its own error: {result.said[-300:]}"
+    elif case.transport == "collective" and differs and any(_ENDED_BY_GLOO in each.said for each in results):
+        return
+    elif result.said.startswith("LostRankError") and "Traceback" in result.printed:
+        yield f"buries the first error: {result.printed[-600:]}"
+    elif not re.search(_says(case), result.said, re.S):
+        yield f"is not clear: {result.said[-600:]}"
+    elif case.fault != "stop" and result.told - first.told > PROMPT:
+        yield f"was told {result.told - first.told:.1f} s late: {result.said[-300:]}"
+
+
+def _says(case: Case) -> str:
+    """What errors must say, as a regular expression."""
+    differ = _DIFFER_AT_THE_END if case.fault in ("skip", "more") and case.step == case.steps - 1 else _DIFFER
+    says = _SAYS.get(case.fault, differ)
+    for name, value in (("rank", case.rank), ("step", case.step + 1), ("next", case.step + 2)):
+        says = says.replace(f"{{{name}}}", str(value))
+    return says
+
+
+def _told_after(case: Case) -> int:
+    """The most losses that a rank may have had when it is told that ranks differ."""
+    before = case.step * case.micro_batches
+    return {"skip": before + case.micro_batches - 1, "more": before + case.micro_batches}.get(case.fault, before)

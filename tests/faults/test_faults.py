@@ -57,14 +57,25 @@ def test_what_is_wrong_is_seen() -> None:
     """A check that finds nothing in anything would be worth nothing."""
     fine = run(ONE)
     assert judge(ONE, fine) == ""
-    later = replace(fine[0], losses=[*fine[0].losses[:-1], fine[0].losses[-1] + 0.01])
-    assert "rank 0: loss 3 is" in judge(ONE, [later, fine[1]])
+    other = replace(fine[0], losses=[*fine[0].losses[:-1], fine[0].losses[-1] + 0.01])
+    assert "rank 0: loss 3 is" in judge(ONE, [other, fine[1]])
     killed = replace(ONE, fault="kill")
-    ended = RankResult("killed", fine[1].losses[:1], "", 3.0)
+    ended = RankResult("killed", fine[1].losses[:1], "", 3.0, 3.0)
     assert "rank 0 came to its end" in judge(killed, [fine[0], ended])
-    hung = RankResult("hung", fine[0].losses[:1], "", 40.0)
+    hung = RankResult("hung", fine[0].losses[:1], "", 40.0, 40.0)
     assert "rank 0 hung" in judge(killed, [hung, ended])
-    vague = RankResult("raised", fine[0].losses[:1], "RuntimeError: connection closed by peer", 4.0)
+    vague = RankResult("raised", fine[0].losses[:1], "RuntimeError: connection closed by peer", 4.0, 4.0)
     assert "rank 0 is not clear" in judge(killed, [vague, ended])
-    named = RankResult("raised", fine[0].losses[:1], "LostRankError: Rank 1 (process 5) was killed or has crashed", 4.0)
-    assert judge(killed, [named, ended]) == ""
+    says = (
+        "LostRankError: rank 0 lost rank 1 in an all-gather of 'blocks.1', in the forward of step 2 (forward 2). "
+        "Rank 1 (process 5) was killed or has crashed"
+    )
+    assert judge(killed, [RankResult("raised", fine[0].losses[:1], says, 4.0, 4.0), ended]) == ""
+    assert "rank 0 was told 6.0 s late" in judge(killed, [RankResult("raised", [], says, 9.0, 9.0), ended])
+    assert "is not clear" in judge(
+        killed, [RankResult("raised", [], says.replace("step 2", "step 4"), 4.0, 4.0), ended]
+    )
+    swapped = replace(ONE, fault="swap")
+    differ = "RuntimeError: rank 0 has the gather of 'a' where rank 1 has the gather of 'b'"
+    later = [RankResult("raised", fine[rank].losses[:2], differ, 4.0, 4.0) for rank in range(2)]
+    assert "rank 0 was told after 2 micro-batches" in judge(swapped, later)

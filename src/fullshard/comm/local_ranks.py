@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
-from fullshard.comm.waits import WAITS, LostRankError, Wait, describe
+from fullshard.comm.waits import WAITS, LostRankError, Wait, placed
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -132,15 +132,15 @@ class LocalRanks:
     def _look_after(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
-        here = f"rank {self.global_rank(self.rank)} waited in {describe(wait)}"
+        here = f"rank {self.global_rank(self.rank)} waited in {placed(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
-            raise LostRankError(f"{here} for rank {lost}, which has ended. {why}")
+            raise LostRankError(f"{here}, for rank {lost}, which has ended. {why}")
         if missing and WAITS.verdict is not None:
             raise LostRankError(f"{here}. {WAITS.verdict}")
         if missing and waited > self._timeout:
             raise LostRankError(
-                f"{here} for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
+                f"{here}, for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
                 f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
                 f"forwards and backwards"
             )

@@ -45,7 +45,7 @@ class Position:
         names: of the groups, by their tags.
     """
 
-    doing: str = "in the sharding of a model"
+    doing: str = "before its first forward"
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
 
@@ -83,14 +83,18 @@ def lost(wait: Wait, rank: str, error: object) -> LostRankError:
     Args:
         rank: the other rank, as far as it is known.
     """
-    why, what = WAITS.explain(wait.process_group), describe(wait)
-    said = str(error).partition(". ")[0]
-    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {what}. {why} ({said})")
+    why, said = WAITS.explain(wait.process_group), str(error).partition(". ")[0]
+    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {placed(wait)}. {why} ({said})")
 
 
 def describe(wait: Wait) -> str:
     """What is waited for, for people."""
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
+
+
+def placed(wait: Wait) -> str:
+    """The same, and where this rank is."""
+    return f"{describe(wait)}, {WAITS.position().doing}"
 
 
 def named(tag: int) -> str:

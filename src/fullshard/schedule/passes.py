@@ -129,17 +129,17 @@ class Consistency:
         Returns:
             by process group and pass: what was communicated about, by its number in the pass. Another thread calls it.
         """
-        passes = [(each.process_group, each.number, each.calls, each.kind, each.steps) for each in [*self._under_way]]
+        passes = [(one.process_group, one.number, one.calls, one.kind, one.steps, True) for one in [*self._under_way]]
         for process_group in self._process_groups if kind is not None else ():
             calls = [call for call in [*self.calls] if _is_compared(*call, process_group)]
-            passes.append((process_group, self._number, calls, kind or "forward", steps))
+            passes.append((process_group, self._number, calls, kind or "forward", steps, False))
         return {
             f"{process_group.group_name} {tree} {number}": {
                 str(at): text
-                for at, text in enumerate(described(calls, kind, steps))
+                for at, text in enumerate([*described(calls, kind, steps), *[f"the end of the {kind}"] * has_ended])
                 if at == 0 or at > len(calls) - _LAST
             }
-            for process_group, number, calls, kind, steps in passes
+            for process_group, number, calls, kind, steps, has_ended in passes
         }
 
     def check(self) -> None:
