@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from fullshard.comm import watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.reports import Report
-from fullshard.comm.waits import Wait
+from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
 from fullshard.comm.watch import Watch
 
 
@@ -109,3 +111,65 @@ def test_a_process_group_that_was_destroyed_is_not_kept(watcher: Watch) -> None:
     gc.collect()
     assert known() is None
     assert not watcher.is_current
+
+
+@contextmanager
+def a_thread_that_waits() -> Iterator[threading.Thread]:
+    """A thread beside the one that trains, in the middle of an exchange of its own."""
+    begun, told_to_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with waiting("a comparison", dist.group.WORLD):
+            begun.set()
+            told_to_end.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    try:
+        yield thread
+    finally:
+        told_to_end.set()
+        thread.join()
+
+
+def test_a_thread_beside_training_does_not_touch_what_training_waits_for() -> None:
+    with waiting("a gather", None):
+        count = WAITS.count
+        with a_thread_that_waits():
+            assert WAITS.current == Wait("a gather", None)
+        assert (WAITS.current, WAITS.count) == (Wait("a gather", None), count)
+    assert WAITS.current is None
+    assert not WAITS.beside
+
+
+def test_a_long_wait_of_a_thread_beside_training_is_told_and_ends_nothing(
+    watcher: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher._warn_after = 2.5
+    with a_thread_that_waits() as thread:
+        watcher._look()
+        watcher._beside[thread].since -= 3
+        watcher._look()
+        watcher._look()
+        assert (watcher._mine.waits, WAITS.verdict) == ("", None)
+    assert [each.message.partition("; ")[2] for each in caplog.records] == [
+        "a thread beside training has waited 3 s for a comparison. "
+    ]
+
+
+def test_training_waits_for_what_the_thread_waits_for_that_it_joins(watcher: Watch) -> None:
+    with a_thread_that_waits() as thread:
+        with WAITS.joining(thread):
+            watcher._look()
+            assert (watcher._mine.waits, watcher._mine.beside) == ("a comparison", "")
+        watcher._look()
+        assert watcher._mine.waits == ""
+
+
+def test_an_error_from_a_lost_rank_is_not_the_first_of_the_job(watcher: Watch) -> None:
+    """A save wraps what it raises."""
+    error = RuntimeError("the save failed")
+    error.__cause__ = LostRankError("rank 0 lost rank 1")
+    watcher.show(error)
+    assert watcher.shown == ("RuntimeError: the save failed", False)

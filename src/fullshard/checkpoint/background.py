@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.blocks import CheckpointError
+from fullshard.comm.waits import WAITS
 
 
 class Background:
@@ -36,7 +37,8 @@ class Background:
     def finish(cls) -> Path | None:
         thread, cls._thread = cls._thread, None
         if thread is not None:
-            thread.join()
+            with WAITS.joining(thread):
+                thread.join()
         (path, cls._path), (error, cls._error) = (cls._path, None), (cls._error, None)
         if error is not None:
             raise CheckpointError(f"the last save, in the background, failed: {error}") from error

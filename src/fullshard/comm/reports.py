@@ -32,6 +32,7 @@ class Report:
         waits: what it waits for, and empty while it runs.
         waits_for: the ranks on which that depends.
         waited: seconds.
+        beside: what threads beside training wait for, and for how long, for people.
         quiet: those of them in which nothing came from any rank.
         connections: ends of its network connections, this one and the other, once something is wrong.
         ended: how its program ended; empty while it runs.
@@ -48,6 +49,7 @@ class Report:
     waits: str = ""
     waits_for: list[int] = field(default_factory=list)
     waited: float = 0.0
+    beside: str = ""
     quiet: float = 0.0
     connections: list[list[str]] = field(default_factory=list)
     ended: str = ""

@@ -1,6 +1,7 @@
 """What this process waits for from other ranks, where others of its threads can see it.
 
-Whoever waits writes it down before and after. That costs a few attributes. Owns the error for a rank that was lost. It
+Whoever waits writes it down before and after. That costs a few attributes. The waits of the thread that trains, and
+those of threads beside it, as of a save in the background, stand apart. Owns the error for a rank that was lost. It
 leaves to :mod:`fullshard.comm.watch` to look at waits that last, to compare them with those of other ranks, and to say
 why one will never end.
 """
@@ -8,6 +9,7 @@ why one will never end.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,11 +53,17 @@ class Position:
 
 
 class Waits:
-    """The waits of the thread that trains.
+    """The waits of this process.
+
+    The exchanges of groups are the training's, in whichever thread autograd runs them: they set ``current`` and
+    ``count`` themselves, without a call. All other waits go through :func:`waiting`, which looks at the thread.
 
     Attributes:
-        current: what it waits for now; ``None`` while it runs.
-        count: waits so far: one wait follows another for the same thing.
+        current: what the training waits for now; ``None`` while it runs.
+        count: grows with each of its waits: one wait follows another for the same thing.
+        thread: that trains: the last one that sharded a model.
+        beside: what other threads wait for. Each wait is an object of its own.
+        joined: the one of these for which the training waits.
         verdict: why no wait of this process will end, once that is known.
         position: where it is.
         explain: says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
@@ -64,9 +72,44 @@ class Waits:
     def __init__(self) -> None:
         self.current: Wait | None = None
         self.count = 0
+        self.thread = threading.current_thread()
+        self.beside: dict[threading.Thread, Wait] = {}
+        self.joined: threading.Thread | None = None
         self.verdict: str | None = None
         self.position: Callable[[], Position] = Position
         self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
+
+    def change(self, wait: Wait | None) -> Wait | None:
+        """Note what the calling thread waits for now; returns what it waited for before."""
+        thread = threading.current_thread()
+        if thread is self.thread:
+            before, self.current = self.current, wait
+            self.count += 1
+            return before
+        before = self.beside.pop(thread, None)
+        if wait is not None:
+            self.beside[thread] = wait
+        return before
+
+    def holding(self) -> tuple[threading.Thread | None, Wait | None]:
+        """What keeps the training from going on: its own wait, or that of the thread for which it waits, and which.
+
+        A program that has trained ends after its threads.
+        """
+        if (wait := self.current) is not None:
+            return None, wait
+        beside = self.beside.copy().items()
+        is_over = not self.thread.is_alive()
+        return next((each for each in beside if is_over or each[0] is self.joined), (None, None))
+
+    @contextmanager
+    def joining(self, thread: threading.Thread) -> Iterator[None]:
+        """Wait inside of it for another thread of this process: what that one waits for, the training waits for."""
+        self.joined = thread
+        try:
+            yield
+        finally:
+            self.joined = None
 
 
 WAITS = Waits()
@@ -109,11 +152,11 @@ def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None
     Raises:
         LostRankError: what was done inside has lost a rank.
     """
-    wait = WAITS.current = Wait(what, process_group)
-    WAITS.count += 1
+    wait = Wait(what, process_group)
+    before = WAITS.change(wait)
     try:
         yield
     except RuntimeError as error:
         raise lost(wait, "another rank", error) from error
     finally:
-        WAITS.current = None
+        WAITS.change(before)

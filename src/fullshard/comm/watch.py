@@ -24,6 +24,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -55,6 +56,18 @@ _FIRST_BEATS = 60
 _NEWS, _GRACE = 3.0, 5.0
 
 
+@dataclass
+class _Beside:
+    """A wait of a thread beside training, since when it is known, and its age in seconds when a line was logged."""
+
+    wait: Wait
+    since: float
+    warned: float = 0.0
+
+    def told(self, now: float) -> str:
+        return f"a thread beside training has waited {now - self.since:.0f} s for {describe(self.wait)}"
+
+
 class Watch:
     """The watch of one process. Made by :func:`start_watch`."""
 
@@ -72,8 +85,10 @@ class Watch:
         self._mine = Report(self._rank, os.getpid(), host_id())
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
         self._reports = Reports(self._store, self._mine, key, self._interval)
-        self._seen: tuple[int, float] = (-1, 0.0)  # the number of the wait, and since when
+        self._seen: tuple[int, Wait | None] = -1, None  # the number of the last wait, and the wait
+        self._since = 0.0  # when it was seen first
         self._warned = 0.0  # seconds of this wait at which a line was logged
+        self._beside: dict[threading.Thread, _Beside] = {}  # the waits of threads beside training
         self._judged = 0.0  # when the verdict was found
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
 
@@ -84,7 +99,7 @@ class Watch:
 
     def show(self, error: BaseException) -> None:
         """An error was shown to the user, which has ended the program, or a line at a prompt."""
-        self.shown = f"{type(error).__name__}: {str(error)[:500]}", not isinstance(error, LostRankError)
+        self.shown = f"{type(error).__name__}: {str(error)[:500]}", not _comes_from_another_rank(error)
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)} & {
             "<module>",
             "_run_module_as_main",
@@ -105,10 +120,11 @@ class Watch:
         self._reports.close()
 
     def _look(self) -> None:
-        wait, count, now = WAITS.current, WAITS.count, time.monotonic()
-        if wait is None or count != self._seen[0]:
-            self._seen, self._warned = (count, now), 0.0
-        waited = now - self._seen[1]
+        count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
+        if wait is None or not self._is_same(count, wait):
+            self._seen, self._since, self._warned = (count, wait), now, 0.0
+        waited = now - self._since
+        self._look_beside(thread, now)
         self._tell(wait, waited)
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
             self._reports.read(rank for rank in self._first if rank not in self._reports.known)
@@ -122,9 +138,35 @@ class Watch:
                 self._tell(wait, waited)
         if WAITS.verdict is not None:
             self._end_wait(wait, reports, now)
-        elif waited >= self._warn_after and waited >= self._warned + (60 if self._warned else 0):
+        elif self._is_due(waited, self._warned):
             self._warned = waited
             _log.warning("Rank %d is %s. %s", self._rank, self._mine.place, self._others(reports))
+
+    def _is_same(self, count: int, wait: Wait | None) -> bool:
+        """Whether a wait is the one that was seen last."""
+        return count == self._seen[0] and wait is self._seen[1]
+
+    def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
+        """Speak of long waits of threads beside training. They end training only when it waits for them."""
+        waits = {thread: wait for thread, wait in WAITS.beside.copy().items() if thread != joined}
+        known = {thread: each for thread, each in self._beside.items() if waits.get(thread) is each.wait}
+        self._beside = {thread: known.get(thread) or _Beside(wait, now) for thread, wait in waits.items()}
+        long = [each for each in self._beside.values() if now - each.since >= _READ]
+        self._mine.beside = "; ".join(each.told(now) for each in long)
+        for each in long:
+            if self._is_due(waited := now - each.since, each.warned):
+                each.warned = waited
+                reports = self._reports.read(self._others_of(each.wait))
+                here = f"{self._mine.place}; {self._mine.beside}"
+                _log.warning("Rank %d is %s. %s", self._rank, here, self._others(reports))
+
+    def _is_due(self, waited: float, warned: float) -> bool:
+        """Whether to log a line for a wait, which had lasted ``warned`` seconds when one was logged; 0 if none was."""
+        return waited >= self._warn_after and waited >= warned + (60 if warned else 0)
+
+    def _others_of(self, wait: Wait) -> list[int]:
+        """The ranks on which a wait depends."""
+        return [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
 
     def _tell(self, wait: Wait | None, waited: float) -> None:
         """Write this rank's report."""
@@ -133,10 +175,10 @@ class Watch:
         mine.waits, mine.waits_for, mine.passes = "", [], {}
         if wait is not None:
             mine.waits = describe(wait)
-            mine.waits_for = [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
+            mine.waits_for = self._others_of(wait)
             if waited >= _READ:
                 mine.quiet = min([waited, *(quiet_seconds(each) for each, _ in self._connections())])
-                if (WAITS.current, WAITS.count) == (wait, self._seen[0]):  # else it moved on while this one looked
+                if self._is_same(WAITS.count, WAITS.holding()[1]):  # else it moved on while this one looked
                     mine.passes = position.passes
         mine.verdict = WAITS.verdict or ""
         mine.connections = [[*ends] for _, ends in self._connections()] if mine.verdict else []
@@ -196,6 +238,7 @@ class Watch:
                 place = f"has said nothing for {silence:.0f} s{state}, and was {place}"
             elif not report.ended:
                 place = f"is {place}" if report.waits else f"is {place}, and waits for nobody"
+                place += f"; {report.beside}" if report.beside else ""
             places.setdefault(place, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
         if missing:
@@ -227,7 +270,8 @@ class Watch:
         deadline = time.monotonic() + _NEWS
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
-            self._tell(WAITS.current, 0.0)
+            if threading.current_thread() is WAITS.thread:
+                self._tell(WAITS.current, 0.0)
             while True:
                 reports = self._reports.read(ranks)
                 needed = [reports[rank] for rank in ranks if rank in reports]
@@ -251,8 +295,17 @@ class Watch:
             with suppress(Exception):
                 self._write()
                 if how != _OVER and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    time.sleep(_READ + self._interval)  # the store ends with this process: let the others read
+                    self._let_read()
             self.thread.join(2 * self._interval)
+
+    def _let_read(self) -> None:
+        """Give the others the time to read how this rank ended: the store ends with this process."""
+        deadline = time.monotonic() + _READ + self._interval
+        while time.monotonic() < deadline:
+            others = self._reports.read(self._first).values()
+            if all(each.ended or self._reports.has_ended(each) for each in others) and len(others) == self._size - 1:
+                return
+            time.sleep(0.1)
 
 
 #: The watch of this process over its default process group.
@@ -262,6 +315,7 @@ _watch: Watch | None = None
 def start_watch() -> None:
     """Watch over the ranks of the default process group, once, unless checks are off."""
     global _watch
+    WAITS.thread = threading.current_thread()
     if _watch is not None and _watch.is_current:
         return
     if not checks_are_on() or not dist.is_initialized() or not has_peers(dist.group.WORLD):
@@ -284,6 +338,13 @@ def _end() -> None:
         _watch.end()
 
 
+def _comes_from_another_rank(error: BaseException | None) -> bool:
+    """Whether an error says that another rank was lost, or was raised because of that."""
+    while error is not None and not isinstance(error, LostRankError):
+        error = error.__cause__
+    return error is not None
+
+
 def _follow_errors() -> None:
     """Let the others know the error that ends this process."""
     before = sys.excepthook
@@ -291,7 +352,7 @@ def _follow_errors() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if _watch is not None:
             _watch.show(error)
-        if issubclass(kind, LostRankError):  # the first error of the job is not to be buried under tracebacks
+        if _comes_from_another_rank(error):  # the first error of the job is not to be buried under tracebacks
             error.__cause__, error.__suppress_context__, error.__traceback__, trace = None, True, None, None
         before(kind, error, trace)
 
