@@ -15,6 +15,7 @@ import torch.nn as nn
 
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
+from fullshard.comm.waits import waiting
 from fullshard.group.group import Group
 from fullshard.group.module_parameters import FullGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
@@ -133,7 +134,8 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
     has_grad = [param.sharded.grad is not None for param in group.params]
     if with_grads and group.data.shard_group is not None:  # a rank that holds nothing of a parameter does not know
         has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
-        dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)
+        with waiting("a question to all ranks", group.data.shard_group):
+            dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)
         has_grad = has_any.bool().tolist()
     shown = {}
     for index, value in values.items():
@@ -156,5 +158,6 @@ def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> tor
     if group is None:
         return plain
     parts = [torch.empty_like(plain) for _ in range(group.size())]
-    dist.all_gather(parts, plain, group=group)
+    with waiting(f"all of {param.name}", group):
+        dist.all_gather(parts, plain, group=group)
     return torch.cat(parts, dim).narrow(dim, 0, param.shape[dim])

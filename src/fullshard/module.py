@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
+from fullshard.comm.waits import waiting
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter, warn
 from fullshard.schedule.checks import buffers_on_meta
@@ -288,7 +289,8 @@ class FSDPModule:
             elif group.reduce_process_group is shard_group:
                 ranks = tuple(dist.get_process_group_ranks(shard_group))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    with waiting("a process group to be made", shard_group):
+                        made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:

@@ -25,6 +25,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode
 from fullshard.checkpoint.near import Hosts, training_of
 from fullshard.checkpoint.ranks import LostRank, Ranks
 from fullshard.checkpoint.reader import Checkpoint, checkpoints, few
+from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
 #: Tags of requests (number of the file, first byte, how many bytes; or :data:`_END`) and of answers.
@@ -88,16 +89,18 @@ class NearCopy:
         finally:
             if agreed:
                 end = torch.tensor([_END, 0, 0])
-                dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=_ASK)
-                thread.join()
+                with waiting("the end of the other ranks' reading", self.ranks.group):
+                    dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=_ASK)
+                    thread.join()
 
     def ask(self, holder: int, name: str, start: int, block: memoryview) -> None:
         """Fills ``block`` with what another rank has of a file."""
         request = torch.tensor([sorted(self.holders).index(name), start, len(block)])
         answer = torch.empty(len(block) + 1, dtype=torch.uint8)
         try:
-            dist.send(request, group=self.ranks.group, group_dst=holder, tag=_ASK)
-            dist.recv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
+            with waiting("what another rank has of a checkpoint", self.ranks.group):
+                dist.send(request, group=self.ranks.group, group_dst=holder, tag=_ASK)
+                dist.recv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
         except RuntimeError as error:
             raise self.ranks.lost(error) from error
         if answer[-1]:

@@ -32,6 +32,7 @@ from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, byt
 from fullshard.checkpoint.manifest import StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import checkpoints
+from fullshard.comm.waits import waiting
 
 #: The file of a directory of checkpoints that names its training.
 _TRAINING = "near.json"
@@ -115,8 +116,9 @@ class Hosts:
                     part = torch.empty(min(_MESSAGE, copy.file.size - start), dtype=torch.uint8)
                     works.append(dist.irecv(part, group=group, group_src=copy.rank, tag=_TAG))
                     come.append((copy, part))
-            for work in works:
-                work.wait()  # type: ignore[union-attr]
+            with waiting("the copies of a checkpoint", group):
+                for work in works:
+                    work.wait()  # type: ignore[union-attr]
             for copy, part in come:
                 copy.write(part)
         for copy in copies:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
 from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
+from fullshard.comm.waits import waiting
 
 _Result = TypeVar("_Result")
 
@@ -59,7 +60,8 @@ class Ranks:
         padded[: data.numel()] = data
         every = [torch.empty_like(padded) for _ in lengths] if self.first else None
         try:
-            dist.gather(padded, every, group=self.group, group_dst=0)
+            with waiting("what each rank tells the first one of a checkpoint", self.group):
+                dist.gather(padded, every, group=self.group, group_dst=0)
         except RuntimeError as error:
             raise self.lost(error) from error
         return [decoded(each[:length]) for each, length in zip(every or (), lengths, strict=False)]
@@ -79,7 +81,8 @@ class Ranks:
             return mine
         told = torch.tensor(int(mine))
         try:
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+            with waiting("a question to all ranks", self.group):
+                dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
             raise self.lost(error) from error
         return bool(told)
@@ -127,4 +130,5 @@ def _described(error: Exception | None) -> str:
 def _gloo_beside(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks that moves what is on the CPU. Kept as long as the one that it stands beside."""
     ranks = dist.get_process_group_ranks(process_group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    with waiting("a process group to be made", process_group):
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fullshard.comm.waits import waiting
 from fullshard.device import Done, Pending
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import ShardedParameter
@@ -59,7 +60,8 @@ class _Extended:
 
     def finish(self) -> None:
         for work, _, received, target in self._work:
-            work.wait()
+            with waiting(f"the all-gather of '{self._param.name}'", self._group.data.shard_group):
+                work.wait()
             if received is not target:
                 whole = torch.cat(received.chunk(self._group.data.shard_size), self._param.dim or 0)
                 target.copy_(whole.view(target.shape))

@@ -23,6 +23,7 @@ from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
+from fullshard.comm.waits import waiting
 from fullshard.device import CPU, Done, Pending
 from fullshard.group.context import Reductions
 from fullshard.group.flat import Fragment
@@ -459,7 +460,8 @@ class _PendingReduction:
                 if group.options.all_reduce is not None:
                     group.options.all_reduce(output)
                 else:
-                    dist.all_reduce(output, group=group.data.replicate_group)
+                    with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
+                        dist.all_reduce(output, group=group.data.replicate_group)
         hook, stream = group.options.all_reduce_hook, group.options.all_reduce_hook_stream
         if hook is not None:
             if stream is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fullshard.comm.waits import waiting
 from fullshard.device import default_device_type
 from fullshard.policies import DataParallelMeshDims
 from fullshard.torch_private import concatenate_meshes, flatten_mesh
@@ -132,7 +133,8 @@ def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
 @lru_cache(maxsize=64)
 def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
     """Groups end with the process group that they were ``made_in``."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    with waiting("a process group to be made", None):
+        return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def smaller_mesh(data: DataMesh, size: int) -> DataMesh:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
+from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
 from fullshard.torch_private import (
     DTensorSpec,
@@ -340,7 +341,9 @@ class ShardedParameter:
         for at in self.data.spmd_dims:  # sums over these are the group's reduction: here they would be summed twice
             wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()
         if tuple(wanted) != tuple(grad.placements):
-            grad = grad.redistribute(placements=wanted)
+            changed = [at for at, one in enumerate(wanted) if one != grad.placements[at]]
+            with waiting(f"the gradient of '{self.name}'", grad.device_mesh.get_group(changed[0])):
+                grad = grad.redistribute(placements=wanted)
         return local_of(grad)
 
 

@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
+from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_norm, foreach_scale
 
@@ -54,11 +55,13 @@ def clip_local_shards(
         # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
         total = torch.maximum(total, besides).abs()
         if sharded:
-            dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
+            with waiting("the norm of the gradients", process_group):
+                dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
     else:
         total = total**p
         if sharded:
-            dist.all_reduce(total, group=process_group)
+            with waiting("the norm of the gradients", process_group):
+                dist.all_reduce(total, group=process_group)
         total = (total + besides**p) ** (1 / p)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     grads = parts + rest

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.waits import waiting
 from fullshard.torch_private import OpenGradScaler, local_of
 
 
@@ -65,7 +66,8 @@ class ShardedGradScaler(OpenGradScaler):
             meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
             groups += [group for mesh in meshes for group in mesh.get_all_groups()]
         for group in groups:
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+            with waiting("the search for infinite gradients", group):
+                dist.all_reduce(worst, dist.ReduceOp.MAX, group)
         return {where: worst.to(where, copy=True) for where in found or (found_inf.device,)}
 
 

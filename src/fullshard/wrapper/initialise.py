@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fullshard.comm.waits import waiting
 from fullshard.device import compute_device as current_device
 from fullshard.device import default_device_type
 from fullshard.group.flat import FlatParameter
@@ -242,6 +243,7 @@ def sync_module_states(
             pieces = [tensor.reshape(-1).view(torch.uint8) for tensor in bucket]  # not every backend knows every dtype
             message = (torch.cat(pieces) if count > 1 else pieces[0]).to(device)
             for group in groups:
-                dist.broadcast(message, group=group, group_src=0)
+                with waiting("values from the first rank", group):
+                    dist.broadcast(message, group=group, group_src=0)
             for tensor, piece in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
                 tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.comm.process_group import broadcast_object, gather_objects
+from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.group import Group
@@ -341,7 +342,8 @@ def _from_first_rank(
     def receive(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim:
             tensor = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-            dist.broadcast(tensor := tensor.contiguous(), group=process_group, group_src=0)
+            with waiting("the optimizer's state from the first rank", process_group):
+                dist.broadcast(tensor := tensor.contiguous(), group=process_group, group_src=0)
         return tensor
 
     return state_dict if is_first else received, partial(tree_map_only, torch.Tensor, receive)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.group import Group
@@ -296,10 +297,14 @@ def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
 def all_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
     if is_sharded_tensor(tensor):
-        return whole_of_sharded_tensor(tensor)
+        with waiting("the whole of a ShardedTensor", tensor._process_group):  # type: ignore[attr-defined]
+            return whole_of_sharded_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
-    return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
+    groups = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    cut = next((group for group, placement in groups if not placement.is_replicate()), None)
+    with waiting("the whole of a DTensor", cut) if cut is not None else nullcontext():
+        return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
 
 
 def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""What a rank writes down while it waits."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.checkpoint.ranks import Ranks
+from fullshard.comm.waits import WAITS, describe
+from tests.harness import World, ranks
+
+
+def seen_in(wait: Callable[[], object], is_late: bool) -> list[str]:
+    """What another thread sees meanwhile; a rank that is late waits for nobody."""
+    seen: list[str] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.005):
+            if (found := WAITS.current) is not None:
+                seen.append(describe(found))
+
+    dist.barrier()
+    thread = threading.Thread(target=look)
+    thread.start()
+    time.sleep(0.3 if is_late else 0.0)
+    wait()
+    over.set()
+    thread.join()
+    return sorted(set(seen))
+
+
+@ranks(2)
+def test_every_wait_is_seen(world: World) -> None:
+    """For ranks of which one is late: the other one waits, and says for what."""
+    os.environ["FULLSHARD_TRANSPORT"] = "p2p"
+    model = fullshard.FullyShardedDataParallel(nn.Linear(4, 4))
+    separate = fullshard.fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    told, is_late = Ranks(None), world.rank == 1
+    told.gather = lambda mine: [mine] * 2  # type: ignore[method-assign]  # which would take the wait
+    waits: dict[str, Callable[[], object]] = {
+        "what each rank tells the first one of a checkpoint": lambda: told.gather_to_first(1),
+        "a question to all ranks": lambda: told.any(False),
+        "the norm of the gradients": lambda: model.clip_grad_norm_(1.0),
+        "a process group to be made": separate.set_separate_reduce_scatter_group,
+    }
+    for name, wait in waits.items():
+        seen = seen_in(wait, is_late)
+        assert is_late or name in seen, (name, seen)
