@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm import watch
+from fullshard.comm import connections, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.reports import Report
 from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
@@ -85,7 +85,7 @@ def test_a_connection_says_when_something_came() -> None:
 def test_nothing_is_asked_of_a_store_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
     """The client of torch would print where in C++ it failed, in a program that is right."""
     server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    asked = StoreConnection(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False))
+    asked = StoreConnection(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), rank=0)
     asked.set("key", "value")
     assert asked.get("key") == "value"
     del server
@@ -173,3 +173,38 @@ def test_an_error_from_a_lost_rank_is_not_the_first_of_the_job(watcher: Watch) -
     error.__cause__ = LostRankError("rank 0 lost rank 1")
     watcher.show(error)
     assert watcher.shown == ("RuntimeError: the save failed", False)
+
+
+class BusyStore:
+    """A store that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.answers, self.asked = threading.Event(), 0
+
+    def clone(self) -> BusyStore:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.asked += 1
+        self.answers.wait()
+
+
+def test_a_store_that_is_silent_for_a_while_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process may be busy, or stopped by a debugger. Nobody waits for it meanwhile, and the log says so once."""
+    monkeypatch.setattr(connections, "_ANSWER", 0.1)
+    store = BusyStore()
+    connection = StoreConnection(store, rank=3)
+    for _ in range(3):
+        with pytest.raises(NoAnswerError):
+            connection.set("key", "value")
+    assert store.asked == 1
+    store.answers.set()
+    while connection._silent_since is not None:
+        time.sleep(0.01)
+    connection.set("key", "value")
+    assert store.asked == 2
+    assert ["has not answered rank 3" in caplog.messages[0], "answers rank 3 again" in caplog.messages[1]] == [True] * 2
+    assert len(caplog.messages) == 2
+    connection.close()

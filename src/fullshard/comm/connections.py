@@ -6,30 +6,43 @@ whose ends they are. It leaves to :mod:`fullshard.comm.watch` which of them to c
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 from fullshard.torch_private import port_of
 
-#: Seconds after which the store is taken for one that does not answer.
-_ANSWER = 5.0
+_log = logging.getLogger("fullshard")
+
+#: Seconds after which the store is taken for one that does not answer, and after which one that failed is asked again.
+_ANSWER, _AGAIN = 5.0, 30.0
 
 
 class StoreConnection:
-    """A connection to the store that is given up when it does not answer, as where its rank is stopped."""
+    """A connection to the store that does not wait for ever, as where the process of the store is stopped or busy.
 
-    def __init__(self, store: Any) -> None:
+    A request that is not answered in time is left to a thread. Nothing else is asked until it is answered.
+
+    Args:
+        store: is cloned.
+        rank: that asks, for the log.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
         known, self._store = {ends for _, ends in connected_sockets()}, store.clone()
         self.port = port_of(self._store)
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
-        self._is_silent = False
+        self._rank, self._lock, self._is_closed = rank, threading.Lock(), False
+        self._silent_since: float | None = None
+        self._not_before = 0.0  # when to ask again
         #: Of the connections to its server, if it has one: a request to one that has gone prints the stack of C++.
         self._poll = select.poll()
         new = (each for each, ends in connected_sockets() if ends not in known and ends[1].endswith(f":{self.port}"))
@@ -50,29 +63,53 @@ class StoreConnection:
         while (asked := self._asked.get()) is not None:
             do, answer = asked
             try:
-                answer.put(do())
+                found = do()
             except Exception as error:
-                answer.put(error)
+                found = error
+            with self._lock:
+                answer.put(found)
+                if self._silent_since is not None and not isinstance(found, Exception):
+                    silence = time.monotonic() - self._silent_since
+                    self._silent_since, self._not_before = None, 0.0
+                    _log.warning("The store answers rank %d again, after %.0f s", self._rank, silence)
 
     def close(self) -> None:
         """Ask nothing any more."""
         self._asked.put(None)
-        self._is_silent = True
+        self._is_closed = True
         for each in self._connections:
             each.close()
 
     def _ask(self, do: Callable[[], Any]) -> Any:
+        if self._is_closed or time.monotonic() < self._not_before or self._poll.poll(0):
+            raise NoAnswerError
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        if not self._is_silent and not self._poll.poll(0):
-            self._asked.put((do, answer))
-            with suppress(queue.Empty):
-                found = answer.get(timeout=_ANSWER)
-                if isinstance(found, Exception):
-                    self._is_silent = True
-                    raise NoAnswerError from found
-                return found
-        self._is_silent = True
-        raise NoAnswerError
+        self._asked.put((do, answer))
+        try:
+            found = answer.get(timeout=_ANSWER)
+        except queue.Empty:
+            with self._lock:
+                if answer.empty():
+                    self._rest(float("inf"), f"has not answered rank {self._rank} for {_ANSWER:.0f} s")
+                    raise NoAnswerError from None
+            found = answer.get()
+        if isinstance(found, Exception):
+            if not self._poll.poll(0):  # as the program of its process is over otherwise
+                with self._lock:
+                    self._rest(time.monotonic() + _AGAIN, f"failed rank {self._rank} ({str(found)[:200]})")
+            raise NoAnswerError from found
+        return found
+
+    def _rest(self, until: float, why: str) -> None:
+        """Ask nothing for a while, and say so once."""
+        self._not_before = until
+        if self._silent_since is None:
+            self._silent_since = time.monotonic()
+            _log.warning(
+                "The store by which ranks see what the others do %s, as where its process is stopped or busy. Until it "
+                "does, this rank cannot say where others are, nor they where it is; training goes on",
+                why,
+            )
 
 
 class NoAnswerError(Exception):

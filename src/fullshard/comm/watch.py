@@ -74,7 +74,7 @@ class Watch:
     def __init__(self, store: Any) -> None:
         self.thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = StoreConnection(store)
+        self._store = StoreConnection(store, self._rank)
         self._world = weakref.ref(dist.group.WORLD)  # its connections end with it
         self._interval = max(_INTERVAL if self._store.port else _IN_FILE, self._size / _RANKS_A_SECOND)
         self._warn_after = float(os.environ.get("FULLSHARD_WAIT_WARNING", "10"))
