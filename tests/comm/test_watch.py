@@ -208,3 +208,17 @@ def test_a_store_that_is_silent_for_a_while_is_asked_again(
     assert ["has not answered rank 3" in caplog.messages[0], "answers rank 3 again" in caplog.messages[1]] == [True] * 2
     assert len(caplog.messages) == 2
     connection.close()
+
+
+def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Watch) -> None:
+    """It may have sent its part of an exchange that waits for a slow rank."""
+    watcher._mine = Report(0, os.getpid(), "here", waits="a gather", waits_for=[1, 2], waited=9, quiet=9)
+    over, slow = Report(1, os.getpid(), "there", ended=watch._OVER), Report(2, os.getpid(), "there")
+    reports = {1: over, 2: slow}
+    assert watcher._judge(reports, 9) is None
+    slow.waits, slow.waits_for, slow.quiet = "a gather", [0, 1], 1
+    assert watcher._judge(reports, 9) is None
+    slow.quiet = 5
+    assert "has ended" in (watcher._judge(reports, 9) or "")
+    slow.waits, slow.waits_for, over.ended = "", [], "ValueError: a bad batch"
+    assert "a bad batch" in (watcher._judge(reports, 9) or "")

@@ -99,7 +99,10 @@ class Watch:
 
     def show(self, error: BaseException) -> None:
         """An error was shown to the user, which has ended the program, or a line at a prompt."""
-        self.shown = f"{type(error).__name__}: {str(error)[:500]}", not _comes_from_another_rank(error)
+        self.shown = (
+            f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": "),
+            not _comes_from_another_rank(error),
+        )
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)} & {
             "<module>",
             "_run_module_as_main",
@@ -201,19 +204,29 @@ class Watch:
             if report.verdict:
                 return report.verdict
         needed = [reports[rank] for rank in self._mine.waits_for if rank in reports]
-        if lost := self._lost(needed):
+        everyone = [self._mine, *reports.values()]
+        needs = {rank for each in everyone for rank in each.waits_for}
+        is_all = needs <= {each.rank for each in everyone}
+        # A rank that is over may have done its part: what this one waits for comes from those that go on, if any do.
+        none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
+        if lost := self._lost(each for each in needed if none_goes_on or (each.ended and each.ended != _OVER)):
             return lost
         for report in needed:
             if parted := parting(self._mine, report):
                 return parted
-        everyone = [self._mine, *reports.values()]
-        needs = {rank for each in everyone for rank in each.waits_for}
-        stuck = all(each.waits and each.quiet >= _STUCK and not self._reports.silence(each) for each in everyone)
-        if stuck and needs <= {each.rank for each in everyone}:
+        if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
         if waited > self._hang:
             return f"Nothing came in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
         return None
+
+    def _is_over(self, report: Report) -> bool:
+        """Whether a rank does nothing any more."""
+        return bool(report.ended) or self._reports.has_ended(report)
+
+    def _is_quiet(self, report: Report, seconds: float) -> bool:
+        """Whether a rank waits, and nothing has come to it for so long."""
+        return bool(report.waits) and report.quiet >= seconds and not self._reports.silence(report)
 
     def _lost(self, reports: Iterable[Report]) -> str | None:
         """Which ranks have ended and how; those first that did not end because of others."""
