@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.comm import connections, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
-from fullshard.comm.reports import Report
+from fullshard.comm.reports import Report, Reports
 from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
 from fullshard.comm.watch import Watch
 
@@ -222,3 +222,22 @@ def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Wat
     assert "has ended" in (watcher._judge(reports, 9) or "")
     slow.waits, slow.waits_for, over.ended = "", [], "ValueError: a bad batch"
     assert "a bad batch" in (watcher._judge(reports, 9) or "")
+
+
+def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
+    """A program may destroy its process group and make another one, over the same store."""
+    connection = StoreConnection(store, 0)
+    other, key = Report(1, 99, "there", ended=watch._LEFT), "fullshard/0/"
+    Reports(connection, other, key, 1.0).write()
+    assert 1 in watcher._reports.read([1])
+    later = Watch(store, watcher)
+    assert 1 not in later._reports.read([1])
+    Reports(connection, Report(1, 99, "there", number=2), key, 1.0).write()
+    assert 1 in later._reports.read([1])
+
+
+def test_a_rank_tells_its_connections_before_anything_is_wrong(watcher: Watch) -> None:
+    """If it is killed, and a process that it forked lives on, nobody else closes them."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        watcher._look()
+        assert any(each[0].endswith(f":{here.getsockname()[1]}") for each in watcher._mine.connections)

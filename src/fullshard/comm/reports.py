@@ -10,7 +10,7 @@ import json
 import os
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ class Report:
         rank: of the default process group.
         process: its number.
         host: identifies the space of process numbers.
+        number: of the default process group among those that the process has had.
         beat: grows with each report.
         doing: see :class:`~fullshard.comm.waits.Position`.
         passes: the same.
@@ -34,7 +35,7 @@ class Report:
         waited: seconds.
         beside: what threads beside training wait for, and for how long, for people.
         quiet: those of them in which nothing came from any rank.
-        connections: ends of its network connections, this one and the other, once something is wrong.
+        connections: ends of its network connections, this one and the other, as they were lately.
         ended: how its program ended; empty while it runs.
         is_first: whether it did not end because of another rank.
         verdict: why no wait will end, as this rank found out.
@@ -43,6 +44,7 @@ class Report:
     rank: int
     process: int
     host: str
+    number: int = 1
     beat: int = 0
     doing: str = ""
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -70,12 +72,16 @@ class Reports:
         mine: this rank's, which :meth:`write` writes.
         key: under which they are, followed by the rank.
         interval: seconds between two reports of a rank.
+        former: processes and numbers of reports that were about an earlier process group. They may be there still.
     """
 
-    def __init__(self, store: StoreConnection, mine: Report, key: str, interval: float) -> None:
+    def __init__(
+        self, store: StoreConnection, mine: Report, key: str, interval: float, former: Collection[tuple[int, int]] = ()
+    ) -> None:
         self._store, self._mine, self._key, self._interval = store, mine, key, interval
         self._beats: dict[int, tuple[int, float]] = {}  # by rank, and when it was new
         self._watched: dict[int, tuple[int, int]] = {}  # processes by rank, and what tells that one has ended
+        self._former = frozenset(former)
         self.known: dict[int, Report] = {}  # the last ones
 
     def write(self) -> None:
@@ -94,7 +100,9 @@ class Reports:
                 continue
             with suppress(NoAnswerError):
                 if (said := self._store.get(f"{self._key}{rank}")) is not None:
-                    self.known[rank] = Report(**json.loads(said))
+                    report = Report(**json.loads(said))
+                    if (report.process, report.number) not in self._former:
+                        self.known[rank] = report
             if rank not in self.known:
                 continue
             report = reports[rank] = self.known[rank]
@@ -131,6 +139,10 @@ class Reports:
             state = Path(f"/proc/{report.process}/stat").read_text().rpartition(") ")[2][:1]
             return report.host == self._mine.host and state == "T"
         return False
+
+    def all_so_far(self) -> frozenset[tuple[int, int]]:
+        """Processes and numbers of the reports of others, of this process group and those before it."""
+        return self._former | {(report.process, report.number) for report in self.known.values()}
 
     def close(self) -> None:
         """Know of no process any more."""

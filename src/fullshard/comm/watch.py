@@ -46,12 +46,12 @@ _IN_FILE = 10.0
 _READ = 2.0
 #: Seconds after which ranks that all wait for each other, and for nobody else, are taken for stuck for ever.
 _STUCK = 30.0
-#: How a program ends as a rule.
-_OVER = "its program is over"
+#: How a program ends as a rule, and how a rank may leave before.
+_OVER, _LEFT = "its program is over", "it has destroyed its process group"
 #: Ranks of which each knows the process from the beginning, because the store may be gone when one is lost.
 _KNOWN = 64
-#: Beats in which it tries to learn of them.
-_FIRST_BEATS = 60
+#: Beats in which it tries to learn of them, and after which each tells its connections again.
+_FIRST_BEATS, _BEATS = 60, 30
 #: Seconds for which a rank that lost another one waits for news of it, and for a wait that was ended to raise.
 _NEWS, _GRACE = 3.0, 5.0
 
@@ -69,9 +69,14 @@ class _Beside:
 
 
 class Watch:
-    """The watch of one process. Made by :func:`start_watch`."""
+    """The watch of one process. Made by :func:`start_watch`.
 
-    def __init__(self, store: Any) -> None:
+    Args:
+        store: of the default process group.
+        before: the watch over the one before it in this process.
+    """
+
+    def __init__(self, store: Any, before: Watch | None = None) -> None:
         self.thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = StoreConnection(store, self._rank)
@@ -82,9 +87,13 @@ class Watch:
         self._ending = threading.Event()
         self.shown = _OVER, True  # how the program has ended, when it does, and whether not because of another rank
         self._lock = threading.RLock()
-        self._mine = Report(self._rank, os.getpid(), host_id())
+        self._mine: Report = Report(
+            self._rank, os.getpid(), host_id(), before._mine.number + 1 if before is not None else 1
+        )
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
-        self._reports = Reports(self._store, self._mine, key, self._interval)
+        self._reports: Reports = Reports(
+            self._store, self._mine, key, self._interval, before._reports.all_so_far() if before is not None else ()
+        )
         self._seen: tuple[int, Wait | None] = -1, None  # the number of the last wait, and the wait
         self._since = 0.0  # when it was seen first
         self._warned = 0.0  # seconds of this wait at which a line was logged
@@ -119,6 +128,9 @@ class Watch:
                 return
         if self._ending.wait(_GRACE):  # a program destroys its process group, and then tells its error
             return
+        if _watch is self:
+            self._mine.ended, self._mine.waits, self._mine.waits_for = _LEFT, "", []
+            self._write()
         self._store.close()
         self._reports.close()
 
@@ -184,7 +196,8 @@ class Watch:
                 if self._is_same(WAITS.count, WAITS.holding()[1]):  # else it moved on while this one looked
                     mine.passes = position.passes
         mine.verdict = WAITS.verdict or ""
-        mine.connections = [[*ends] for _, ends in self._connections()] if mine.verdict else []
+        if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
+            mine.connections = [[*ends] for _, ends in self._connections()]
         self._write()
 
     def _connections(self) -> Iterator[tuple[socket.socket, tuple[str, str]]]:
@@ -209,7 +222,7 @@ class Watch:
         is_all = needs <= {each.rank for each in everyone}
         # A rank that is over may have done its part: what this one waits for comes from those that go on, if any do.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
-        if lost := self._lost(each for each in needed if none_goes_on or (each.ended and each.ended != _OVER)):
+        if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
             return lost
         for report in needed:
             if parted := parting(self._mine, report):
@@ -334,7 +347,7 @@ def start_watch() -> None:
     if not checks_are_on() or not dist.is_initialized() or not has_peers(dist.group.WORLD):
         return
     try:
-        watch = Watch(default_store())
+        watch = Watch(default_store(), _watch)
     except (RuntimeError, NotImplementedError) as error:  # a store of another kind
         _log.info("no watch over ranks: %s", error)
         return
