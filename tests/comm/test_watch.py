@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fullshard.comm import connections, watch
+from fullshard.comm import connections, reports, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.reports import Report, Reports
 from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
@@ -214,14 +214,14 @@ def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Wat
     """It may have sent its part of an exchange that waits for a slow rank."""
     watcher._mine = Report(0, os.getpid(), "here", waits="a gather", waits_for=[1, 2], waited=9, quiet=9)
     over, slow = Report(1, os.getpid(), "there", ended=watch._OVER), Report(2, os.getpid(), "there")
-    reports = {1: over, 2: slow}
-    assert watcher._judge(reports, 9) is None
+    others = {1: over, 2: slow}
+    assert watcher._judge(others, 9) is None
     slow.waits, slow.waits_for, slow.quiet = "a gather", [0, 1], 1
-    assert watcher._judge(reports, 9) is None
+    assert watcher._judge(others, 9) is None
     slow.quiet = 5
-    assert "has ended" in (watcher._judge(reports, 9) or "")
+    assert "has ended" in (watcher._judge(others, 9) or "")
     slow.waits, slow.waits_for, over.ended = "", [], "ValueError: a bad batch"
-    assert "a bad batch" in (watcher._judge(reports, 9) or "")
+    assert "a bad batch" in (watcher._judge(others, 9) or "")
 
 
 def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
@@ -241,3 +241,14 @@ def test_a_rank_tells_its_connections_before_anything_is_wrong(watcher: Watch) -
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
         watcher._look()
         assert any(each[0].endswith(f":{here.getsockname()[1]}") for each in watcher._mine.connections)
+
+
+def test_a_report_from_before_a_restart_is_not_read(
+    watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts all ranks anew over the store in which the failed attempt left how it ended."""
+    ended = Report(1, 99, "there", ended="ValueError: a bad batch")
+    Reports(StoreConnection(store, 0), ended, "fullshard/0/", 1.0).write()
+    assert 1 in watcher._reports.read([1])
+    monkeypatch.setattr(reports, "_BEGUN", time.time() + 1)
+    assert 1 not in Watch(store)._reports.read([1])

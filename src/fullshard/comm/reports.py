@@ -17,6 +17,10 @@ from pathlib import Path
 
 from fullshard.comm.connections import NoAnswerError, StoreConnection
 
+#: When this process began, about. Reports from before it are those of processes that a launcher has started anew since,
+#: over the same store.
+_BEGUN = time.time()
+
 
 @dataclass
 class Report:
@@ -28,6 +32,7 @@ class Report:
         host: identifies the space of process numbers.
         number: of the default process group among those that the process has had.
         beat: grows with each report.
+        written: when, in seconds of the clock of its host.
         doing: see :class:`~fullshard.comm.waits.Position`.
         passes: the same.
         waits: what it waits for, and empty while it runs.
@@ -46,6 +51,7 @@ class Report:
     host: str
     number: int = 1
     beat: int = 0
+    written: float = 0.0
     doing: str = ""
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
     waits: str = ""
@@ -86,7 +92,7 @@ class Reports:
 
     def write(self) -> None:
         """Let the others know of this rank."""
-        self._mine.beat += 1
+        self._mine.beat, self._mine.written = self._mine.beat + 1, time.time()
         with suppress(NoAnswerError):
             self._store.set(f"{self._key}{self._mine.rank}", json.dumps(asdict(self._mine)))
 
@@ -101,7 +107,7 @@ class Reports:
             with suppress(NoAnswerError):
                 if (said := self._store.get(f"{self._key}{rank}")) is not None:
                     report = Report(**json.loads(said))
-                    if (report.process, report.number) not in self._former:
+                    if report.written >= _BEGUN and (report.process, report.number) not in self._former:
                         self.known[rank] = report
             if rank not in self.known:
                 continue
