@@ -18,16 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import data
-from fullshard import MixedPrecisionPolicy, fully_shard_blocks
+from fullshard import MixedPrecisionPolicy, checkpoint, fully_shard_blocks
 
-#: Checkpoints hold what is trained. What is frozen comes from the seed or from ``--weights`` again.
-TRAINED = states.StateDictOptions(ignore_frozen_params=True, strict=False)
 SEED = 0
 
 
@@ -60,26 +56,6 @@ def step_of(model: peft.PeftModel, micro_batches: tuple[Tensor, ...]) -> Tensor:
         loss.backward()
         total += loss.detach()
     return total
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module, step: int) -> dict[str, Any]:
-    """Return what a checkpoint holds: of the tensors each rank has its part."""
-    trained, moments = states.get_state_dict(model, optimizer, options=TRAINED)
-    averaged = states.get_model_state_dict(average, options=TRAINED)
-    return {"model": trained, "optimizer": moments, "average": averaged, "step": torch.tensor(step)}
-
-
-def load(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module) -> int:
-    """Read the newest checkpoint, if there is one, and return its step. A save writes ``.metadata`` last."""
-    steps = [int(path.parent.name.removeprefix("step-")) for path in directory.glob("step-*/.metadata")]
-    if not steps:
-        return 0
-    state = state_of(model, optimizer, average, 0)
-    load_shards(state, checkpoint_id=directory / f"step-{max(steps)}")
-    moments = state["optimizer"]
-    states.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments, options=TRAINED)
-    states.set_model_state_dict(average, state["average"], options=TRAINED)
-    return int(state["step"])
 
 
 def export(average: AveragedModel, options: argparse.Namespace) -> Path:
@@ -117,7 +93,10 @@ def main() -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # a sharded copy
-    done = load(options.directory, model, optimizer, average)
+    averaged = nn.ParameterList(parameter for parameter in average.parameters() if parameter.requires_grad)
+    averaged.register_buffer("count", average.n_averaged)
+    # Checkpoints hold what is trained. What is frozen comes from the seed or from --weights again.
+    done = (checkpoint.load(options.directory, model, optimizer, average=averaged) or {"step": 0})["step"]
     say(f"{sum(map(Tensor.numel, trained)):,} parameters are trained from step {done} on. Number of ranks: {ranks}.")
 
     clock = time.perf_counter()
@@ -134,8 +113,7 @@ def main() -> None:
             size = norm.full_tensor().item()
             say(f"step {step + 1}/{options.steps}  loss {loss / ranks:.3f}  norm {size:.2f}  {speed:,.0f} tokens/s")
     if done < options.steps:
-        folder = options.directory / f"step-{options.steps}"
-        save_shards(state_of(model, optimizer, average, options.steps), checkpoint_id=folder)
+        checkpoint.save(options.directory, model, optimizer, step=options.steps, frozen=False, average=averaged)
 
     with torch.no_grad():
         tokens = data.validation_batches(corpus, 1, options.batch_size, options.seq_len)[0]
