@@ -15,7 +15,7 @@ import subprocess
 import sys
 import weakref
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -505,6 +505,28 @@ def test_terminals_get_tables_of_rich_and_others_plain_ones(
         line.split() for line in plain.splitlines()
     ]
     assert command("verify", saves / "fully_shard")[0] == 0  # with a bar
+    monkeypatch.setitem(sys.modules, "rich", None)
+    code, found, err = command("verify", saves / "fully_shard")
+    assert (code, "every checksum is right" in found) == (0, True)
+    assert err == "rich is not installed, so progress is not shown: pip install 'fullshard[cli]'\n"
+
+
+def test_an_import_tells_of_the_bytes_that_it_wrote(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+    told: list[int] = []
+
+    @contextlib.contextmanager
+    def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+        shown.append((what, total))
+        yield told.append
+
+    monkeypatch.setattr("fullshard.checkpoint.commands.progress", progress)
+    imported(command, tmp_path, "large", {"weight": torch.ones(600, 1000)})
+    ((what, total),) = shown
+    assert (what, len(told) > 8) == ("import", True)
+    assert 2_400_000 < sum(told) < total + 10_000
 
 
 def test_export_says_that_frozen_parameters_are_missing(tmp_path: Path, command: Command) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,6 +22,10 @@ import xxhash
 BLOCK = 1 << 18
 #: Bytes from which a buffer is written as it is; smaller ones are joined before, which costs less than to handle each.
 _LARGE = 1 << 16
+
+
+#: Is called, by writers that this thread makes, with the bytes that were written.
+TELL: ContextVar[Callable[[int], object]] = ContextVar("TELL", default=lambda _: None)
 
 
 class CheckpointError(RuntimeError):
@@ -73,6 +78,7 @@ class BlockWriter:
         self._small: list[memoryview | bytes] = []  # to be joined
         self._alive: list[object] = []
         self._bytes = 0
+        self._tell = TELL.get()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes, owner: object = None) -> None:
@@ -104,7 +110,9 @@ class BlockWriter:
                     self._end_block()
             data = data[len(part) :]
             while part:
-                part = part[os.write(self._file, part) :]
+                written = os.write(self._file, part)
+                self._tell(written)
+                part = part[written:]
 
     def close(self) -> None:
         """Ends the file; it is on the disk when this returns."""

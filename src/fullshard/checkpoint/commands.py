@@ -23,7 +23,7 @@ import torch
 
 from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
 from fullshard.checkpoint.compare import compare
-from fullshard.checkpoint.convert import FORMATS, WrongUse, export, import_model
+from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
 from fullshard.checkpoint.display import (
     dtype_name,
     parse_size,
@@ -217,7 +217,8 @@ def _import(options: argparse.Namespace) -> int:
 
     SOURCE is a file, or a directory with such files or an index of them.
     """
-    path, left_out = import_model(options.source, options.dir, options.step)
+    with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as tell:
+        path, left_out = import_model(options.source, options.dir, options.step, tell)
     for name in left_out:
         _say(f"'{name}' of {options.source} is no tensor, and is left out")
     with Checkpoint(path) as checkpoint:

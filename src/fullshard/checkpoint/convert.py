@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.blocks import TELL, BrokenCheckpoint, CheckpointError, bytes_of
 from fullshard.checkpoint.reader import Checkpoint, few
 from fullshard.checkpoint.save import save
 
@@ -240,8 +240,13 @@ class _Tensors(nn.Module):
         return self._tensors
 
 
-def import_model(source: Path, directory: Path, step: int | None = None) -> tuple[Path, list[str]]:
+def import_model(
+    source: Path, directory: Path, step: int | None = None, tell: Callable[[int], object] = lambda _: None
+) -> tuple[Path, list[str]]:
     """Makes a checkpoint of the tensors in a file, or in the files of a directory; the files are mapped, not loaded.
+
+    Args:
+        tell: is called with the bytes that were written, again and again.
 
     Returns:
         the new checkpoint, and the names of what was left out, because it is no tensor.
@@ -252,7 +257,7 @@ def import_model(source: Path, directory: Path, step: int | None = None) -> tupl
     """
     tensors: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
-    for file in _files(source):
+    for file in files_of(source):
         found = _read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file)
         for name, value in found.items():
             if name in tensors:
@@ -263,12 +268,17 @@ def import_model(source: Path, directory: Path, step: int | None = None) -> tupl
                 left_out.append(name)
     if not tensors:
         raise WrongUse(f"{source} has no tensors by name, but {few(left_out)}")
-    path = save(directory, _Tensors(tensors), step=step)
+    listening = TELL.set(tell)
+    try:
+        path = save(directory, _Tensors(tensors), step=step)
+    finally:
+        TELL.reset(listening)
     assert path is not None
     return path, left_out
 
 
-def _files(source: Path) -> list[Path]:
+def files_of(source: Path) -> list[Path]:
+    """The file, or the files of a directory, of which a model is imported."""
     if source.is_file():
         return [source]
     for plain, suffixes in FORMATS.values():

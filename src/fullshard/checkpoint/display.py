@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -90,10 +90,17 @@ def _printable(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
+@cache
+def _say_what_is_missing() -> None:
+    print("rich is not installed, so progress is not shown: pip install 'fullshard[cli]'", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
     """Gives a function that is told of bytes, and shows them as a bar where somebody looks on."""
-    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+    if not sys.stderr.isatty() or not importlib.util.find_spec("rich"):
+        if sys.stderr.isatty():
+            _say_what_is_missing()
         yield lambda _: None
         return
     from rich.console import Console
