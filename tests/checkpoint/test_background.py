@@ -41,7 +41,7 @@ def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path
     train(model, optimizer, range(2), world.rank)
     go_on, before = threading.Event(), BlockWriter.close
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockWriter, "close", lambda self: (go_on.wait(20), before(self))[1])
+        patch.setattr(BlockWriter, "close", lambda self: (go_on.wait(60), before(self))[1])
         assert checkpoint.save(tmp_path, model, optimizer, step=2, wait=False) is None
         losses = train(model, optimizer, range(2, 5), world.rank)
         assert checkpoint.checkpoints(tmp_path) == []
@@ -91,7 +91,7 @@ def fail(self): raise OSError(28, "no space")
 BlockWriter.close = fail
 checkpoint.save({str(tmp_path)!r}, torch.nn.Linear(2, 2), wait=False)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert "the last save, in the background, failed" in ended.stderr
 
 
@@ -112,7 +112,7 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
 def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     optimizer = optimizer_of(model, "SGD")
-    with checkpoint.Preemption(within=30) as preempted:
+    with checkpoint.Preemption(within=300) as preempted:
         assert preempted.left is None
         for step in range(100):
             train(model, optimizer, range(step, step + 1))
@@ -133,17 +133,16 @@ def test_a_process_that_does_not_come_to_save_ends_in_time(tmp_path: Path) -> No
 import os, signal, time
 from fullshard import checkpoint
 with checkpoint.Preemption(within=0.5) as preempted:
+    print(time.monotonic(), flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     assert preempted()
-    began = time.monotonic()
     while True:
         time.sleep(0.01)
 """
-    began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 128 + signal.SIGTERM
     assert "0.5 s after SIGTERM" in ended.stderr
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - float(ended.stdout) < 30  # of which most is this machine's load
 
 
 def test_a_save_of_tensors_of_any_kind_of_memory(tmp_path: Path) -> None:
