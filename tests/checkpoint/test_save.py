@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,39 @@ def test_replicas_write_each_byte_once(world: World, tmp_path: Path, offload: bo
 
 @ranks(4)
 @apis
+@pytest.mark.parametrize("data", [2, 4])
+def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path: Path, api: str, data: int) -> None:
+    mesh = init_device_mesh("cpu", (data, 4 // data), mesh_dim_names=("data", "tensor"))
+    model = seeded(Transformer)
+    split_over(mesh["tensor"], model)
+    numel = sum(param.numel() for param in model.parameters())
+    if api == "fully_shard":
+        fullshard.fully_shard(model, mesh=mesh["data"])
+    else:
+        how = {"device_mesh": mesh["data"], "use_orig_params": api == "fragments", "device_id": torch.device("cpu")}
+        model = fullshard.FullyShardedDataParallel(model, **how)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(6).view(1, 6)).sum().backward()
+    optimizer.step()
+    written: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        writing: Any = import_module("fullshard.checkpoint.save")._Writing
+        before = writing._write_file
+        patch.setattr(
+            writing, "_write_file", lambda self: (written.extend(b.tensor.nbytes for b in self.boxes), before(self))[1]
+        )
+        path = checkpoint.save(tmp_path, model, optimizer)
+    total = torch.tensor(sum(written))
+    dist.all_reduce(total)
+    assert path is not None
+    with Checkpoint(path) as saved:
+        steps = sum(entry.nbytes for name, entry in saved.tensors.items() if name.endswith(".step"))
+        assert total.item() == 3 * 4 * numel + steps
+        assert list(saved.verify()) == []
+
+
+@ranks(4)
+@apis
 def test_beside_tensor_parallel(world: World, tmp_path: Path, api: str) -> None:
     def split(seed: int) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -222,7 +256,7 @@ def test_what_describes_a_save_is_made_again_only_for_another_model(world: World
     model = sharded("fully_shard")
     made: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        writing = checkpoint.finish.__globals__["_Writing"]
+        writing: Any = import_module("fullshard.checkpoint.save")._Writing
         before = writing._describe
         patch.setattr(writing, "_describe", lambda *args: (made.append(1), before(*args))[1])
         for step, (each, at) in enumerate([(model, 1), (model, 2), (model, "long" * 50), (seeded(MLP, 1), 1)]):

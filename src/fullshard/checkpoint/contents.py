@@ -3,10 +3,12 @@
 The names are those of ``torch.distributed.checkpoint.state_dict``, without any wrappers::
 
     model.<name>                         parameters, persistent buffers, extra state
-    optimizer.state.<name>.<key>         the optimizer's state of a parameter
+    optimizer.state.<name>.<key>         the optimizer's state of a parameter; of lists and dicts, what tensors are in
     optimizer.param_groups.<n>.<option>  its options, and the names of its parameters
     state.<name>.<n>                     what ranks gave under a name of their own
     sharded.<name>.<path>                DTensors in that
+    <name>.<attribute>                   a tensor inside of a tensor subclass, cut as that is
+    <name>.<attribute>.[0:32,0:64]       the same where its shape is another: of the part that a rank has
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.serialization import get_safe_globals
 
 from fullshard.checkpoint.layout import Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.group.flat import FLAT_NAME, FlatParameter, Fragment
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.policies import warn
-from fullshard.torch_private import altered_spec, make_dtensor, spec_of
+from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
+from fullshard.tree import tensors
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.optim_state import Place, expect, shown_parameters
 from fullshard.wrapper.settings import StateDictType
 
+#: In what stands for a tensor subclass in the state of an optimizer: its class.
+_KIND = "a tensor subclass"
 State = dict[str, Any]
 Path = tuple[str | int, ...]
 
@@ -53,11 +59,59 @@ class Contents:
     def add(self, paths: Iterable[Path], value: Any, layout: Layout | None = None) -> None:
         """Adds what is to be saved under each of ``paths``: a tensor, laid out like a parameter or not, or a value."""
         named = {".".join(map(str, path)): path for path in paths}
-        self.paths |= named
         if isinstance(value, torch.Tensor):
-            self.boxes += (layout or layout_of(value)).split(tuple(named), local_tensor(value))
+            layout, local = layout or layout_of(value), local_tensor(value)
+            if type(local) is not torch.Tensor and is_traceable_subclass(local) and layout.order is None:
+                self._add_inner(list(named.values()), local, layout)
+                return
+            self.boxes += layout.split(tuple(named), local)
         else:
             self.values.update((name, (value, layout or layout_of(torch.empty(0)))) for name in named)
+        self.paths |= named
+
+    def is_partial(self, ranks: int) -> bool:
+        """Whether something lies over fewer ranks than that."""
+        return any(box.copies.among < ranks for box in self.boxes)
+
+    def held_by_others(self, ranks: int) -> list[str]:
+        """What this rank holds, and some of ``ranks`` may hold too that are not known here.
+
+        That is what is whole, as buffers are, which pipelines have on some ranks only; and what lies over fewer ranks,
+        as parameters do that tensor parallel did not cut.
+        """
+        copies = {name: layout.copies for name, (_, layout) in self.values.items()}
+        names = {name for name, each in copies.items() if each.ranks == "all" or each.among < ranks}
+        return sorted(names | {key for box in self.boxes if (key := box.key(ranks))})
+
+    def _add_inner(self, paths: list[Path], local: Any, layout: Layout) -> None:
+        """Adds the tensors of which a subclass is made; what has its shape and dtype goes by its name."""
+        attributes, inner = inner_tensors(local)
+        stated = paths[0][0] == "optimizer"  # which says by itself what it is
+        alike = [name for name in attributes if _kind(inner[name]) == _kind(local)]
+        for name in attributes:
+            is_itself = not stated and name == next(iter(alike), None)
+            named = paths if is_itself else [(*path, name) for path in paths]
+            if inner[name].shape == local.shape:
+                self.add(named, inner[name], layout)
+            else:
+                whole = Layout(
+                    tuple(inner[name].shape), (((0,) * inner[name].ndim, tuple(inner[name].shape)),), layout.copies
+                )
+                for box in layout.boxes:
+                    self.add([(*path, _box_name(box)) for path in named], inner[name], whole)
+
+
+def inner_tensors(local: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
+    names = list(local.__tensor_flatten__()[0])
+    return names, {name: getattr(local, name).detach() for name in names}
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    return f"[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
 
 
 class Parameters:
@@ -101,23 +155,36 @@ class Parameters:
         expect(self.shown, states, "the model has no such parameter of the optimizer's")
         for param, state in states.items():
             for place in self.shown[param]:
-                layout = self.layouts[place]
                 for key, value in state.items():
                     path = ("optimizer", "state", self.names[place][0], key)
-                    if isinstance(value, DTensor):
-                        contents.add([path], value)
-                    elif not isinstance(value, torch.Tensor) or value.ndim == 0 < param.ndim:
-                        if everyone or layout.has_first:
-                            whole = layout_of(torch.empty(value.shape if isinstance(value, torch.Tensor) else 0))
-                            contents.add([path], value, Layout(whole.shape, whole.boxes, layout.copies))
-                    elif value.shape == param.shape:
-                        part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
-                        contents.add([path], part, layout)
-                    else:
-                        raise ValueError(
-                            f"the state '{key}' of parameter '{place.name}' has the shape {tuple(value.shape)}, "
-                            f"and the parameter {tuple(param.shape)}: it cannot be saved"
-                        )
+                    self._collect_value(contents, param, place, path, value, everyone)
+
+    def _collect_value(
+        self, contents: Contents, param: nn.Parameter, place: Place, path: Path, value: Any, everyone: bool
+    ) -> None:
+        layout = self.layouts[place]
+        if isinstance(value, DTensor) or is_traceable_subclass(value):
+            contents.add([path], value, None if isinstance(value, DTensor) else layout)
+            value = _outline(value)
+            if value is None or not layout.has_first:
+                return
+        elif isinstance(value, torch.Tensor) and (value.ndim > 0 or param.ndim == 0):
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{place.name}' has the shape "
+                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it cannot be saved"
+                )
+            part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
+            contents.add([path], part, layout)
+            return
+        elif isinstance(value, (dict, list, tuple)) and any(True for _ in tensors(value)):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(each, (torch.Tensor, dict, list, tuple)):
+                    self._collect_value(contents, param, place, (*path, key), each, everyone)
+            value = _outline(value)
+        if everyone or layout.has_first:
+            whole = layout_of(torch.empty(value.shape if isinstance(value, torch.Tensor) else 0))
+            contents.add([path], value, Layout(whole.shape, whole.boxes, layout.copies))
 
     def collect_options(self, contents: Contents, optimizer: Optimizer) -> None:
         """Adds the options of an optimizer."""
@@ -177,10 +244,13 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
     Tensors of the same shape and dtype that the optimizer has already are taken.
     """
     saved: dict[str, dict[str, str]] = {}
-    prefix = "optimizer.state."
-    for name in (*checkpoint.tensors, *checkpoint.manifest.objects):
+    prefix, known = "optimizer.state.", {names[0] for names in params.names.values()}
+    for name in (*checkpoint.manifest.objects, *checkpoint.tensors):
         if name.startswith(prefix):
             param_name, _, key = name.removeprefix(prefix).rpartition(".")
+            while param_name and param_name not in known:  # the key leads into a list, a dict or a subclass
+                param_name, _, last = param_name.rpartition(".")
+                key = f"{last}.{key}"
             saved.setdefault(param_name, {})[key] = name
     states: dict[nn.Parameter, State] = {}
     for options in optimizer.param_groups:
@@ -192,8 +262,11 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
             state: State = {}
             for place in places:
                 for key, name in saved.get(params.names[place][0], {}).items():
+                    if "." in key:
+                        continue
                     if name in checkpoint.manifest.objects:
-                        state[key] = checkpoint.value(name)
+                        outline = checkpoint.value(name)
+                        state[key] = _filled(outline, name, param, params.layouts[place], checkpoint)
                     elif key not in state:
                         entry = checkpoint.tensors[name]
                         is_part = entry.shape == params.layouts[place].shape and (entry.shape or key != "step")
@@ -210,6 +283,65 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
             if state:
                 states[param] = state
     return states
+
+
+def _outline(value: Any) -> Any:
+    """What is left of a state without its tensors: ``None`` for each, and of a subclass what makes it again."""
+    if isinstance(value, torch.Tensor):
+        local: Any = local_tensor(value)
+        if not is_traceable_subclass(local):
+            return None
+        kind = type(local)
+        return {_KIND: f"{kind.__module__}.{kind.__qualname__}", "context": local.__tensor_flatten__()[1]}
+    if isinstance(value, dict):
+        return {key: _outline(each) for key, each in value.items()}
+    return type(value)(map(_outline, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _filled(outline: Any, name: str, param: nn.Parameter, layout: Layout, checkpoint: Checkpoint) -> Any:
+    """The other way round, with tensors to read into."""
+    if outline is None and name in checkpoint.tensors:
+        entry = checkpoint.tensors[name]
+        return _like(param, entry.dtype) if entry.shape == layout.shape else torch.zeros(entry.shape, dtype=entry.dtype)
+    if isinstance(outline, dict) and _KIND in outline:
+        return _subclass(outline, name, param, layout, checkpoint)
+    if isinstance(outline, dict):
+        return {key: _filled(each, f"{name}.{key}", param, layout, checkpoint) for key, each in outline.items()}
+    if isinstance(outline, (list, tuple)):
+        inner = (_filled(each, f"{name}.{at}", param, layout, checkpoint) for at, each in enumerate(outline))
+        return type(outline)(inner)
+    return outline
+
+
+def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, checkpoint: Checkpoint) -> torch.Tensor:
+    kinds: dict[str, Any] = {
+        f"{kind.__module__}.{kind.__qualname__}": kind for kind in get_safe_globals() if isinstance(kind, type)
+    }
+    kind, local = kinds.get(outline[_KIND]), local_tensor(param.detach())
+    if kind is None:
+        raise ValueError(
+            f"'{name}' is a {outline[_KIND]}: import what defines it, which must allow it by torch.serialization."
+            f"add_safe_globals()"
+        )
+    if not layout.boxes:
+        return _like(param, param.dtype)  # this rank has nothing of it
+    inner, prefix = dict[str, torch.Tensor](), f"{name}."
+    for each, entry in checkpoint.tensors.items():
+        if each.startswith(prefix):
+            attribute, _, box = each.removeprefix(prefix).partition(".")
+            if not box:
+                inner[attribute] = torch.zeros(local.shape, dtype=entry.dtype, device=local.device)
+            elif box == _box_name(layout.boxes[0]):
+                inner[attribute] = torch.zeros(entry.shape, dtype=entry.dtype, device=local.device)
+            else:
+                inner.setdefault(attribute, local)
+    if any(each is local for each in inner.values()):
+        raise ValueError(
+            f"{checkpoint.path} has '{name}', a {outline[_KIND]}, for other parts of the parameter than this rank has: "
+            f"load it on as many ranks, sharded alike, as saved it"
+        )
+    made: torch.Tensor = kind.__tensor_unflatten__(inner, outline["context"], local.shape, local.stride())
+    return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made
 
 
 def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -246,7 +378,7 @@ def load_optimizer(
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
     for param, state in states.items():
         for key, value in state.items():  # optimizers cast state to the dtype of the parameter
-            if isinstance(value, torch.Tensor) and optimizer.state[param][key].dtype != value.dtype:
+            if not isinstance(value, torch.Tensor) or optimizer.state[param][key].dtype != value.dtype:
                 optimizer.state[param][key] = value
 
 

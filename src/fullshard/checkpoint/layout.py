@@ -33,6 +33,9 @@ class Copies(NamedTuple):
     ranks: object  # a key
     number: int  # of this rank among them
     size: int
+    among: int = (
+        1  # the ranks over which the tensor lies; others may have the same, beside pipelines and tensor parallel
+    )
 
 
 ONLY_HERE = Copies(None, 0, 1)
@@ -54,6 +57,12 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     tensor: torch.Tensor
     copies: Copies
+
+    def key(self, ranks: int) -> str:
+        """Says which box of which tensor it is, if some of ``ranks`` may hold it that are not known here."""
+        if self.copies.ranks == "all":
+            return self.names[0]
+        return f"{self.names[0]} at {self.offsets}" if self.copies.among < ranks else ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
         if isinstance(value, DTensor):
             return _layout_of_spec(spec_of(value), local_tensor(value).shape)
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count))
+    return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count, count))
 
 
 @lru_cache(maxsize=64)
@@ -136,7 +145,8 @@ def _layout_on(
             sharded += [-1, -1]
     cut_twice = len(set(sharded)) < len(sharded)
     sizes, start = box_of(mesh, placements, shape) if cut_twice else (local, tuple(offsets))
-    return Layout(shape, ((start, sizes),) if math.prod(sizes) else (), Copies((id(mesh), placements), number, count))
+    copies = Copies((id(mesh), placements), number, count, math.prod(extent))
+    return Layout(shape, ((start, sizes),) if math.prod(sizes) else (), copies)
 
 
 def _layout_of_fragment(param: Fragment) -> Layout:
@@ -146,7 +156,12 @@ def _layout_of_fragment(param: Fragment) -> Layout:
         base = _layout_of_spec(before, param.shape)
     replica = data.replicate_group.rank() if data.replicate_group is not None else 0
     number = base.copies.number * data.replicate_size + replica
-    copies = Copies((id(data), base.copies.ranks), number, base.copies.size * data.replicate_size)
+    copies = Copies(
+        (id(data), base.copies.ranks),
+        number,
+        base.copies.size * data.replicate_size,
+        base.copies.among * data.replicate_size * data.shard_size,
+    )
     if data.shard_size == 1:
         return Layout(base.shape, base.boxes, copies)
     start = base.boxes[0][0] if base.boxes else ()

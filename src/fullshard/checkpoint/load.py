@@ -197,15 +197,23 @@ class _Loading:
         manifest, here = self.checkpoint.manifest, {name for name in contents.paths if name.startswith("model.")}
         there = {name for name in (*manifest.tensors, *manifest.objects) if name.startswith("model.")}
         if not manifest.frozen:
-            here -= {
+            frozen = {
                 f"model.{name}"
                 for param, places in self.params.shown.items()
                 for place in places
                 for name in self.params.names[place]
                 if not param.requires_grad
             }
+            here = {name for name in here if not frozen & {name.rsplit(".", depth)[0] for depth in range(3)}}
         if missing := sorted(here - there):
+            whole = {name.partition(".[")[0] for name in there}
+            if any(name.partition(".[")[0] in whole for name in missing):
+                raise ValueError(
+                    f"{self.path} has {few(missing)}, for other parts of parameters than this rank has: "
+                    f"load it on as many ranks, sharded alike, as saved it"
+                )
             raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it of another model?")
+        there = {name for name in there if ".[" not in name}
         if unknown := sorted(there - set(contents.paths) - {f"model.{name}" for name in self.rest}):
             raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it of another model?")
         if optimizer is not None and not any(name.startswith("optimizer.") for name in manifest.objects):

@@ -53,6 +53,7 @@ from fullshard.checkpoint.manifest import (
     Piece,
     Stored,
     StoredFile,
+    check,
     encode,
     encode_contents,
     name_of,
@@ -156,7 +157,8 @@ class _Writing:
         def collect() -> tuple[Any, ...]:
             self._collect(contents, given, model, optimizer, state)
             digests = {name: checksum(data) for name, data in given.items()}
-            everywhere = checksum("\n".join(_everywhere(contents)).encode())
+            held = contents.held_by_others(self.ranks.size)
+            everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(held).encode())
             if self.ranks.rank == self.leader:
                 self._make_directory(step)
             return ((self.partial.name, self.manifest.step, digests, everywhere),)
@@ -170,9 +172,9 @@ class _Writing:
                     f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; give the same"
                 )
             holders = dict[str, list[int]]()
-            if any(each[3] != everywhere for each in others):  # pipelines: ranks have different buffers
-                for rank, names in enumerate(self.ranks.gather(_everywhere(contents))):
-                    for each in names:
+            if not all(everywhere == each[3] != "" for each in everyone):
+                for rank, keys in enumerate(self.ranks.gather(contents.held_by_others(self.ranks.size))):
+                    for each in keys:
                         holders.setdefault(each, []).append(rank)
             self._choose(contents, holders)
             for name, data in given.items():
@@ -210,11 +212,12 @@ class _Writing:
         self.paths = contents.paths
         boxes: dict[object, list[Box]] = {}
         for box in contents.boxes:
-            if box.copies.ranks == "all" and box.names[0] in holders:
-                at = holders[box.names[0]]
+            if holders and (at := holders.get(box.key(self.ranks.size))):
                 box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
             boxes.setdefault((box.copies.ranks, box.copies.size), []).append(box)
         for same in boxes.values():
+            if holders:  # ranks may have met them in another order
+                same.sort(key=lambda box: (box.names[0], box.offsets))
             total, before = max(1, sum(box.tensor.nbytes for box in same)), 0
             for box in same:
                 if min(before * box.copies.size // total, box.copies.size - 1) == box.copies.number:
@@ -330,6 +333,7 @@ class _Writing:
                     if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
                         entry.pieces.append(piece)
             manifest.objects.update(values)
+        check(manifest, self.partial / MANIFEST)  # a rank may have nothing of what others have
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
 
     def _write_small(self, name: str, data: bytes) -> None:
@@ -392,12 +396,6 @@ class _Writing:
         if self._lock >= 0:
             shutil.rmtree(self.partial, ignore_errors=True)
             self._release()
-
-
-def _everywhere(contents: Contents) -> list[str]:
-    """What each rank holds whole, and so ought to be the same on all."""
-    names = {box.names[0] for box in contents.boxes if box.copies.ranks == "all"}
-    return sorted(names | {name for name, (_, layout) in contents.values.items() if layout.copies.ranks == "all"})
 
 
 def _force(directory: Path) -> None:
