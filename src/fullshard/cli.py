@@ -32,7 +32,9 @@ _PACKAGES = ("numpy", "accelerate", "transformers", "peft", "trl", "lightning", 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fullshard", description="Fully sharded data parallelism.")
+    name = "fullshard" if Path(sys.argv[0]).name == "fullshard" else "python -m fullshard"
+    parser = argparse.ArgumentParser(prog=name, description="Fully sharded data parallelism.")
+    parser.add_argument("--version", action="version", version=f"fullshard {fullshard.__version__}")
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser(
         "run", help="run a program, unchanged, with fullshard in place of torch's FSDP", description=_run.__doc__
