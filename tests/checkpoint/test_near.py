@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError
+from fullshard.checkpoint.fetch import ASK, NearCopy
 from fullshard.checkpoint.near import Hosts
 from fullshard.checkpoint.ranks import Ranks
 from tests.checkpoint.cases import optimizer_of, train
@@ -353,3 +355,27 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_save_and_a_warning_of_lo
         checkpoint.save(tmp_path, model, step=2, near=tmp_path / "file")
     with pytest.warns(UserWarning, match=r"near copies are passed over: .*file"):
         assert checkpoint.load(tmp_path, model, near=tmp_path / "file") == {"step": 1}
+
+
+def load_until_killed(world: World, folder: Path) -> None:
+    model, near = save_near(folder, hosts=2), near_of(folder, 2)
+
+    def die(copy: NearCopy) -> None:
+        dist.recv(torch.empty(3, dtype=torch.int64), group=copy.ranks.group, tag=ASK)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            shutil.rmtree(near)
+        else:
+            patch.setattr(NearCopy, "_serve", die)
+        dist.barrier()
+        checkpoint.load(folder, model, near=near)
+
+
+@pytest.mark.slow
+def test_a_rank_lost_while_others_read_what_it_has_is_an_error(rank_pool: RankPool, tmp_path: Path) -> None:
+    reads, asked = rank_pool.run(load_until_killed, 2, tmp_path, timeout=30)
+    assert asked.kind == "died"
+    assert reads.kind == "raised", failure_report([reads, asked])
+    assert "rank 0 lost another rank while it saved or loaded a checkpoint" in failure_report([reads, asked])

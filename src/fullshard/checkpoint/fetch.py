@@ -29,7 +29,7 @@ from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
 #: Tags of requests (number of the file, first byte, how many bytes; or :data:`_END`) and of answers.
-_ASK, _ANSWER = 0x6E656173, 0x6E656174
+ASK, _ANSWER = 0x6E656173, 0x6E656174
 _END = -1
 
 
@@ -90,7 +90,7 @@ class NearCopy:
             if agreed:
                 end = torch.tensor([_END, 0, 0])
                 with waiting("the end of the other ranks' reading", self.ranks.group):
-                    dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=_ASK)
+                    dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=ASK)
                     thread.join()
 
     def ask(self, holder: int, name: str, start: int, block: memoryview) -> None:
@@ -99,7 +99,7 @@ class NearCopy:
         answer = torch.empty(len(block) + 1, dtype=torch.uint8)
         try:
             with waiting("what another rank has of a checkpoint", self.ranks.group):
-                dist.send(request, group=self.ranks.group, group_dst=holder, tag=_ASK)
+                dist.send(request, group=self.ranks.group, group_dst=holder, tag=ASK)
                 dist.recv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
         except RuntimeError as error:
             raise self.ranks.lost(error) from error
@@ -111,7 +111,7 @@ class NearCopy:
         names, request = sorted(self.holders), torch.empty(3, dtype=torch.int64)
         with contextlib.suppress(RuntimeError):  # a rank is lost: all notice where they wait for one another
             while True:
-                asks = dist.recv(request, group=self.ranks.group, tag=_ASK)
+                asks = dist.recv(request, group=self.ranks.group, tag=ASK)
                 number, start, length = request.tolist()
                 if number == _END:
                     return
