@@ -217,6 +217,7 @@ def run_rank(case: Case, rank: int, port: int, folder: str) -> None:
     if not case.store_with_rank_0:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as a launcher says it
     os.environ["FULLSHARD_HANG_TIMEOUT"] = "8"
+    os.environ["FULLSHARD_WAIT_WARNING"] = "2"
     os.environ["FULLSHARD_TRANSPORT"] = case.transport
     losses: list[float] = []
     error, at = "", 0.0

@@ -31,6 +31,7 @@ _SAYS = {
     "raise": _LOST + r"has ended in the .* of step {step}\b.*: ValueError: a bad batch",
     "kill": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
+    "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*Rank {rank} ",
     "stop": r"Nothing came in 8 s\..*Rank {rank}(, \d)* has said nothing for \d+ s \(the process is stopped\)",
 }
 _DIFFER = (
@@ -124,6 +125,8 @@ def judge(case: Case, results: list[RankResult]) -> str:
             if abs(loss - right) > 1e-4 * max(1.0, abs(right)) and not is_own:
                 wrong.append(f"rank {rank}: loss {at} is {loss}, not {right}")
         if case.fault in HARMLESS:
+            if case.fault == "delay" and rank != case.rank and not re.search(_says(case), result.printed):
+                wrong.append(f"rank {rank} did not say that it waits: {result.printed[-800:]}")
             if result.ended != "returned" or len(result.losses) != len(expected[rank]):
                 wrong.append(f"rank {rank} {result.ended} after {len(result.losses)} losses: {result.said[-800:]}")
         elif not (is_faulty and case.fault in ("kill", "stop", "early")):

@@ -40,6 +40,32 @@ def model() -> Any:
 SWAPPED = {0: [0, 1], 1: [1, 0]}
 
 
+EACH_TRANSPORT = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.ones(4, 6))
+
+
+@ranks(2)
+@EACH_TRANSPORT
+@pytest.mark.parametrize(
+    ("other", "has"),
+    [
+        (nn.Linear(4, 6, bias=False), r"'weight' of shape \(6, 4\), torch.float32"),
+        (nn.Linear(6, 4, bias=False, dtype=torch.float64), r"'weight' of shape \(4, 6\), torch.float64"),
+        (Renamed(), r"'other' of shape \(4, 6\), torch.float32"),
+    ],
+    ids=["shape", "dtype", "name"],
+)
+def test_ranks_that_shard_other_parameters_are_told(world: World, transport: str, other: nn.Module, has: str) -> None:
+    says = rf"rank 0 has 'weight' of shape \(4, 6\), torch.float32.* where rank 1 has {has}"
+    with environment(FULLSHARD_TRANSPORT=transport), pytest.raises(ValueError, match=says):
+        fullshard.fully_shard(other if world.rank == 1 else nn.Linear(6, 4, bias=False))
+
+
 @ranks(2, transport="collective")
 @pytest.mark.parametrize("order", [{0: [0], 1: [1]}, SWAPPED], ids=["another", "swapped"])
 def test_ranks_that_run_other_groups_are_told_before_the_step(world: World, order: dict[int, list[int]]) -> None:
@@ -128,7 +154,7 @@ def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@EACH_TRANSPORT
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
 def test_a_micro_batch_left_out_is_found_in_the_wrapper(world: World, transport: str, original: bool) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from tests.fully_shard.cases import inputs
+from tests.fully_shard.cases import environment, inputs
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -69,8 +69,10 @@ def test_an_output_is_named(world: World, wrapped: bool) -> None:
 
 
 @ranks(2)
-def test_a_gradient_of_one_rank_is_named_before_it_is_everywhere(world: World) -> None:
-    chain = model()
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_a_gradient_of_one_rank_is_named_before_it_is_everywhere(world: World, transport: str) -> None:
+    with environment(FULLSHARD_TRANSPORT=transport):
+        chain = model()
     fullshard.detect_non_finite(chain)
     with pytest.raises(
         fullshard.NonFiniteError, match=r"rank ., in the backward.*'layers.1.(weight|bias)' before its re"
