@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from fullshard.comm import connections, reports, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
+from fullshard.comm.local_ranks import host_id
 from fullshard.comm.reports import Report, Reports
 from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
 from fullshard.comm.watch import Watch
@@ -95,6 +97,22 @@ def test_nothing_is_asked_of_a_store_that_has_gone(capfd: pytest.CaptureFixture[
         with pytest.raises(NoAnswerError):
             asked.set("key", "value")
     assert "TCPStore" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("has_gone", [True, False])
+def test_a_rank_is_said_to_have_crashed_only_where_it_could_have_told_its_end(
+    watcher: Watch, monkeypatch: pytest.MonkeyPatch, has_gone: bool
+) -> None:
+    """The store may have ended with rank 0, whose program was over."""
+    monkeypatch.setattr(StoreConnection, "has_gone", has_gone)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ended = Report(0, process.pid, host_id())
+    watcher._mine.waits_for = [0, 2]
+    lost, others = watcher._lost([ended]) or "", watcher._others({0: ended})
+    assert ("was killed or has crashed" in lost) is not has_gone
+    assert ("has ended (the store has gone in which ranks tell how they end: it has crashed, " in lost) is has_gone
+    assert ("Rank 2 has not sharded anything yet" in others) is not has_gone
 
 
 def test_connections_to_a_store_do_not_multiply(watcher: Watch, store: Any) -> None:

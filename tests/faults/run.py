@@ -34,6 +34,8 @@ _SAYS = {
     "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*Rank {rank} ",
     "stop": r"Nothing came in 8 s\..*Rank {rank}(, \d)* has said nothing for \d+ s \(the process is stopped\)",
 }
+#: The same of a rank that had the store, and told nothing before its end.
+_WITH_STORE = r"|rank \d .*[Rr]ank 0 (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
 _DIFFER = (
     r"rank \d+ has .* where rank \d+ has |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
     r"|one of them has left out a (micro-batch or a step|forward or a backward)"
@@ -163,6 +165,8 @@ def _says(case: Case) -> str:
     """What errors must say, as a regular expression."""
     differ = _DIFFER_AT_THE_END if case.fault in ("skip", "more") and case.step == case.steps - 1 else _DIFFER
     says = _SAYS.get(case.fault, differ)
+    if case.store_with_rank_0 and case.rank == 0 and case.fault in ("kill", "early", "skip"):
+        says += _WITH_STORE
     for name, value in (("rank", case.rank), ("step", case.step + 1), ("next", case.step + 2)):
         says = says.replace(f"{{{name}}}", str(value))
     return says

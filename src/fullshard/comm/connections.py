@@ -51,6 +51,11 @@ class StoreConnection:
             self._poll.register(each, getattr(select, "POLLRDHUP", 0))
         threading.Thread(target=self._serve, name="fullshard-store", daemon=True).start()
 
+    @property
+    def has_gone(self) -> bool:
+        """Whether the process that has the store has ended."""
+        return bool(self._poll.poll(0))
+
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._store.set(key, value))
 
@@ -81,7 +86,7 @@ class StoreConnection:
             each.close()
 
     def _ask(self, do: Callable[[], Any]) -> Any:
-        if self._is_closed or time.monotonic() < self._not_before or self._poll.poll(0):
+        if self._is_closed or time.monotonic() < self._not_before or self.has_gone:
             raise NoAnswerError
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._asked.put((do, answer))
@@ -94,7 +99,7 @@ class StoreConnection:
                     raise NoAnswerError from None
             found = answer.get()
         if isinstance(found, Exception):
-            if not self._poll.poll(0):  # as the program of its process is over otherwise
+            if not self.has_gone:  # as the program of its process is over otherwise
                 with self._lock:
                     self._rest(time.monotonic() + _AGAIN, f"failed rank {self._rank} ({str(found)[:200]})")
             raise NoAnswerError from found

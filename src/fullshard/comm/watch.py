@@ -48,6 +48,8 @@ _READ = 2.0
 _STUCK = 30.0
 #: How a program ends as a rule, and how a rank may leave before.
 _OVER, _LEFT = "its program is over", "it has destroyed its process group"
+#: What is known of a rank that told nothing of its end. Once the store has gone, none can tell.
+_CRASHED, _GONE = "was killed or has crashed", "the store has gone in which ranks tell how they end"
 #: Ranks of which each knows the process from the beginning, because the store may be gone when one is lost.
 _KNOWN = 64
 #: Beats in which it tries to learn of them, and after which each tells its connections again.
@@ -244,12 +246,13 @@ class Watch:
     def _lost(self, reports: Iterable[Report]) -> str | None:
         """Which ranks have ended and how; those first that did not end because of others."""
         found: list[tuple[bool, str]] = []
+        how = f"has ended ({_GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
         for report in reports:
             who = f"Rank {report.rank} (process {report.process})"
             if report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
-                found.append((False, f"{who} was killed or has crashed; it was last seen {report.place}"))
+                found.append((False, f"{who} {how}; it was last seen {report.place}"))
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
@@ -268,7 +271,8 @@ class Watch:
             places.setdefault(place, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
         if missing:
-            places["has not sharded anything yet, or has no watch"] = missing
+            nothing = f"may have ended ({_GONE})" if self._store.has_gone else "has not sharded anything yet"
+            places[f"{nothing}, or has no watch"] = missing
         return ". ".join(f"Rank {', '.join(map(str, ranks))} {place}" for place, ranks in places.items())
 
     # -- ends ----------------------------------------------------------------------------------------------------------
