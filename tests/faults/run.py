@@ -35,7 +35,9 @@ _SAYS = {
     "stop": r"Nothing came in 8 s\..*Rank {rank}(, \d)* has said nothing for \d+ s \(the process is stopped\)",
 }
 #: The same of a rank that had the store, and told nothing before its end.
-_WITH_STORE = r"|rank \d .*[Rr]ank 0 (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
+_WITH_STORE = (
+    r"|rank \d .*[Rr]ank 0[, \d]* (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
+)
 _DIFFER = (
     r"rank \d+ has .* where rank \d+ has |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
     r"|one of them has left out a (micro-batch or a step|forward or a backward)"

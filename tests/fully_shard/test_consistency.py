@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.schedule.passes import Consistency
 from tests.fully_shard.cases import environment, inputs
 from tests.fully_shard.test_communication import CountingReduceScatter
 from tests.harness import World, ranks
@@ -181,6 +183,26 @@ def test_a_rank_at_the_end_of_a_forward_has_parted_from_one_that_gathers_more(wo
     says = r"rank [01] has the gather of 'experts.1' where rank 2 has the end of the forward, both after .* 'experts.0'"
     with pytest.raises(fullshard.LostRankError, match=says), torch.no_grad():
         routed(inputs(world.rank), [0] if world.rank == 2 else [0, 1])
+
+
+def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
+    """A rank that looks for the difference waits for the others, which may wait for its part of a sum meanwhile."""
+    consistency = Consistency(torch.device("cpu"))
+
+    class Differs:
+        process_group, number, calls, kind, steps = SimpleNamespace(group_name="all"), 7, (), "backward", 3
+        is_there = staticmethod(lambda: True)
+
+        def check(self) -> None:
+            told.update(consistency.passes(None, 4, 0))
+            raise RuntimeError("the ranks did not run the same")
+
+    told: dict[str, dict[str, str]] = {}
+    consistency._under_way.append(Differs())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="did not run the same"):
+        consistency.check()
+    assert told == {"all 0 7": {"0": "a backward after 3 steps of optimizers", "1": "the end of the backward"}}
+    assert consistency.passes(None, 4, 0) == {}
 
 
 @ranks(2, transport="p2p")

@@ -149,7 +149,10 @@ class Consistency:
             RuntimeError: names the first difference and the ranks.
         """
         while self._under_way and self._under_way[0].is_there():
-            self._under_way.pop(0).check()
+            try:
+                self._under_way[0].check()
+            finally:  # ranks that do not come to their own see by it where they parted
+                self._under_way.pop(0)
 
     def forget(self) -> None:
         """Forget a pass that an error cut short."""
