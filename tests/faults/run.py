@@ -167,7 +167,8 @@ def _says(case: Case) -> str:
     """What errors must say, as a regular expression."""
     differ = _DIFFER_AT_THE_END if case.fault in ("skip", "more") and case.step == case.steps - 1 else _DIFFER
     says = _SAYS.get(case.fault, differ)
-    if case.store_with_rank_0 and case.rank == 0 and case.fault in ("kill", "early", "skip"):
+    ends_with_store = (case.rank == 0 and case.fault in ("kill", "early")) or differ is _DIFFER_AT_THE_END
+    if case.store_with_rank_0 and ends_with_store:
         says += _WITH_STORE
     for name, value in (("rank", case.rank), ("step", case.step + 1), ("next", case.step + 2)):
         says = says.replace(f"{{{name}}}", str(value))
