@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("tests.harness")
 from tests.harness import RankPool, failure_report  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import with_all_pairs  # noqa: E402
-from tests.harness.rank import run_test  # noqa: E402
+from tests.harness.rank import PRETENDED, run_test  # noqa: E402
 
 _RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
@@ -113,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
     everywhere = metafunc.config.getoption("--all") or metafunc.definition.get_closest_marker("everywhere")
     if in_parity and transports == [None]:
-        transports = ["host", "p2p", "collective"] if everywhere else ["host"]
+        transports = ["host", "p2p", "collective", *PRETENDED] if everywhere else ["host"]
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:

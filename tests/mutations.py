@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: The tests that stand nearest to the files that begin so, the most telling ones first.
 NEAREST = {
+    "device.py": ("tests/pretend",),
+    "module.py": ("tests/pretend", "tests/fully_shard"),
     "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_messages.py", "tests/comm/test_transports.py"),
     "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
     "group/gradients.py": (
@@ -57,6 +59,7 @@ NEAREST = {
     "wrapper/optim_state.py": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
     "group/flat.py": ("tests/parity/test_wrapper_flat.py", "tests/parity/test_wrapper_original.py", "tests/wrapper"),
+    "group/": ("tests/pretend", "tests/parity"),
 }
 #: Bytes that a process of a run may take: some bugs make lists that do not end.
 _MOST_MEMORY = 2**33
@@ -291,6 +294,145 @@ MUTATIONS = (
         "self._began_by_hand = self.is_by_hand\n        self._forward = lambda: None",
         "self._began_by_hand = self.is_by_hand",
         "tests/parity/test_finalization.py::test_between_a_forward_and_its_backward_it_is_refused",
+    ),
+    # the order of what a device with streams does
+    Mutation(
+        "device.py",
+        "            self._stream.wait_stream(current_stream(self._device))\n",
+        "            pass\n",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "device.py",
+        "            for mark in after or ():\n                mark.wait()\n",
+        "            pass\n",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "device.py",
+        "        current_stream(self._device).wait_event(self._event)\n",
+        "        return\n",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "device.py",
+        "return PASSED if device in HOSTS else EventMark(current_stream(device).record_event(), device)",
+        "return PASSED",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "buffer/slots.py",
+        "released = PASSED if self.pool.is_host else mark_now(self.pool.device)",
+        "released = PASSED",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "buffer/slots.py",
+        "made.released = mark_now(self.device)",
+        "made.released = PASSED",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "buffer/slots.py",
+        "place = device, current_stream(device).stream_id, place",
+        "place = device, place",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "self._buffer.take().wait()",
+        "self._buffer.take()",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "device.py",
+        "    stream.wait_stream(current_stream(device))\n    with",
+        "    with",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "device.py",
+        "    current_stream(device).wait_stream(stream)\n",
+        "",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/memory.py",
+        "staging.take().wait()",
+        "staging.take()",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/full_buffer.py",
+        "(ready, filled, clock.written)",
+        "(filled, clock.written)",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/full_buffer.py",
+        "(ready, filled, clock.written)",
+        "(ready, clock.written)",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/full_buffer.py",
+        "(ready, filled, clock.written)",
+        "(ready, filled)",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/group.py",
+        "            self._gather.wait()\n",
+        "            pass\n",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/context.py",
+        "        while len(self._marks) > count:\n            self._marks.popleft().wait()",
+        "        while len(self._marks) > count:\n            self._marks.popleft()",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/context.py",
+        "            arrived.synchronize()\n            hand_over()",
+        "            hand_over()",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        "            self.clock.written = EventMark(event, self.device)",
+        "            self.clock.written = PASSED",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "schedule/schedule.py",
+        "            self.clock.written = mark_now(self.device)",
+        "            pass",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "schedule/passes.py",
+        "            return self._event.query()",
+        "            return True",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "group.comm.reductions.add(HoldingMark(mark, outputs))",
+        "group.comm.reductions.add(mark)",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "module.py",
+        "                group.clock.written = mark_now(group.device)\n",
+        "",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/extension.py",
+        "                streams.keep(output)  # made",
+        "                pass  # made",
+        "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     # memory that the ranks of a host share
     Mutation(

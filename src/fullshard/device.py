@@ -1,12 +1,14 @@
 """Devices, lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
 
 A :class:`Lane` is a stream on devices that have streams and, on the CPU, the fact that communication runs by itself.
-A *mark* is a point in a lane that can be waited for. Nothing above this file knows which of the two it drives.
+A *mark* is a point in a lane that can be waited for. Nothing above this file knows which of the two it drives: it asks
+here for streams, and whether a device is the *host*, which has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private import is_traceable_subclass
+from fullshard.torch_private import foreach_copy, is_traceable_subclass
 
 #: To compare with: the type of a device is a new string whenever it is asked for.
 CPU = torch.device("cpu")
@@ -63,6 +65,88 @@ class HostMark:
 PASSED: Mark = HostMark(())
 
 
+@dataclass(slots=True, eq=False)
+class HoldingMark:
+    """A mark, and memory of another lane that is used until then: it stays until the mark was waited for."""
+
+    mark: Mark
+    memory: object
+
+    def wait(self) -> None:
+        self.mark.wait()
+        self.memory = None
+
+
+class Streams:
+    """The streams of accelerators. The tests have others, which only pretend."""
+
+    def make(self, device: torch.device) -> torch.Stream:
+        return torch.Stream(device=device)
+
+    def current(self, device: torch.device) -> torch.Stream:
+        return torch.accelerator.current_stream(device)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let the memory of a tensor serve no other before the current stream has passed this point."""
+        tensor.record_stream(self.current(tensor.device))
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
+        """An uninitialised tensor on the host; if it is pinned, copies between it and a device need no host."""
+        return torch.empty(tuple(shape), dtype=dtype, device=CPU, pin_memory=pin)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait on the host until the device has done all that was asked of it."""
+        torch.accelerator.synchronize(device)
+
+
+#: Devices without streams: the host completes itself what it started there.
+HOSTS = {CPU}
+_streams = Streams()
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether a device has no streams."""
+    return device in HOSTS
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; ``None`` for the host."""
+    return None if device in HOSTS else _streams
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
+    """An uninitialised tensor on the host for what is copied from and to ``device``, pinned if that makes sense."""
+    if device in HOSTS:
+        return torch.empty(tuple(shape), dtype=dtype, device=CPU)
+    return _streams.host_memory(shape, dtype, pin)
+
+
+def copy_to_host(
+    tensors: Sequence[torch.Tensor], device: torch.device, pin: bool
+) -> tuple[list[torch.Tensor], torch.Event]:
+    """Start to copy tensors of a device with streams to the host, where they are once the event has passed."""
+    copies = [host_memory(tensor.shape, tensor.dtype, device, pin) for tensor in tensors]
+    foreach_copy(copies, list(tensors))
+    return copies, current_stream(device).record_event()
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream in which work on a device is put now; not for the host."""
+    return _streams.current(device)
+
+
+@contextmanager
+def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
+    """Run what is inside on ``stream``, if there is one, between what the current one holds and what follows there."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(current_stream(device))
+    with stream:
+        yield
+    current_stream(device).wait_stream(stream)
+
+
 class EventMark:
     """A point in a stream."""
 
@@ -71,7 +155,7 @@ class EventMark:
         self._device = device
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        current_stream(self._device).wait_event(self._event)
 
 
 class Lane:
@@ -79,7 +163,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._stream = None if device in HOSTS else _streams.make(device)
 
     @property
     def is_host(self) -> bool:
@@ -98,7 +182,7 @@ class Lane:
             finish = start().finish
             return HostMark((finish,) if then is None else (finish, then))
         if after is None:
-            self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+            self._stream.wait_stream(current_stream(self._device))
         with self._stream:
             for mark in after or ():
                 mark.wait()
@@ -119,9 +203,7 @@ class Lanes:
 
 def mark_now(device: torch.device) -> Mark:
     """A mark at the end of what the current lane holds."""
-    if device == CPU:
-        return PASSED
-    return EventMark(torch.accelerator.current_stream(device).record_event(), device)
+    return PASSED if device in HOSTS else EventMark(current_stream(device).record_event(), device)
 
 
 def compute_device(device_type: str) -> torch.device:

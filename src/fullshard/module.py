@@ -19,6 +19,7 @@ import torch.nn as nn
 
 from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
 from fullshard.comm.waits import waiting
+from fullshard.device import mark_now
 from fullshard.group.group import Group
 from fullshard.policies import AllGather, ReduceScatter, warn
 from fullshard.schedule.checks import buffers_on_meta
@@ -91,6 +92,7 @@ class FSDPModule:
         for group in unit.groups:
             if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
                 group.check_in()
+                group.clock.written = mark_now(group.device)
             schedule.gather(group) if schedule is not None else group.unshard()
         return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
 

@@ -35,6 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
+#: What stands for a transport where the ranks have an accelerator that only pretends: see `tests.pretend`.
+PRETENDED = ("checked", "late")
+
 #: Runs a test in the quick lane too with all its cases, world sizes and transports.
 everywhere = pytest.mark.everywhere
 
@@ -112,6 +115,12 @@ class Job:
 
 def run_test(world: World, test: Callable[..., None], arguments: dict[str, Any], transport: str | None) -> None:
     """Call a test with its arguments, of which `world` need not be the first."""
+    if transport in PRETENDED:
+        os.environ["FULLSHARD_TRANSPORT"] = "collective"
+        os.environ.pop("FULLSHARD_TESTS_WITH_TORCH", None)
+        with importlib.import_module("tests.pretend").pretended(transport):
+            test(world=world, **arguments)
+        return
     if transport is not None:
         os.environ["FULLSHARD_TRANSPORT"] = transport
     test(world=world, **arguments)

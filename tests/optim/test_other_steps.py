@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ def test_offloaded_state_is_moved_around_a_step_on_dtensors(world: World) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GroupContext, "offloads_state", True)
         patch.setattr(steps, "set_local", move)
-        patch.setattr(torch.accelerator, "synchronize", lambda: moved.append("whole"))
+        streams = SimpleNamespace(synchronize=lambda _: moved.append("whole"))
+        patch.setattr(steps, "streams_of", lambda _: streams)
         for seed in range(2):
             for model, optimizer in pair.both:
                 backward(model, seed)

@@ -32,7 +32,7 @@ from itertools import chain
 
 import torch
 
-from fullshard.device import CPU, PASSED, Mark, mark_now
+from fullshard.device import HOSTS, PASSED, Mark, current_stream, is_host, mark_now
 from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -58,7 +58,7 @@ class SlotPool:
 
     def __init__(self, device: torch.device, allocate: Allocate) -> None:
         self.device = device
-        self.is_host = device == CPU
+        self.is_host = is_host(device)
         self._allocate = allocate
         #: Slots that any buffer may take, the longest unused first.
         self.free: list[Slot] = []
@@ -274,8 +274,8 @@ class Staging:
         """
         # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
         place: object = nbytes <= _SMALL
-        if device != CPU:
-            place = device, torch.accelerator.current_stream(device).stream_id, place
+        if device not in HOSTS:
+            place = device, current_stream(device).stream_id, place
         free = self._free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.

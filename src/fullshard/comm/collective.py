@@ -29,7 +29,7 @@ from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Route, Transfer, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
-from fullshard.device import Pending
+from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
     Collective,
@@ -210,7 +210,7 @@ class _CollectiveRoute:
 
     def _choose(self, reduction: Reduction) -> None:
         """Choose the collectives, and how they divide: as a rule the same in every step."""
-        group, is_host, comm = self._group, self._device.type == "cpu", self._comm
+        group, by_host, comm = self._group, is_host(self._device), self._comm
         self._reduction, self._collectives = reduction, []
         for messages in self._messages:
             scaling, op = Scaling(), {}
@@ -219,11 +219,11 @@ class _CollectiveRoute:
                 scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend)
                 op = {"op": scaling.op}
             if callable(comm):
-                collective: Collective = partial(comm, group=group, async_op=is_host, **op)
+                collective: Collective = partial(comm, group=group, async_op=by_host, **op)
             elif self._gathers:
-                collective = all_gather_over(group, is_host)
+                collective = all_gather_over(group, by_host)
             else:
-                collective = reduce_scatter_over(group, scaling.op, is_host)
+                collective = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, _Memory):
                 collective = partial(comm.call, collective)
             self._collectives.append((collective, scaling))

@@ -20,6 +20,7 @@ from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.transport import Transport
 from fullshard.comm.watch import start_watch
+from fullshard.device import is_host
 
 _log = logging.getLogger("fullshard")
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
@@ -55,7 +56,7 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} names no transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
-    fits = device.type == "cpu" and backend == "gloo"
+    fits = is_host(device) and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"
     if wanted == CollectiveTransport.name or (not wanted and not fits):
         return _collective(), asked if wanted else f"the collectives of its backend, {backend or 'unknown'}"

@@ -85,6 +85,7 @@ class _Group:
         Unit.finish_backward(self._unit, schedule, ahead)
         for group in self._unit.groups:
             group.comm.reductions.keep_at_most(0)  # the tracker looks for sharded gradients now
+            group.comm.reductions.take_in()
         self.tell()
 
     def tell(self) -> None:

@@ -21,7 +21,7 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.device import PASSED, Lanes, Mark
+from fullshard.device import PASSED, Lanes, Mark, is_host
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -49,11 +49,22 @@ class Reductions:
         self._marks: deque[Mark] = deque()
         self.add: Callable[[Mark], None] = self._marks.append
         self.drops = 0  # how often reductions that were under way were lost
+        #: Gradients on their way to the CPU, the oldest first: when they are there, and what then happens with them.
+        self.arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def keep_at_most(self, count: int) -> None:
         """Wait for the oldest until no more than ``count`` are under way."""
         while len(self._marks) > count:
             self._marks.popleft().wait()
+        if self.arriving:
+            self.take_in(waits=False)
+
+    def take_in(self, waits: bool = True) -> None:
+        """Hand over gradients that are on the CPU, or all of them (``waits``): optimizers may run in a backward."""
+        while self.arriving and (waits or self.arriving[0][0].query()):
+            arrived, hand_over = self.arriving.popleft()
+            arrived.synchronize()
+            hand_over()
 
     def drop(self) -> None:
         """Wait for all, and lose what they reduce."""
@@ -61,6 +72,8 @@ class Reductions:
         while self._marks:
             with suppress(RuntimeError):  # an error is being recovered from: what was under way is lost anyway
                 self._marks.popleft().wait()
+        while self.arriving:
+            self.arriving.popleft()[0].synchronize()
 
 
 class CommContext:
@@ -229,10 +242,15 @@ class GroupContext:
         return policy if dtype is None else replace(policy, param_dtype=dtype)
 
     @property
+    def pins_memory(self) -> bool:
+        """Whether what rests on the CPU is page-locked, if it belongs to a device with streams."""
+        return bool(getattr(self.options.offload, "pin_memory", False))
+
+    @property
     def offloads_state(self) -> bool:
         """Whether the state of optimizers, and no parameters, is copied to the CPU after each step."""
         offload = self.options.offload
-        return isinstance(offload, CPUOffloadPolicy) and not offload.parameters and self.device.type != "cpu"
+        return isinstance(offload, CPUOffloadPolicy) and not offload.parameters and not is_host(self.device)
 
     @property
     def parameter_pool(self) -> SlotPool:

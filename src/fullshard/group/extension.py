@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fullshard.comm.waits import waiting
-from fullshard.device import Done, Pending
+from fullshard.device import Done, Pending, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import ShardedParameter
 from fullshard.torch_private import all_gather_single, local_of
@@ -101,8 +101,8 @@ class _Extended:
         """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""
         param, dtype = self._param, self._group.compute_dtype(self._param)
         for output in self._outputs:
-            if output.device.type != "cpu":  # made in the gather's lane, and read here for as long as it takes
-                output.record_stream(torch.accelerator.current_stream(output.device))
+            if (streams := streams_of(output.device)) is not None:
+                streams.keep(output)  # made in the gather's lane, and read here for as long as it takes
         after = local_of(param.sharded).fsdp_post_all_gather  # type: ignore[arg-type, attr-defined]
         if param.unsharded is None:
             whole, inner = after(self._outputs, self._metadata, dtype)

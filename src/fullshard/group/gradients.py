@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
@@ -24,7 +23,7 @@ from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
-from fullshard.device import CPU, Done, Pending
+from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.group.context import Reductions
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
@@ -437,7 +436,7 @@ class _PendingReduction:
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._choice.is_final:
-            self.accumulate()
+            self._bring_home() if group.offloads else self.accumulate()
             return
         if group.data.replicate_group is not None:
             partial = self._partial
@@ -447,30 +446,25 @@ class _PendingReduction:
             if not group.options.all_reduce_gradients:
                 partial.update(self._locals())
                 return
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self.accumulate)
+        outputs = self._outputs
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
         if group.comm.lanes.all_reduce.is_host:
             mark.wait()
         else:
-            group.comm.reductions.add(mark)
+            group.comm.reductions.add(HoldingMark(mark, outputs))
 
     def start_all_reduce(self) -> Pending:
         group = self._group
         if group.data.replicate_group is not None:
-            for output in self._outputs:
-                if group.options.all_reduce is not None:
-                    group.options.all_reduce(output)
-                else:
-                    with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
-                        dist.all_reduce(output, group=group.data.replicate_group)
+            all_reduce = group.options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
+            with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
+                for output in self._outputs:
+                    all_reduce(output)
         hook, stream = group.options.all_reduce_hook, group.options.all_reduce_hook_stream
         if hook is not None:
-            if stream is not None:
-                stream.wait_stream(torch.accelerator.current_stream(group.device))
-            with torch.no_grad(), stream or nullcontext():
+            with torch.no_grad(), beside(stream, group.device):
                 for output in self._outputs:
                     hook(output)
-            if stream is not None:
-                torch.accelerator.current_stream(group.device).wait_stream(stream)
         return Done()
 
     def _locals(self) -> list[tuple[int, torch.Tensor]]:
@@ -481,14 +475,19 @@ class _PendingReduction:
             found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
         return found
 
+    def _bring_home(self) -> None:
+        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
+        group = self._group
+        self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._choice.parts])]
+        if group.offloads and not is_host(group.device):
+            self._outputs, arrived = copy_to_host(self._outputs, group.device, group.pins_memory)
+            group.comm.reductions.arriving.append((arrived, self.accumulate))
+        else:
+            self.accumulate()
+
     def accumulate(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
-        group = self._group
-        if group.offloads or not self._choice.is_final:
-            where = CPU if group.offloads else group.device
-            moved = zip(self._outputs, self._choice.parts, strict=True)
-            self._outputs = [output.to(where, part.home_dtype) for output, part in moved]
-        grads = self._locals()
+        group, grads = self._group, self._locals()
         more = group.module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])

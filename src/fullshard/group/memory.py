@@ -18,6 +18,7 @@ from torch.utils.dlpack import from_dlpack
 from fullshard.buffer.sections import full_bytes, full_starts, shard_bytes, shard_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import SharedMemory
+from fullshard.device import host_memory, is_host
 from fullshard.group.context import GroupContext
 from fullshard.group.parameter import chunk_views
 from fullshard.torch_private import foreach_copy
@@ -47,7 +48,7 @@ class Memory:
         self.shards = self.views if self.shared is None else self.shared.shards
         self.written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
-        self.needs_staging = (group.offloads and device.type != "cpu") or dtypes != group.compute_dtypes
+        self.needs_staging = (group.offloads and not is_host(device)) or dtypes != group.compute_dtypes
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
@@ -80,8 +81,7 @@ class Memory:
         if self.is_meta:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         elif group.offloads:
-            pin = getattr(group.options.offload, "pin_memory", False) and group.device.type != "cpu"
-            memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+            memory = host_memory((nbytes,), torch.uint8, group.device, group.pins_memory)
         else:
             memory = group.transport.private.allocate(nbytes, group.device)
         if not self.is_meta:

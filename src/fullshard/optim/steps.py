@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard.device import CPU
+from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.optim.local_step import prepare_step
@@ -92,4 +92,6 @@ def _move_state(optimizer: Optimizer, groups: list[GroupContext], up: bool) -> N
             elif isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[name] = value.to(device, non_blocking=True)
     if not up:
-        torch.accelerator.synchronize()  # the step's state is whole before anybody reads it
+        for device in {group.device for group in groups}:
+            if (streams := streams_of(device)) is not None:
+                streams.synchronize(device)  # the step's state is whole before anybody reads it

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.comm.process_group import has_peers
 from fullshard.comm.waits import checks_are_on, waiting
+from fullshard.device import CPU, streams_of
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
 from fullshard.group.verify import first_difference
@@ -183,16 +184,19 @@ class _Comparison:
     ) -> None:
         self.calls, self.kind, self.steps, self.process_group, self.number = calls, kind, steps, process_group, number
         said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))
-        is_host = device.type == "cpu"
-        mine = torch.tensor(said, dtype=torch.int64, device="cpu", pin_memory=not is_host)
+        streams = streams_of(device)
+        mine = torch.tensor(said, dtype=torch.int64, device=CPU)
         every = torch.empty(process_group.size() * len(said), dtype=torch.int64, device=device)
-        self._work = all_gather_single(every, mine.to(device, non_blocking=True), group=process_group, async_op=True)
+        if streams is not None:
+            pinned = streams.host_memory(mine.shape, mine.dtype).copy_(mine)
+            mine = torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
+        self._work = all_gather_single(every, mine, group=process_group, async_op=True)
         self._every, self._event = every, None
-        if not is_host:
+        if streams is not None:
             self._work.wait()  # on the stream
-            self._every = torch.empty(every.shape, dtype=every.dtype, pin_memory=True)
+            self._every = streams.host_memory(every.shape, every.dtype)
             self._every.copy_(every, non_blocking=True)
-            self._event = torch.accelerator.current_stream(device).record_event()
+            self._event = streams.current(device).record_event()
 
     def is_there(self) -> bool:
         if self._event is not None:

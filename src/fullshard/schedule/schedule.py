@@ -22,7 +22,7 @@ import torch.nn as nn
 from fullshard.buffer.heap import keep_freed, return_freed
 from fullshard.buffer.slots import SHARED
 from fullshard.comm.waits import WAITS, Position
-from fullshard.device import EventMark, mark_now
+from fullshard.device import EventMark, is_host, mark_now
 from fullshard.group.context import Clock, CommContext, State
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
@@ -164,7 +164,7 @@ class Schedule:
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.consistency.compare_over(self._process_groups)
         self.size_slots()
-        if self.device.type == "cpu":
+        if is_host(self.device):
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
             largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
             keep_freed(self, 2 * sum(group.memory.nbytes for group in self.groups()) + 4 * largest)
@@ -183,7 +183,7 @@ class Schedule:
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.let_go()
-        if self.device.type == "cpu":
+        if is_host(self.device):
             return_freed()
         return nbytes
 
@@ -221,16 +221,17 @@ class Schedule:
         WAITS.position = self._position
         self.step += 1
         self.clock.epoch += 1
-        if self.after_optimizer is not None:
-            self.clock.written = EventMark(self.after_optimizer, self.device)
-            self.after_optimizer = None
-        else:
-            self.clock.written = mark_now(self.device)
+        event, self.after_optimizer = self.after_optimizer, None
+        writes = [group.writes for group in self.groups()] if event is not None else []
         for group in self.groups():
             before = group.state
             group.check_in()
             if self.observers and group.state is not before:
                 self.tell("reshard", group)
+        if event is not None and writes == [group.writes for group in self.groups()]:
+            self.clock.written = EventMark(event, self.device)
+        else:  # what replaced parameters was copied just now
+            self.clock.written = mark_now(self.device)
         if is_first:
             warn_of_strangers(unit.modules, self.groups(), {param for each in self.units for param in each.ignored})
         for group in self.groups():
@@ -349,6 +350,7 @@ class Schedule:
     def _end_step(self) -> None:
         """Wait for every reduction."""
         self.comm.reductions.keep_at_most(0)
+        self.comm.reductions.take_in()
         for group in self.groups() if self.inspect is not None else ():
             assert self.inspect is not None
             self.inspect(group, True)

@@ -29,6 +29,7 @@ import torch.nn as nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
+from fullshard.device import is_host
 from fullshard.group.context import State
 from fullshard.group.group import Group
 from fullshard.policies import MixedPrecisionPolicy
@@ -142,7 +143,7 @@ class Unit:
         first = self.phase is Phase.IDLE
         if not first and not recomputes and module not in self._to_run and not self.is_list:
             schedule.refuse_forward(self)
-        if first and not recomputes and schedule.begin_forward(self) and self.device.type != "cpu":
+        if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
             args, kwargs = tree.to_device((args, kwargs), self.device)
         self.phase = Phase.FORWARD
         if self.is_list and not self._to_run:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.device import move_to_device
+from fullshard.device import is_host, move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.context import GroupOptions
@@ -146,7 +146,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         unit = WrappedUnit(self, device, precision, auto_reshard)
         unit.ignored, unit.extents, unit.buffers = {id(param) for param in kept}, extents, buffers
         unit.prefetches_backward = _PREFETCH[self.backward_prefetch]
-        unit.prefetches_forward = forward_prefetch or device.type == "cpu"
+        unit.prefetches_forward = forward_prefetch or is_host(device)
         if found:
             home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]

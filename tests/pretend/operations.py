@@ -1,0 +1,103 @@
+"""What an operation of torch reads and writes, as its schema says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+#: Operations that look at no element of the tensors that they are given.
+_LOOK_AT_NOTHING = {
+    "aten::set_",
+    "aten::resize_",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::zeros_like",
+    "aten::ones_like",
+    "aten::full_like",
+    "aten::new_zeros",
+    "aten::new_ones",
+    "aten::new_full",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::record_stream",
+    "aten::lift_fresh",
+    "aten::is_same_size",
+    "aten::sym_size",
+}
+#: Collectives, whose schemas say nothing: how many of the first arguments they write. Of others, all.
+_COLLECTIVES = {
+    "c10d::_allgather_base_": 1,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::allgather_": 1,
+    "c10d::reduce_scatter_": 1,
+    "c10d::alltoall_base_": 1,
+    "c10d::send": 0,
+}
+#: Operations whose result the host waits for.
+SYNCHRONIZES = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::unique_dim"}
+
+
+class Access(NamedTuple):
+    """Bytes that an operation reads or writes: from the first one to that after the last, of a tensor."""
+
+    start: int
+    end: int
+    writes: bool
+    tensor: torch.Tensor
+
+
+@functools.cache
+def _kinds(func: Any) -> tuple[bool, dict[str | int, bool]]:
+    """Whether an operation looks at elements, and which of its arguments it writes."""
+    schema, name = func._schema, func._schema.name
+    written = {}
+    for position, argument in enumerate(schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if name.startswith("c10d::"):
+            writes = position < _COLLECTIVES.get(name, 99)
+        written[argument.name if argument.kwarg_only else position] = writes
+        written[argument.name] = writes
+    returns = [each.alias_info for each in schema.returns]
+    is_view = any(each is not None and not each.is_write for each in returns)
+    return not is_view and name not in _LOOK_AT_NOTHING and not name.startswith("prim::"), written
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which the elements of a tensor lie; equal ones if it has no memory."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Access]:
+    """What an operation reads and writes of its arguments."""
+    looks, written = _kinds(func)
+    if not looks:
+        return
+    for key, value in (*enumerate(args), *kwargs.items()):
+        for tensor in tensors_in(value):
+            start, end = extent(tensor)
+            if end > start:
+                yield Access(start, end, written.get(key, False), tensor)
+
+
+def fills(func: Any) -> bool:
+    """Whether an operation writes the tensors that it makes."""
+    name = func._schema.name
+    return (_kinds(func)[0] and "empty" not in name) or name.endswith(("zeros_like", "ones_like", "full_like"))
