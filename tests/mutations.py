@@ -357,12 +357,6 @@ MUTATIONS = (
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "group/memory.py",
-        "staging.take().wait()",
-        "staging.take()",
-        "tests/pretend/test_training.py::test_every_way_to_train",
-    ),
-    Mutation(
         "group/full_buffer.py",
         "(ready, filled, clock.written)",
         "(filled, clock.written)",
@@ -372,7 +366,7 @@ MUTATIONS = (
         "group/full_buffer.py",
         "(ready, filled, clock.written)",
         "(ready, clock.written)",
-        "tests/pretend/test_training.py::test_every_way_to_train",
+        "tests/pretend/test_training.py::test_parameters_that_rest_on_a_smaller_mesh",
     ),
     Mutation(
         "group/full_buffer.py",

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from fullshard.device import CPU, current_stream, streams_of
 from tests.harness import World, ranks
-from tests.harness.compare import adamw, sgd
+from tests.harness.compare import Training, adamw, compare, each_block, sgd
+from tests.harness.models import MLP, random_batch, seeded
 from tests.parity import (
     test_accumulation,
     test_composition,
@@ -24,6 +28,28 @@ from tests.parity import (
     test_wrapper_strategies,
 )
 from tests.pretend import pretended
+
+
+def a_hook_on_a_stream_of_its_own(world: World) -> None:
+    def shard(fsdp: ModuleType, model: Any) -> None:
+        each_block()(fsdp, model)
+        streams = streams_of(CPU)
+        assert streams is not None
+        stream = streams.make(CPU)
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(lambda gradients: gradients.mul_(2), stream=stream)
+
+    compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6), divisor=world.size / 2))
+
+
+def an_event_after_the_optimizer(world: World) -> None:
+    def tell(model: Any, micro: int) -> None:
+        if hasattr(model, "set_post_optim_event"):
+            model.set_post_optim_event(current_stream(CPU).record_event())
+
+    training = Training(build=partial(seeded, MLP), shard=each_block(), batch=random_batch(4, 6), set_up_micro=tell)
+    compare(world, training)
+
 
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
@@ -37,6 +63,8 @@ WAYS: dict[str, Callable[[World], None]] = {
     "hybrid accumulation": partial(
         test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks, shape=(2, 1)
     ),
+    "hook on a stream": a_hook_on_a_stream_of_its_own,
+    "event after the optimizer": an_event_after_the_optimizer,
     "hook": test_accumulation.test_all_reduce_hook_sees_each_group_once_a_step,
     "recomputation": partial(
         test_composition.test_sharded_blocks_inside_checkpoints, checkpointing="non-reentrant", reshard=True
@@ -68,3 +96,9 @@ def test_every_way_to_train(world: World, kind: str) -> None:
         except Exception as error:
             error.add_note(f"in the way that is called {way!r}")
             raise
+
+
+@ranks(4, timeout=120)
+def test_parameters_that_rest_on_a_smaller_mesh(world: World) -> None:
+    with pretended("checked"):
+        test_sharding.test_reshard_after_forward_to_a_smaller_group(world)

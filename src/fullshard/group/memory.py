@@ -120,7 +120,7 @@ class Memory:
         if staging is None:
             staging = SlotBuffer(group.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
             group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
-        staging.take().wait()
+        staging.take()  # given back in the lane in which it is taken: nobody else can still read it
         if not self.staged_views:
             with torch.inference_mode(False):
                 self.staged_views = shard_views(staging.memory, group.sections, group.compute_dtypes)
