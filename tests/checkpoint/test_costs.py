@@ -64,7 +64,7 @@ def peaks(world: World, folder: Path, cut: str, save: bool) -> int:
 def test_memory_rises_by_no_more_than_the_largest_tensor(rank_pool: RankPool, tmp_path: Path, cut: str) -> None:
     saved = run(rank_pool, peaks, 2, tmp_path, "rows", True)
     assert max(saved) < LARGEST + SLACK
-    for size in (2, 3, 1) if cut != "fragments" else (2, 3):  # a wrapper of one rank copies what it saves
+    for size in (2, 3, 1):
         found = run(rank_pool, peaks, size, tmp_path, cut, False)
         assert max(found) < LARGEST + SLACK, f"{[peak // MIB for peak in found]} MiB on {size} ranks"
 

@@ -43,6 +43,7 @@ from fullshard.torch_private import (
 )
 from fullshard.wrapper.settings import (
     CONFIGS,
+    LocalStateDictConfig,
     OptimStateDictConfig,
     StateDictConfig,
     StateDictSettings,
@@ -147,7 +148,7 @@ class StateDictMethods(nn.Module):
                     continue  # by a module around this one, which has a parameter of this group too
                 group.check_in()
                 group.reshard()
-                if _kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
+                if not isinstance(config, _InPlace) and _kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
                     shown.callback(_Saved(group, _values(group, kind, config)).close)
             saved = super().state_dict(*args, **kwargs)
         self._finish(saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
@@ -242,6 +243,24 @@ class StateDictMethods(nn.Module):
 
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [each for each in module.modules() if isinstance(each, StateDictMethods)]
+
+
+class _InPlace(LocalStateDictConfig):
+    """Local shards, and of groups that nothing shards the parameters where they lie, under whichever names."""
+
+
+@contextmanager
+def in_place(module: nn.Module) -> Iterator[None]:
+    """State dicts of ``module`` copy no parameter: for what they hold beside parameters."""
+    before = {wrapper: wrapper._settings for wrapper in _wrappers(module)}
+    for wrapper in before:
+        local = StateDictType.LOCAL_STATE_DICT
+        wrapper._settings = StateDictSettings(local, _InPlace(), CONFIGS[local][1]())
+    try:
+        yield
+    finally:
+        for wrapper, settings in before.items():
+            wrapper._settings = settings
 
 
 class _Saved(FullGroup):
