@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint import Checkpoint, CheckpointError
+from fullshard.checkpoint import Checkpoint, CheckpointError, fetch
+from fullshard.checkpoint.blocks import BLOCK
 from fullshard.checkpoint.fetch import ASK, NearCopy
 from fullshard.checkpoint.near import Hosts
 from fullshard.checkpoint.ranks import Ranks
@@ -186,6 +188,37 @@ def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_d
     with pytest.warns(UserWarning, match=reason):
         assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 1}
     assert_all(model, 1)
+
+
+@ranks(2)
+def test_a_host_that_lacks_a_file_asks_for_many_blocks_at_a_time(world: World, tmp_path: Path) -> None:
+    near, asked = near_of(tmp_path, 2), list[tuple[int, int]]()
+    models = [seeded(lambda: nn.Linear(1000, 1003)) for _ in range(2)]
+    for model in models:
+        fullshard.fully_shard(model)
+    with torch.no_grad():
+        models[0].weight.to_local().copy_(torch.randn(models[0].weight.to_local().shape))
+    checkpoint.save(tmp_path, models[0], step=2, near=near)
+    dist.barrier()
+    if world.rank == 0:
+        shutil.rmtree(near)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fetch, "AHEAD", 3 * BLOCK)
+        before = NearCopy.ask
+        patch.setattr(
+            NearCopy,
+            "ask",
+            lambda self, holder, name, start, block: (
+                asked.append((start // BLOCK, len(block))) or before(self, holder, name, start, block)
+            ),
+        )
+        assert checkpoint.load(tmp_path, models[1], near=near) == {"step": 2}
+    for key, value in models[0].state_dict().items():
+        assert value.to_local().equal(models[1].state_dict()[key].to_local())
+    many = [each for each in asked if each[1] == 3 * BLOCK]
+    assert len(many) == 2 * (world.rank == 0)
+    assert len(asked) <= 6 * (world.rank == 0)
 
 
 @ranks(2)

@@ -31,6 +31,8 @@ from fullshard.policies import warn
 #: Tags of requests (number of the file, first byte, how many bytes; or :data:`_END`) and of answers.
 ASK, _ANSWER = 0x6E656173, 0x6E656174
 _END = -1
+#: Bytes that one request asks for at most: each costs a message both ways and two threads that wake up.
+AHEAD = 32 * BLOCK
 
 
 class _Held(NamedTuple):
@@ -53,6 +55,7 @@ class NearCopy:
         holders: by file, on each host that has it the ranks, of which each can be asked.
         source: a rank that has the manifest.
         ranks: that load.
+        come: the bytes that came last, with the rank and the file that they are of, and the first one's place in it.
     """
 
     path: Path
@@ -62,6 +65,7 @@ class NearCopy:
     source: int
     ranks: Ranks
     has_others: bool
+    come: tuple[int, str, int, memoryview] = (-1, "", 0, memoryview(b""))
 
     def open(self) -> Checkpoint:
         """Opens it for :meth:`served` reads. All ranks must call it at once."""
@@ -143,8 +147,26 @@ class _NearReader(BlockReader):
         rank = copy.ranks.rank
         self._copy, self._name, self._told = copy, name, False
         self._others = [members[rank % len(members)] for members in copy.holders[name] if rank not in members]
+        self._end = 0  # of the run of bytes that is being read
         with contextlib.suppress(BrokenCheckpoint):  # this host does not have it
             super().__init__(copy.path / name, *file)
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        self._end = start + len(target)
+        super().read_into(target, start)
+
+    def _ask(self, holder: int, start: int, block: memoryview) -> None:
+        """Fills ``block`` from what has come. Asks where that lacks it: for the rest of the run if this host lacks the
+        file, else for the block alone, as the blocks around it are probably whole."""
+        whom, name, first, come = self._copy.come
+        if (whom, name) != (holder, self._name) or not first <= start <= start + len(block) <= first + len(come):
+            run = min(-(-self._end // BLOCK) * BLOCK, start + AHEAD, self.size) if self._file < 0 else 0
+            self._copy.come = NearCopy.come
+            del come  # the memory of before, so that only one such piece is held
+            first, come = start, memoryview(bytearray(max(run, start + len(block)) - start))
+            self._copy.ask(holder, self._name, start, come)
+            self._copy.come = holder, self._name, start, come
+        block[:] = come[start - first : start - first + len(block)]
 
     def _read(self, number: int, block: memoryview) -> None:
         reasons: list[str] = []
@@ -153,7 +175,7 @@ class _NearReader(BlockReader):
                 if holder < 0:
                     super()._read(number, block)
                 else:
-                    self._copy.ask(holder, self._name, number * BLOCK, block)
+                    self._ask(holder, number * BLOCK, block)
                     self._compare(number, block)
                     if reasons and not self._told:
                         self._told = True
