@@ -90,6 +90,16 @@ def _copied(name: str) -> Callable[[Any], Spread]:
     return lambda found: exact(found["contenders"][name]["copied"])
 
 
+def _launches(what: str, is_ratio: bool = True) -> Callable[[Any], Spread]:
+    """The most for any number of ranks and of parameters, over that of torch's FSDP2 if it is a ratio."""
+
+    def value(found: Any) -> Spread:
+        pairs = [(each["fullshard"], each["torch FSDP2"]) for size in found for each in size["counts"].values()]
+        return exact(max(ours[what] / theirs[what] if is_ratio else ours[what] for ours, theirs in pairs))
+
+    return value
+
+
 def _growth(found: Any) -> Spread:
     """The host time at the largest number of ranks over that at the smallest."""
     first, last = (each["counts"][4]["fullshard"]["seconds"][0] for each in (found[0], found[-1]))
@@ -159,6 +169,12 @@ GOALS = [
     Goal("host time a group, n=32 / FSDP2's", "host", 0.22, "", _host(32)),
     Goal("host time a group, n=4: most ranks / fewest", "host", 1.1, "", _growth),
     Goal("calls a group, n=8", "host", 250, "", lambda found: exact(found[0]["counts"][8]["fullshard"]["calls"])),
+    Goal("launches in a step / FSDP2's", "launches", 0.6, "", _launches("launches")),
+    Goal("bytes that copies read and write / FSDP2's", "launches", 0.6, "", _launches("copied")),
+    Goal("bytes allocated in a step beside gradients", "launches", 0.0, "U", _launches("allocated", False)),
+    Goal("waits of the host for a device in a step", "launches", 0, "", _launches("synchronizations", False)),
+    Goal("collectives in a step / FSDP2's", "launches", 1.0, "", _launches("collectives")),
+    Goal("the same, bytes / FSDP2's", "launches", 1.0, "", _launches("sent")),
     Goal("optimizer step, 200 small parameters / plain tensors", "optimizer", 1.3, "", _optimizer_step),
     _memory("forward peak above the shards, with prefetch", 2.0, "forward"),
     _memory("the same without prefetch", 1.0, "forward", "fullshard, no prefetch"),

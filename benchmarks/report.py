@@ -39,6 +39,7 @@ _TITLES = {
     "group": "One group's gather and reduction",
     "exchanges": "Messages or collectives",
     "host": "What the host does for a group",
+    "launches": "What a step asks of a device",
     "optimizer": "A step of an optimizer",
     "memory": "Memory of a rank",
     "padding": "Padding",
@@ -78,8 +79,13 @@ def parts(results: Results) -> dict[str, str]:
         made["goals"] = lambda: _goals(results)
     if steps:
         made |= {"steps": lambda: _steps(steps, results["machine"]["cores"]), "moves": lambda: _moves(steps)}
-    tables = (("group", _group), ("exchanges", _exchanges), ("host", _host), ("optimizer", _optimizer))
-    others = (("memory", _memory), ("padding", _padding), ("initialisation", _initialisation))
+    tables = (("group", _group), ("exchanges", _exchanges), ("host", _host), ("launches", _launches))
+    others = (
+        ("optimizer", _optimizer),
+        ("memory", _memory),
+        ("padding", _padding),
+        ("initialisation", _initialisation),
+    )
     for name, make in (*tables, *others, ("checkpoint", _checkpoint), ("saves", _saves), ("checks", _checks)):
         if name in results:
             made[name] = lambda name=name, make=make: make(results[name])  # type: ignore[misc]
@@ -135,7 +141,11 @@ def _called(transport: str) -> str:
 
 def _goals(results: Results) -> Iterator[str]:
     yield "What fullshard has to reach, and what this run measured of `fullshard` unless sockets are named.\n"
-    rows = [
+    yield _table(_judged(results), ["what", "measured", "goal", ""])
+
+
+def _judged(results: Results) -> list[list[str]]:
+    return [
         [
             goal.what,
             _number(value[0], goal.unit) + _quartiles(value),
@@ -144,7 +154,6 @@ def _goals(results: Results) -> Iterator[str]:
         ]
         for goal, value in judge(results)
     ]
-    yield _table(rows, ["what", "measured", "goal", ""])
 
 
 def _steps(steps: Results, cores: int) -> Iterator[str]:
@@ -273,6 +282,28 @@ def _host(found: Any) -> Iterator[str]:
 
 def _micro(seconds: Spread) -> Spread:
     return 1e6 * seconds[0], 1e6 * seconds[1], 1e6 * seconds[2]
+
+
+def _launches(found: Any) -> Iterator[str]:
+    yield (
+        "For each group in a forward and a backward, less what modules do that are not sharded. Counted on a pretended "
+        "device, not measured on one. *Launches*: operations that look at elements, without collectives; an operation "
+        "on lists of tensors is one. *Kernels*: the same, where an operation on lists whose tensors do not lie alike "
+        "counts for each of them. *Copied*: bytes that copies read and write, and fills write. *Allocated*: memory "
+        "that lives no longer than the step. *Waits*: of the host for the device. *Sent*: what collectives ask of a "
+        "rank. Bytes are in U. n: equal parameters of 1,024 elements in a group, or the 8 of a transformer's block.\n"
+    )
+    columns = ("launches", "kernels", "copied", "allocated", "synchronizations", "collectives", "sent")
+    rows = [
+        [str(each["ranks"]), str(count), name, *(f"{cost[column]:.2f}" for column in columns)]
+        for each in found
+        for count, costs in each["counts"].items()
+        for name, cost in costs.items()
+    ]
+    shown = ("launches", "kernels", "copied, U", "allocated, U", "waits", "collectives", "sent, U")
+    yield _table(rows, ["W", "n", "", *shown])
+    yield "The most of all these rows, beside the goals:\n"
+    yield _table(_judged({"launches": found}), ["what", "counted", "goal", ""])
 
 
 def _optimizer(found: Any) -> Iterator[str]:

@@ -28,6 +28,7 @@ from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
+from benchmarks.launches import TRANSFORMER, measure_launches
 from benchmarks.memory import measure_memory, measure_padding, measure_peaks
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
@@ -41,6 +42,7 @@ NAMES = (
     "group",
     "exchanges",
     "host",
+    "launches",
     "optimizer",
     "memory",
     "padding",
@@ -59,6 +61,8 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     exchanged = [2**14] if quick else [2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
     stored = {"1 GiB": (64, 2048), "5,000 small tensors": (5000, 64)}
     stored = {"small": (4, 64)} if quick else stored
+    small: list[int | str]
+    pretended, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER])
     ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {
@@ -72,6 +76,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
+        "launches": {"launches": lambda: [measure_launches(size, small, 8) for size in pretended]},
         "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
         "memory": {"memory": lambda: measure_memory(blocks, 2), "peaks": lambda: measure_peaks(communication, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},

@@ -24,24 +24,24 @@ _COPIES: dict[str, int | str] = {
     "aten::_to_copy": "result",
     "aten::_chunk_cat": "result",
     "aten::split_with_sizes_copy": "result",
-    "fsdp::all_gather_copy_in": 2,
+    "fsdp::all_gather_copy_in": 0,  # what it reads, a part of what the second argument can hold
     "fsdp::split_with_sizes_copy": "out",
     "fsdp::chunk_cat": "out",
 }
 
 #: Bytes that a rank has to send, from the bytes of the operator's tensors, and the number of ranks.
 _COLLECTIVES: dict[str, Callable[[list[Any], int], float]] = {
-    "c10d::allreduce_": lambda args, world: 2 * _nbytes(args[0]) * (world - 1) / world,
-    "c10d::_allgather_base_": lambda args, world: _nbytes(args[1]) * (world - 1),
-    "c10d::allgather_": lambda args, world: _nbytes(args[1]) * (world - 1),
-    "c10d::allgather_into_tensor_coalesced_": lambda args, world: _nbytes(args[1]) * (world - 1),
-    "c10d::_reduce_scatter_base_": lambda args, world: _nbytes(args[0]) * (world - 1),
-    "c10d::reduce_scatter_": lambda args, world: _nbytes(args[0]) * (world - 1),
-    "c10d::reduce_scatter_tensor_coalesced_": lambda args, world: _nbytes(args[0]) * (world - 1),
-    "c10d::alltoall_base_": lambda args, world: _nbytes(args[1]) * (world - 1) / world,
-    "c10d::alltoall_": lambda args, world: _nbytes(args[1]) * (world - 1) / world,
-    "c10d::broadcast_": lambda args, world: _nbytes(args[0]) * (world - 1) / world,
-    "c10d::send": lambda args, world: _nbytes(args[0]),
+    "c10d::allreduce_": lambda args, world: 2 * nbytes(args[0]) * (world - 1) / world,
+    "c10d::_allgather_base_": lambda args, world: nbytes(args[1]) * (world - 1),
+    "c10d::allgather_": lambda args, world: nbytes(args[1]) * (world - 1),
+    "c10d::allgather_into_tensor_coalesced_": lambda args, world: nbytes(args[1]) * (world - 1),
+    "c10d::_reduce_scatter_base_": lambda args, world: nbytes(args[0]) * (world - 1),
+    "c10d::reduce_scatter_": lambda args, world: nbytes(args[0]) * (world - 1),
+    "c10d::reduce_scatter_tensor_coalesced_": lambda args, world: nbytes(args[0]) * (world - 1),
+    "c10d::alltoall_base_": lambda args, world: nbytes(args[1]) * (world - 1) / world,
+    "c10d::alltoall_": lambda args, world: nbytes(args[1]) * (world - 1) / world,
+    "c10d::broadcast_": lambda args, world: nbytes(args[0]) * (world - 1) / world,
+    "c10d::send": lambda args, world: nbytes(args[0]),
     "c10d::recv_": lambda args, world: 0,
     "c10d::barrier": lambda args, world: 0,
 }
@@ -77,7 +77,7 @@ class Traffic(TorchDispatchMode):
         elif name in _COLLECTIVES:
             self.asked += _COLLECTIVES[name](list(args), self._world_size)
             if name in _GATHERS:
-                self.gathered += _nbytes(args[0])
+                self.gathered += nbytes(args[0])
         elif name.startswith("c10d::"):
             self.unknown.add(name)
         return result
@@ -85,11 +85,11 @@ class Traffic(TorchDispatchMode):
 
 def _written(where: int | str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if isinstance(where, int):
-        return _nbytes(args[where])
-    return _nbytes(kwargs.get("out", result))
+        return nbytes(args[where])
+    return nbytes(kwargs.get("out", result))
 
 
-def _nbytes(tensors: Any) -> int:
+def nbytes(tensors: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 
 

@@ -18,6 +18,7 @@ from benchmarks.goals import GOALS, Goal, excess, judge
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
+from benchmarks.launches import TRANSFORMER, measure_launches
 from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY, Work
 from benchmarks.optimizer import measure_optimizer
@@ -86,6 +87,17 @@ def test_host_costs_are_those_of_the_library(host: list[dict[str, Any]]) -> None
         assert counts[8][name]["calls"] < counts[32][name]["calls"]
         assert len(counts[8][name]["seconds"]) == 3
         assert counts[8]["torch's calls alone"]["calls"] < counts[8][name]["calls"]
+
+
+def test_what_a_device_is_asked_for_is_counted() -> None:
+    """FSDP2 gathers twice and reduces once, each with a copy before it, and after a gather; see there."""
+    counts = measure_launches(4, [4, TRANSFORMER], groups=2)["counts"]
+    for cost in (each["torch FSDP2"] for each in counts.values()):
+        assert (cost["collectives"], cost["launches"], cost["allocated"]) == (3, 5, 5)
+        assert cost["sent"] == 3 * 3 / 4
+        assert cost["copied"] == 2 * (2 * (1 + 1 / 4) + 1)
+    assert counts[4]["fullshard"]["kernels"] == counts[4]["fullshard"]["launches"]
+    assert counts[TRANSFORMER]["fullshard"]["kernels"] > counts[4]["fullshard"]["kernels"]
 
 
 def test_a_group_is_gathered_and_reduced_by_itself(group: dict[str, Any]) -> None:

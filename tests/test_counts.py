@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.host import measure_host
+from benchmarks.launches import TRANSFORMER, measure_launches
 from benchmarks.models import Work
 from benchmarks.traffic import Traffic
 from torch import nn
@@ -40,6 +41,15 @@ COPIED = {"host": 1.015 if CAN_SWAP_MEMORY else 1.515, "p2p": 3.502, "collective
 SENT = {"host": 0.0 if CAN_SWAP_MEMORY else 0.5, "p2p": 1.5, "collective": 1.5}
 #: Calls of functions of the library for a gather and the wait for it, and files in which they are.
 GATHER = {"p2p": (18, 6), "collective": (17, 6)}
+#: What a group asks of a device in a step, see ``benchmarks.launches.Cost``: with parameters alike, and with others.
+LAUNCHES = {
+    "launches": (3.75, 3.75),
+    "kernels": (3.75, 14.75),
+    "copied": (7.5, 7.5),
+    "allocated": (0, 0),
+    "synchronizations": (0, 0),
+    "collectives": (2.75, 2.75),
+}
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
@@ -56,6 +66,14 @@ def test_a_group_takes_no_more_calls_in_a_step() -> None:
     found = measure_host(2, list(CALLS), groups=24, rounds=1)["counts"]
     calls = {count: round(each["fullshard"]["calls"]) for count, each in found.items()}
     assert all(calls[count] <= most + MORE_CALLS for count, most in CALLS.items()), f"{calls}, and may be {CALLS}"
+
+
+def test_a_group_asks_no_more_of_a_device_in_a_step() -> None:
+    found = measure_launches(8, [8, TRANSFORMER], groups=8)["counts"]
+    costs = [each["fullshard"] for each in found.values()]
+    for what, most in LAUNCHES.items():
+        if what != "allocated" or CAN_SWAP_MEMORY:
+            assert all(cost[what] <= limit for cost, limit in zip(costs, most, strict=True)), f"{what}: {costs}"
 
 
 @ranks(2)

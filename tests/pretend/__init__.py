@@ -13,10 +13,11 @@ are called while it is current.
 Both run in the tests of parity (`pytest --all tests/parity -k "checked or late"`).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from tests.pretend.checked import AccessError, Checker
-from tests.pretend.device import PretendedStreams, pretend
+from tests.pretend.device import Model, PretendedStreams, pretend
 from tests.pretend.late import Late
 
 __all__ = ["AccessError", "Checker", "Late", "pretend", "pretended"]
@@ -24,4 +25,5 @@ __all__ = ["AccessError", "Checker", "Late", "pretend", "pretended"]
 
 def pretended(kind: str) -> AbstractContextManager[PretendedStreams]:
     """The pretended device of a kind: "checked" or "late"."""
-    return pretend({"checked": Checker, "late": Late}[kind]())
+    models: dict[str, Callable[[], Model]] = {"checked": Checker, "late": Late}
+    return pretend(models[kind]())

@@ -256,7 +256,8 @@ class Checker:
 
 def _stack() -> tuple[str, ...]:
     """The calls that lead here, the innermost first, without those of torch and of this package."""
-    frame, lines = sys._getframe(2), []
+    lines: list[str] = []
+    frame = sys._getframe(2)
     while frame is not None and len(lines) < _DEPTH:
         name = frame.f_code.co_filename
         if "/torch/" not in name and name not in _OWN:

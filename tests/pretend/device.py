@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard.device
+from fullshard import torch_private
 from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.torch_private import CAN_SWAP_MEMORY, Collective
@@ -138,7 +139,7 @@ class _Operations(TorchDispatchMode):
     """Gives every operation of torch to the stream that is current."""
 
     def __init__(self, streams: PretendedStreams) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +154,7 @@ class _Operations(TorchDispatchMode):
 def pretend(model: Model) -> Iterator[PretendedStreams]:
     """Let the library take the CPU for a device with streams while this is entered."""
     streams = PretendedStreams(model)
-    swap: Callable[..., None] = slots.swap_memory
+    swap: Callable[..., None] = torch_private.swap_memory
 
     def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         model.swapped(one, other)
@@ -171,8 +172,8 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
             (fullshard.device, "HOSTS", set()),
             (slots, "HOSTS", set()),
             (fullshard.device, "_streams", streams),
-            (collective, "all_gather_over", over(collective.all_gather_over)),
-            (collective, "reduce_scatter_over", over(collective.reduce_scatter_over)),
+            (collective, "all_gather_over", over(torch_private.all_gather_over)),
+            (collective, "reduce_scatter_over", over(torch_private.reduce_scatter_over)),
             *([(slots, "swap_memory", swap_memory)] if CAN_SWAP_MEMORY else []),
         ):
             stack.enter_context(mock.patch.object(where, name, value))

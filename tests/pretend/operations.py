@@ -90,7 +90,8 @@ def accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     looks, written = _kinds(func)
     if not looks:
         return
-    for key, value in (*enumerate(args), *kwargs.items()):
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in given:
         for tensor in tensors_in(value):
             start, end = extent(tensor)
             if end > start:
