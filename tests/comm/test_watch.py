@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -270,3 +271,11 @@ def test_a_report_from_before_a_restart_is_not_read(
     assert 1 in watcher._reports.read([1])
     monkeypatch.setattr(reports, "_BEGUN", time.time() + 1)
     assert 1 not in Watch(store)._reports.read([1])
+
+
+def test_both_threads_may_ask_whether_the_store_has_gone(store: Any) -> None:
+    """The one that trains looks for the reason of an error while the other watches."""
+    asked = StoreConnection(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), rank=0)
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(lambda _: [asked.has_gone for _ in range(3000)].count(True), range(4)))
+    asked.close()

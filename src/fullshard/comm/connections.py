@@ -44,7 +44,7 @@ class StoreConnection:
         self._silent_since: float | None = None
         self._not_before = 0.0  # when to ask again
         #: Of the connections to its server, if it has one: a request to one that has gone prints the stack of C++.
-        self._poll = select.poll()
+        self._poll, self._polls = select.poll(), threading.Lock()
         new = (each for each, ends in connected_sockets() if ends not in known and ends[1].endswith(f":{self.port}"))
         self._connections = [each.dup() for each in new]
         for each in self._connections:
@@ -54,7 +54,13 @@ class StoreConnection:
     @property
     def has_gone(self) -> bool:
         """Whether the process that has the store has ended."""
-        return bool(self._poll.poll(0))
+        with self._polls:  # which both threads ask for, and a poll refuses to be asked twice at once
+            return bool(self._poll.poll(0))
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store has not answered what it was asked last."""
+        return self._silent_since is not None
 
     def set(self, key: str, value: str) -> None:
         self._ask(lambda: self._store.set(key, value))

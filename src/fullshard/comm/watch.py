@@ -272,7 +272,10 @@ class Watch:
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
         if missing:
             nothing = f"may have ended ({_GONE})" if self._store.has_gone else "has not sharded anything yet"
-            places[f"{nothing}, or has no watch"] = missing
+            nothing += ", or has no watch"
+            if self._store.is_silent and not self._store.has_gone:
+                nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
+            places[nothing] = missing
         return ". ".join(f"Rank {', '.join(map(str, ranks))} {place}" for place, ranks in places.items())
 
     # -- ends ----------------------------------------------------------------------------------------------------------
