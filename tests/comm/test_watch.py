@@ -29,7 +29,7 @@ from fullshard.comm.watch import Watch
 
 @pytest.fixture
 def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 @pytest.fixture
