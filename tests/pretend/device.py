@@ -66,11 +66,14 @@ class Event:
 
     streams: PretendedStreams
     point: Any
+    was_asked: bool = False
 
     def query(self) -> bool:
-        """As if the device were always done when it is asked."""
-        self.synchronize(counts=False)
-        return True
+        """As if the device were done when it is asked a second time."""
+        if self.was_asked:
+            self.synchronize(counts=False)
+        before, self.was_asked = self.was_asked, True
+        return before
 
     def synchronize(self, counts: bool = True) -> None:
         self.streams.synchronizations += counts

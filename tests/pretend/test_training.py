@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fullshard.device import CPU, current_stream, streams_of
+from tests.fully_shard import test_extensions
 from tests.harness import World, ranks
 from tests.harness.compare import Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, random_batch, seeded
@@ -21,6 +22,7 @@ from tests.parity import (
     test_accumulation,
     test_composition,
     test_finalization,
+    test_gradient_dtypes,
     test_kept_storage,
     test_precision,
     test_settings,
@@ -71,6 +73,10 @@ WAYS: dict[str, Callable[[World], None]] = {
     ),
     "offload": partial(test_composition.test_cpu_offload, optimizer=adamw, reshard=True),
     "offload, accumulated": test_composition.test_cpu_offload_over_micro_batches,
+    "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
+    "extensions": partial(
+        test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective", swaps=True
+    ),
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, swaps=True, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),
