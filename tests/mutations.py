@@ -422,12 +422,6 @@ MUTATIONS = (
         "",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
-    Mutation(
-        "group/extension.py",
-        "                streams.keep(output)  # made",
-        "                pass  # made",
-        "tests/pretend/test_training.py::test_every_way_to_train",
-    ),
     # memory that the ranks of a host share
     Mutation(
         "comm/host.py",
