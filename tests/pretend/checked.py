@@ -130,7 +130,9 @@ class Checker:
         use = self._use(actor, func)
         for access in accesses(func, args, kwargs):
             if access.writes and not on_host and "copy_" not in func._schema.name:
-                self._allocation(access, actor).is_host = False  # a scalar that was made on the host to be moved
+                allocation = self._allocation(access, actor)
+                if allocation.is_host:  # made of a number on the host, and then moved
+                    allocation.is_host, allocation.actor = False, actor
             is_scalar = not access.writes and access.tensor.ndim == 0 and self._is_on_host(access.tensor)
             if actor == HOST or not is_scalar:  # a kernel is given what a scalar of the host is when it is launched
                 self._check(access, use)
