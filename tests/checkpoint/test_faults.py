@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,10 @@ def assert_holds(saved: Checkpoint, number: int | None = None) -> None:
         assert saved.tensor(name).eq(saved.manifest.step if number is None else number).all(), name
 
 
-def save_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
-    model = filled()
-    model.fill(1)
-    checkpoint.save(folder, model, step=1)
-    left = moment if world.rank == victim else -1
+@contextlib.contextmanager
+def killed_at(moment: int, names: Iterable[str]) -> Iterator[None]:
+    """Kill this process after so many calls of the functions with these names; never if ``moment`` is negative."""
+    left = moment
 
     def dying(call: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -84,8 +83,16 @@ def save_until_killed(world: World, folder: Path, victim: int, moment: int, wait
         return count
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
+        for name in names:
             patch.setattr(name, dying(pkgutil.resolve_name(name)))
+        yield
+
+
+def save_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
+    model = filled()
+    model.fill(1)
+    checkpoint.save(folder, model, step=1)
+    with killed_at(moment if world.rank == victim else -1, CALLS):
         for step in (2, 3):
             model.fill(step)
             checkpoint.save(folder, model, step=step, keep_last=2, wait=wait)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pkgutil
 import random
 import shutil
 import signal
@@ -32,7 +31,7 @@ from fullshard.checkpoint.fetch import ASK, NearCopy
 from fullshard.checkpoint.near import Hosts
 from fullshard.checkpoint.ranks import Ranks
 from tests.checkpoint.cases import optimizer_of, train
-from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip
+from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip, killed_at
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
 
@@ -322,21 +321,8 @@ def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_p
 
 def save_near_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
     model, near = save_near(folder, hosts=2), near_of(folder, 2)
-    left = moment if world.rank == victim else -1
-
-    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return count
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*CALLS, "torch.distributed.isend", "torch.distributed.irecv", "torch.distributed.broadcast"):
-            patch.setattr(name, dying(pkgutil.resolve_name(name)))
+    names = (*CALLS, "torch.distributed.isend", "torch.distributed.irecv", "torch.distributed.broadcast")
+    with killed_at(moment if world.rank == victim else -1, names):
         for step in (3, 4):
             model.fill(step)
             checkpoint.save(folder, model, step=step, near=near, wait=wait)

@@ -36,7 +36,7 @@ AHEAD = 32 * BLOCK
 
 
 class _Held(NamedTuple):
-    """What a host has of a near copy."""
+    """The part of a near copy that one host has."""
 
     name: str
     near: dict[str, str]
