@@ -40,12 +40,12 @@ _WITH_STORE = (
     r"|rank \d .*[Rr]ank 0[, \d]* (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
 )
 _DIFFER = (
-    r"rank \d+ has .* where rank \d+ has |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
+    r"rank \d+ has .* where (rank \d+ has|it had) |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"
     r"|one of them has left out a (micro-batch or a step|forward or a backward)"
 )
 #: The same in the last step, where a rank may be through before.
 _DIFFER_AT_THE_END = _DIFFER + r"|Rank \d \(process \d+\) has ended .*: its program is over"
-#: The collectives of gloo end a process whose sizes differ.
+#: The collectives of gloo end a process whose sizes differ: it cannot say more than that.
 _ENDED_BY_GLOO = "gloo::EnforceNotMet"
 
 _context = multiprocessing.get_context("forkserver")
@@ -154,21 +154,22 @@ def _faults_of(case: Case, rank: int, results: list[RankResult]) -> Iterator[str
     elif rank == case.rank and case.fault == "raise":
         if "a bad batch" not in result.said:
             yield f"did not say its own error: {result.said[-300:]}"
-    elif case.transport == "collective" and differs and any(_ENDED_BY_GLOO in each.said for each in results):
+    elif case.transport == "collective" and differs and result.ended == "exited" and _ENDED_BY_GLOO in result.said:
         return
     elif result.said.startswith("LostRankError") and "Traceback" in result.printed:
         yield f"buries the first error: {result.printed[-600:]}"
-    elif not re.search(_says(case), result.said, re.S):
+    elif not re.search(_says(case, _ENDED_BY_GLOO in results[0].said), result.said, re.S):
         yield f"is not clear: {result.said[-600:]}"
     elif case.fault != "stop" and result.told - first.told > PROMPT:
         yield f"was told {result.told - first.told:.1f} s late: {result.said[-300:]}"
 
 
-def _says(case: Case) -> str:
-    """What errors must say, as a regular expression."""
+def _says(case: Case, first_was_ended: bool = False) -> str:
+    """What errors must say, as a regular expression; ``first_was_ended``: whether gloo has ended rank 0."""
     differ = _DIFFER_AT_THE_END if case.fault in ("skip", "more") and case.step == case.steps - 1 else _DIFFER
     says = _SAYS.get(case.fault, differ)
     ends_with_store = (case.rank == 0 and case.fault in ("kill", "early")) or differ is _DIFFER_AT_THE_END
+    ends_with_store = ends_with_store or first_was_ended
     if case.store_with_rank_0 and ends_with_store:
         says += _WITH_STORE
     for name, value in (("rank", case.rank), ("step", case.step + 1), ("next", case.step + 2)):

@@ -34,6 +34,15 @@ def test_a_fault_of_each_kind() -> None:
     check([replace(ONE, fault=fault, transport=transports[at % 2]) for at, fault in enumerate(FAULTS)])
 
 
+def test_ranks_of_which_gloo_ends_one_are_told_where_they_parted() -> None:
+    """Its collectives end a process that is sent more than it expects."""
+    one = replace(ONE, transport="collective", fault="leave", block=0, widths=(12, 48), front_end="original")
+    cases = [one, replace(one, world=3, rank=2, block=1, widths=(48, 200), front_end="flat")]
+    found = together(cases)
+    assert [judge(case, each) for case, each in zip(cases, found, strict=True)] == ["", ""]
+    assert all(any("EnforceNotMet" in rank.said for rank in ranks) for ranks in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat"])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.schedule.passes import Consistency
+from fullshard.comm.waits import WAITS
+from fullshard.group.context import Clock
+from fullshard.schedule.passes import Consistency, Passes
 from tests.fully_shard.cases import environment, inputs
 from tests.fully_shard.test_communication import CountingReduceScatter
 from tests.harness import World, ranks
@@ -75,6 +78,19 @@ def test_ranks_that_run_other_groups_are_told_before_the_step(world: World, orde
     loss = routed(inputs(world.rank), order[world.rank]).square().mean()
     with pytest.raises(RuntimeError, match=r"rank 0 has the gather of 'experts.0' where rank 1 has .* 'experts.1'"):
         loss.backward()
+
+
+@ranks(2, transport="collective")
+def test_only_calls_in_another_order_than_before_are_announced(world: World) -> None:
+    """To the other ranks, by a store, which takes time."""
+    routed, counts = model(), []
+    for order in ([0, 1], [0, 1], [0, 1], [1, 0]):
+        with mock.patch.object(WAITS, "announce") as announce:
+            routed(inputs(world.rank), order).square().mean().backward()
+        counts.append(announce.call_count)
+    assert counts[0] > counts[1]  # which gathers ahead
+    assert counts[2] == 0
+    assert counts[3] > 0
 
 
 @ranks(2, transport="collective")
@@ -187,7 +203,7 @@ def test_a_rank_at_the_end_of_a_forward_has_parted_from_one_that_gathers_more(wo
 
 def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
     """A rank that looks for the difference waits for the others, which may wait for its part of a sum meanwhile."""
-    consistency = Consistency(torch.device("cpu"))
+    consistency = Consistency(torch.device("cpu"), Passes(Clock()))
 
     class Differs:
         process_group, number, calls, kind, steps = SimpleNamespace(group_name="all"), 7, (), "backward", 3

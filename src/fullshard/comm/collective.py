@@ -54,6 +54,7 @@ class CollectiveTransport(Transport):
     """
 
     name = "collective"
+    ends_processes = True
 
     def __init__(
         self, all_gather: AllGather | _Memory | None = None, reduce_scatter: ReduceScatter | _Memory | None = None

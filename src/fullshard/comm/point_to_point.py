@@ -65,6 +65,7 @@ class PointToPointTransport(Transport):
     def __init__(self, staging: int = STAGING, large: int = LARGE, native: Transport | None = None) -> None:
         self._limits = (staging, large)
         self._native = native
+        self.ends_processes = native is not None
 
     def _route(
         self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int

@@ -160,6 +160,8 @@ class Transport:
     name: str
     #: How many gradient buffers a backward uses at once, unless the user says.
     gradient_buffers = 1
+    #: Whether it uses collectives, in which a backend may end a process that brings another size than the others.
+    ends_processes = False
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 

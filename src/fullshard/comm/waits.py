@@ -45,11 +45,13 @@ class Position:
         passes: what it communicated about last, by number: of each process group and each pass that may not have ended
             everywhere the same on all ranks.
         names: of the groups, by their tags.
+        unlike_before: where the pass that runs has left the order of the one before, for people.
     """
 
     doing: str = "before its first forward"
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    unlike_before: str = ""
 
 
 class Waits:
@@ -66,6 +68,7 @@ class Waits:
         joined: the one of these for which the training waits.
         verdict: why no wait of this process will end, once that is known.
         position: where it is.
+        announce: lets the other ranks know at once where it is, by the thread that trains.
         explain: says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
     """
 
@@ -77,6 +80,7 @@ class Waits:
         self.joined: threading.Thread | None = None
         self.verdict: str | None = None
         self.position: Callable[[], Position] = Position
+        self.announce: Callable[[], object] = lambda: None
         self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
 
     def change(self, wait: Wait | None) -> Wait | None:

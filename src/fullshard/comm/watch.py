@@ -101,6 +101,7 @@ class Watch:
         self._warned = 0.0  # seconds of this wait at which a line was logged
         self._beside: dict[threading.Thread, _Beside] = {}  # the waits of threads beside training
         self._judged = 0.0  # when the verdict was found
+        self._announced: dict[str, dict[str, str]] = {}  # the passes that were told at once
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
 
     @property
@@ -189,7 +190,7 @@ class Watch:
         """Write this rank's report."""
         mine, position = self._mine, WAITS.position()
         mine.doing, mine.waited, mine.quiet = position.doing, waited, waited
-        mine.waits, mine.waits_for, mine.passes = "", [], {}
+        mine.waits, mine.waits_for, mine.passes = "", [], self._announced
         if wait is not None:
             mine.waits = describe(wait)
             mine.waits_for = self._others_of(wait)
@@ -201,6 +202,14 @@ class Watch:
         if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
             mine.connections = [[*ends] for _, ends in self._connections()]
         self._write()
+
+    def announce(self) -> None:
+        """Let the others know at once where the training is: this process may not live to tell."""
+        position = WAITS.position()
+        with self._lock:
+            self._mine.doing, self._mine.passes = position.doing, position.passes
+            self._announced = position.passes
+            self._reports.write()
 
     def _connections(self) -> Iterator[tuple[socket.socket, tuple[str, str]]]:
         """The connections of this process, without those of the store."""
@@ -225,7 +234,7 @@ class Watch:
         # A rank that is over may have done its part: what this one waits for comes from those that go on, if any do.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
-            return lost
+            return ". ".join(filter(None, (lost, self._parted())))
         for report in needed:
             if parted := parting(self._mine, report):
                 return parted
@@ -255,6 +264,11 @@ class Watch:
                 found.append((False, f"{who} {how}; it was last seen {report.place}"))
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
+
+    def _parted(self) -> str:
+        """Where ranks went different ways, if they did: the backend may have ended one of them because of it."""
+        found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
+        return next(found, WAITS.position().unlike_before)
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
         """Where the ranks are, one sentence for each place."""
@@ -304,6 +318,7 @@ class Watch:
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
             if threading.current_thread() is WAITS.thread:
+                self._announced = WAITS.position().passes  # this rank goes no further
                 self._tell(WAITS.current, 0.0)
             while True:
                 reports = self._reports.read(ranks)
@@ -312,7 +327,7 @@ class Watch:
                 if verdict := next(filter(None, verdicts), None):
                     return verdict
                 if lost := self._lost(needed):
-                    return f"{lost}. Look there for the first error"
+                    return f"{lost}. {self._parted() or 'Look there for the first error'}"
                 if time.monotonic() > deadline:
                     return f"{self._others(reports)}. Look on the others for the first error"
                 time.sleep(0.05)
@@ -361,7 +376,7 @@ def start_watch() -> None:
     if _watch is None:
         atexit.register(_end)
         _follow_errors()
-    WAITS.verdict, WAITS.explain = None, watch.explain
+    WAITS.verdict, WAITS.explain, WAITS.announce = None, watch.explain, watch.announce
     _watch = watch
     watch.thread.start()
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,8 @@ class Clock:
     reading: bool = False
     #: Steps of optimizers on the groups of the tree.
     steps: int = 0
+    #: Is called before a group is gathered, or those of its parameters reduced, if other ranks are to know of it first.
+    announce: Callable[[Any, frozenset[int]], None] | None = None
 
 
 class Reductions:

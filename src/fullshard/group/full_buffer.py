@@ -219,6 +219,8 @@ class GatheredBuffer(FullBuffer):
         ready = self.buffer.take()
         if reuses:
             return None
+        if clock.announce is not None:
+            clock.announce(self._group, frozenset())
         self._values = values
         filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._end_gather if memory.needs_staging else None

@@ -352,6 +352,8 @@ class Gradients:
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
         assert self._buffer is not None
+        if group.clock.announce is not None:
+            group.clock.announce(group, wanted)
         reductions = group.comm.reductions
         reducing = _PendingReduction(group, self._partial, choice, self._buffer, reductions, reductions.drops)
         reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.local_ranks import PassBarrier
-from fullshard.comm.process_group import has_peers
-from fullshard.comm.waits import checks_are_on, waiting
+from fullshard.comm.process_group import backend_name, has_peers
+from fullshard.comm.waits import WAITS, checks_are_on, waiting
 from fullshard.device import CPU, streams_of
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
@@ -37,7 +37,7 @@ class Passes:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kind: Kind | None = None
+        self.kind: Kind | None = None
         #: Steps of optimizers when the last pass began.
         self.steps = 0
         self._barriers: list[PassBarrier] = []
@@ -45,7 +45,7 @@ class Passes:
 
     def begin(self, kind: Kind, groups: Iterable[Group]) -> None:
         """Make this rank's shards known, and wait until all ranks have. Inside another pass nothing happens."""
-        if self._kind is not None:
+        if self.kind is not None:
             return
         barriers: dict[int, PassBarrier] = {}  # one for all groups that the same ranks share
         self._groups = []
@@ -54,7 +54,7 @@ class Passes:
                 group.full.publish(whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), group.memory.shared.memory.barrier)
                 self._groups.append(group)
-        self._kind, self.steps = kind, self._clock.steps
+        self.kind, self.steps = kind, self._clock.steps
         self._barriers = list(barriers.values())
         for barrier in self._barriers:
             barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
@@ -65,7 +65,7 @@ class Passes:
 
     def end(self, kind: Kind) -> None:
         """Wait until all ranks have read what they need."""
-        if self._kind is not kind:
+        if self.kind is not kind:
             return
         self._stop_reading()
         for barrier in self._barriers:
@@ -78,7 +78,7 @@ class Passes:
             barrier.give_up()
 
     def _stop_reading(self) -> None:
-        self._kind, self._clock.reading = None, False
+        self.kind, self._clock.reading = None, False
         for group in self._groups:
             if not group.is_unsharded:
                 group.full.let_read(False)
@@ -98,25 +98,59 @@ class Consistency:
 
     Attributes:
         calls: what this rank has started to communicate about in this pass, in order.
+        unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, passes: Passes) -> None:
+        self._device, self._passes = device, passes
         self._process_groups: list[dist.ProcessGroup] = []
         self._under_way: list[_Comparison] = []
         self._number = 0  # of the pass, the same on all ranks
         self.calls: list[Call] = []
+        self.unlike_before = ""
+        self._followers: dict[
+            tuple[Kind | None, Call | None], Call | None
+        ] = {}  # what came after what, in the last passes
 
     def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
         """Compare with the ranks of these groups, over which the tree communicates."""
         self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
 
+    def announce(self, group: Group | None, reduced: frozenset[int]) -> None:
+        """Note a call, or the end of a pass (``None``), that is about to start.
+
+        If it did not follow the same call before, let the other ranks know: the backend may end this process for it.
+        """
+        followers, key = self._followers, (self._passes.kind, self.calls[-1] if self.calls else None)
+        call = None if group is None else (group, reduced)
+        if call is not None:
+            self.calls.append(call)
+        if key in followers and followers[key] == call:
+            return
+        if key in followers and not self.unlike_before:
+            here, there = (_told(each) if each else "the end of the pass" for each in (call, followers[key]))
+            self.unlike_before = (
+                f"In this pass rank {dist.get_rank()} has {here} where it had {there} in the one before. If the "
+                f"other ranks had that again, the backend may have ended one of them: gloo ends processes in which "
+                f"the sizes of what they exchange differ"
+            )
+        followers[key] = call
+        WAITS.announce()
+
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
-        for process_group in self._process_groups:
-            if calls := [call for call in self.calls if _is_compared(*call, process_group)]:
-                self._under_way.append(_Comparison(calls, kind, steps, process_group, self._device, self._number))
+        started = [
+            _Comparison(calls, kind, steps, process_group, self._number)
+            for process_group in self._process_groups
+            if (calls := [call for call in self.calls if _is_compared(*call, process_group)])
+        ]
+        self._under_way += started
+        if self._followers:
+            self.announce(None, NOTHING)
+        for comparison in started:
+            comparison.start(self._device)
         self.calls.clear()
+        self.unlike_before = ""
         self._number += 1
 
     def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
@@ -158,6 +192,7 @@ class Consistency:
     def forget(self) -> None:
         """Forget a pass that an error cut short."""
         self.calls.clear()
+        self.unlike_before = ""
         self._under_way.clear()
         self._number = (self._number // _ROUND + 1) * _ROUND
 
@@ -170,27 +205,30 @@ def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.Proc
     return process_group is group.data.shard_group and not in_memory
 
 
+def may_end_processes(group: Group) -> bool:
+    """Whether ranks that disagree on a group may be ended by the backend instead of an error."""
+    by_collectives = group.transport.ends_processes or group.reduce_transport.ends_processes
+    used = (group.data.shard_group if by_collectives else None, group.data.replicate_group)
+    return checks_are_on() and any(has_peers(each) and backend_name(each, group.device) == "gloo" for each in used)
+
+
 class _Comparison:
     """What the ranks of a process group communicated about in one pass, which has a ``number``."""
 
     def __init__(
-        self,
-        calls: list[Call],
-        kind: Kind,
-        steps: int,
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        number: int,
+        self, calls: list[Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, number: int
     ) -> None:
         self.calls, self.kind, self.steps, self.process_group, self.number = calls, kind, steps, process_group, number
-        said = steps, len(kind), hash(tuple([(group.tag, reduced) for group, reduced in calls]))
+
+    def start(self, device: torch.device) -> None:
+        said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
         streams = streams_of(device)
         mine = torch.tensor(said, dtype=torch.int64, device=CPU)
-        every = torch.empty(process_group.size() * len(said), dtype=torch.int64, device=device)
+        every = torch.empty(self.process_group.size() * len(said), dtype=torch.int64, device=device)
         if streams is not None:
             pinned = streams.host_memory(mine.shape, mine.dtype).copy_(mine)
             mine = torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
-        self._work = all_gather_single(every, mine, group=process_group, async_op=True)
+        self._work = all_gather_single(every, mine, group=self.process_group, async_op=True)
         self._every, self._event = every, None
         if streams is not None:
             self._work.wait()  # on the stream
@@ -222,6 +260,10 @@ class _Comparison:
 def described(calls: Iterable[Call], kind: Kind, steps: int) -> Iterator[str]:
     """A pass and what was communicated about in it, for people."""
     yield f"a {kind} after {steps} steps of optimizers"
-    for group, reduced in calls:
-        names = [group.params[index].name for index in sorted(reduced)]
-        yield f"the reduction of {names} in {group.title}" if names else f"the gather of {group.title}"
+    yield from map(_told, calls)
+
+
+def _told(call: Call) -> str:
+    group, reduced = call
+    names = [group.params[index].name for index in sorted(reduced)]
+    return f"the reduction of {names} in {group.title}" if names else f"the gather of {group.title}"

@@ -36,7 +36,7 @@ from fullshard.schedule.checks import (
 )
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
-from fullshard.schedule.passes import NOTHING, Consistency, Kind, Passes
+from fullshard.schedule.passes import NOTHING, Consistency, Kind, Passes, may_end_processes
 from fullshard.torch_private import call_after_backward, profiler_listens, running_backward
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Schedule:
         self.clock = Clock(begin_backward=self.begin_backward)
         self.passes = Passes(self.clock)
         self.order = Order()
-        self.consistency = Consistency(device)
+        self.consistency = Consistency(device, self.passes)
         self.observers: list[Observer] = []
         #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.schedule.finite`.
         self.inspect: Callable[[Group, bool], None] | None = None
@@ -211,6 +211,7 @@ class Schedule:
         is_first = not self._checked
         if is_first:
             check_first_forward(unit.modules, self.groups())
+            self.clock.announce = self.consistency.announce if any(map(may_end_processes, self.groups())) else None
             self._checked = True
         if emptied := [buffers for each in self.units for buffers in each.emptied]:
             for each in self.units:
@@ -302,9 +303,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
-        self.is_in_backward = False
         for unit in reversed(self.units):
             unit.end_backward()
+        self.is_in_backward = False
         self.consistency.start("backward", self.passes.steps)
         if self.is_last_backward and not self.finalization.is_by_hand:
             self._end_step()
@@ -390,7 +391,7 @@ class Schedule:
             verify_next(group.name, group.tag, group.data.shard_group)
         profiled = profiler_listens() if self.forward_root is None and not self.is_in_backward else self._is_profiled
         started = self._in_range("all_gather", group, group.unshard) if profiled else group.unshard()
-        if started:
+        if started and self.clock.announce is None:
             self.consistency.calls.append((group, NOTHING))
         if self.observers and before is not group.state and before is not State.LEFT:
             self.tell("gather" if started else "reuse", group)
@@ -421,7 +422,8 @@ class Schedule:
                 self.inspect(group, False)
             reduce = group.gradients.reduce
             reduced = self._in_range("post_backward_reduce", group, reduce) if self._is_profiled else reduce()
-            self.consistency.calls.append((group, reduced))
+            if self.clock.announce is None:
+                self.consistency.calls.append((group, reduced))
             if self.observers:
                 self.tell("reduce", group)
 
@@ -451,4 +453,5 @@ def _position(schedule: weakref.ref[Schedule]) -> Position:
     names = {group.tag: group.title for group in groups}
     last = [*here.order.entered, *(call[0] for call in here.consistency.calls)] if not here.is_idle else []
     at = f", at {last[-1].title}" if last else ""
-    return Position(f"{where} of step {here.clock.steps + 1} (forward {here.step}){at}", passes, names)
+    doing = f"{where} of step {here.clock.steps + 1} (forward {here.step}){at}"
+    return Position(doing, passes, names, here.consistency.unlike_before)
