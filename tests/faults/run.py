@@ -31,13 +31,13 @@ _SAYS = {
     "raise": _LOST + r"has ended in the .* of step {step}\b.*: ValueError: a bad batch",
     "kill": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
-    "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*Rank {rank} ",
-    "stop": r"Nothing came in 8 s\..*Rank {rank}(, \d)* (has said nothing for \d+ s \(the process is stopped\)"
+    "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*(Rank|ranks)( \d,)* {rank}[ ,]",
+    "stop": r"Nothing came in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* (has said nothing for \d+ s \(the process is stopped\)"
     r"|has told nothing: the store does not answer)",
 }
 #: The same of a rank that had the store, and told nothing before its end.
 _WITH_STORE = (
-    r"|rank \d .*[Rr]ank 0[, \d]* (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
+    r"|rank \d .*[Rr]anks? 0[, \d]* (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
 )
 _DIFFER = (
     r"rank \d+ has .* where (rank \d+ has|it had) |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"

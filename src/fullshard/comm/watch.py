@@ -290,7 +290,10 @@ class Watch:
             if self._store.is_silent and not self._store.has_gone:
                 nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
             places[nothing] = missing
-        return ". ".join(f"Rank {', '.join(map(str, ranks))} {place}" for place, ranks in places.items())
+        return ". ".join(
+            f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {place}"
+            for place, ranks in places.items()
+        )
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
