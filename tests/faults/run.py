@@ -32,8 +32,8 @@ _SAYS = {
     "kill": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
     "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*(Rank|ranks)( \d,)* {rank}[ ,]",
-    "stop": r"Nothing came in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* (has said nothing for \d+ s \(the process is stopped\)"
-    r"|has told nothing: the store does not answer)",
+    "stop": r"Nothing came in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
+    r"(has said nothing for \d+ s \(the process is stopped\)|has told nothing: the store does not answer)",
 }
 #: The same of a rank that had the store, and told nothing before its end.
 _WITH_STORE = (
