@@ -26,27 +26,28 @@ _WATCHED = 10.0
 
 
 def measure_checks(work: Work, world_size: int, rounds: int, watched: float = _WATCHED) -> dict[str, Any]:
-    """Seconds of a step of the slowest rank, by transport, with checks and without; and the CPU of the watch.
+    """Seconds of a step with checks and without, by transport: wall of the slowest rank, CPU of all; the watch's CPU.
 
     Args:
         watched: seconds of training in which the CPU time of the watch is counted.
     """
     by_rank = run_ranks(_measure, world_size, work, rounds, watched)
-    first = by_rank[0]["steps"]
-    steps = {
-        transport: {
-            name: {
-                "wall": [max(each) for each in zip(*(rank["steps"][transport][name] for rank in by_rank), strict=True)]
-            }
-            for name in first[transport]
-        }
-        for transport in first
+
+    def over_ranks(found: Any, *rest: Any, what: str = "") -> Any:
+        """What is found on each rank, put together in the innermost lists."""
+        if isinstance(found, dict):
+            return {name: over_ranks(found[name], *(each[name] for each in rest), what=name) for name in found}
+        return list(map(sum if what == "cpu" else max, zip(found, *rest, strict=True)))
+
+    return {
+        "ranks": world_size,
+        "steps": over_ranks(*(rank["steps"] for rank in by_rank)),
+        "watch": max(rank["watch"] for rank in by_rank),
     }
-    return {"ranks": world_size, "steps": steps, "watch": max(rank["watch"] for rank in by_rank)}
 
 
 def _measure(work: Work, rounds: int, watched: float) -> dict[str, Any]:
-    steps = {transport: _take_turns(transport, work, rounds) for transport in TRANSPORTS}
+    steps = {transport: _compare(transport, work, rounds) for transport in TRANSPORTS}
     trainer = Trainer(Contender("p2p", "fullshard", "p2p", forced=True), work)
     before, begin = _cpu_of_watch(), time.monotonic()
     last = torch.zeros(())
@@ -57,25 +58,34 @@ def _measure(work: Work, rounds: int, watched: float) -> dict[str, Any]:
     return {"steps": steps, "watch": (_cpu_of_watch() - before) / (time.monotonic() - begin)}
 
 
-def _take_turns(transport: str, work: Work, rounds: int) -> dict[str, list[float]]:
+def _compare(transport: str, work: Work, rounds: int) -> dict[str, Any]:
+    """For each check a pair of contenders, without it and with it; the search costs much, which shows in few rounds."""
     trainers = {}
-    for name, checks in (("without", "0"), ("with", "1"), ("and detect_non_finite", "1")):
+    for name, checks in (("without", "0"), ("with", "1"), ("search", "1")):
         os.environ["FULLSHARD_CHECKS"] = checks
         trainers[name] = Trainer(Contender(name, "fullshard", transport, forced=True), work)
         trainers[name].step(trainers[name].next_batch())  # the first forward reads the variable too
-        if name == "and detect_non_finite":
+        if name == "search":
             fullshard.detect_non_finite(trainers[name].model)
         trainers[name].step(trainers[name].next_batch())
-    found: dict[str, list[float]] = {name: [] for name in trainers}
+    searching = trainers.pop("search")
+    found = {"default": _take_turns(trainers, rounds)}
+    found["detect_non_finite"] = _take_turns({"without": trainers["without"], "with": searching}, -(-rounds // 8))
+    return found
+
+
+def _take_turns(trainers: dict[str, Trainer], rounds: int) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in trainers}
     for number in range(rounds):
         names = list(trainers)
         random.Random(number).shuffle(names)
         for name in names:
             batch = trainers[name].next_batch()
             dist.barrier()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             trainers[name].step(batch)
-            found[name].append(time.perf_counter() - begin)
+            found[name]["cpu"].append(time.process_time() - cpu)
+            found[name]["wall"].append(time.perf_counter() - begin)
     return found
 
 

@@ -58,7 +58,7 @@ def excess(found: Any, name: str, phase: str) -> float:
 
 
 def _checked(transport: str) -> Callable[[Any], Spread]:
-    return lambda found: ratio(found["steps"][transport], "wall", "with", "without")
+    return lambda found: ratio(found["steps"][transport]["default"], "wall", "with", "without")
 
 
 def _over(what: str, base: str, pick: Callable[[Any], str] = lambda found: "fullshard") -> Callable[[Any], Spread]:

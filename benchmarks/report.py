@@ -440,10 +440,13 @@ def _checks(found: Any) -> Iterator[str]:
         f"thread that watches over waits took {found['watch']:.2%} of a core.\n"
     )
     rows = [
-        [_called(transport), *(_ratio(ratio(each, "wall", name, "without")) for name in each if name != "without")]
+        [
+            _called(transport),
+            *(_ratio(ratio(each[check], what, "with", "without")) for check in each for what in ("wall", "cpu")),
+        ]
         for transport, each in found["steps"].items()
     ]
-    yield _table(rows, ["", "with checks", "and detect_non_finite"])
+    yield _table(rows, ["", "with checks, wall", "CPU", "and detect_non_finite, wall", "CPU"])
 
 
 def _table(rows: list[list[Any]], headers: list[str]) -> str:

@@ -83,7 +83,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "initialisation": {"initialisation": lambda: measure_initialisation(blocks, 2, fewest)},
         "checkpoint": {"checkpoint": lambda: measure_checkpoint(saved, 2, fewest)},
         "saves": {"saves": lambda: measure_saves(stored, 2, few)},
-        "checks": {"checks": lambda: measure_checks(communication, 2, 4 * rounds, 2.0 if quick else 20.0)},
+        "checks": {"checks": lambda: measure_checks(communication, 2, 8 * rounds, 2.0 if quick else 20.0)},
     }
 
 
