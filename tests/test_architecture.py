@@ -24,12 +24,12 @@ LAYERS = (
     ("schedule",),
     ("wrap", "module", "overlaps", "fully_shard", "full_params", "optim", "wrapper"),
     ("compat",),
-    ("checkpoint",),
+    ("checkpoint", "report"),
     ("interop", "cli", "__main__"),
 )
 
 #: What parts of the library need beside torch.
-DEPENDENCIES = {"checkpoint": ("xxhash", "rich", "safetensors")}
+DEPENDENCIES = {"checkpoint": ("xxhash", "rich", "safetensors"), "report": ("matplotlib",)}
 
 #: Where `nn.Module` keeps what is registered with it: parameters are shown by an update of these in place.
 REGISTERED = {"_parameters", "_buffers", "_modules"}

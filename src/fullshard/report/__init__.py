@@ -1,0 +1,1 @@
+"""What a sharded model will do and what it has done: explained before training, recorded while it trains."""
