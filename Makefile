@@ -48,6 +48,8 @@ finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA
 	$(call start,finetune.py)
 
 # Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.
+# Files are compiled once, and not again in each of the ranks, whatever the environment says.
+test test-no-exchange test-all: export PYTHONDONTWRITEBYTECODE =
 test: lint types ## lint, check types, run the quick lane of the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 

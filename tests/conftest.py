@@ -7,6 +7,7 @@ first test that needs it, so a run without such tests costs nothing.
 from __future__ import annotations
 
 import gc
+import importlib
 import inspect
 import os
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import with_all_pairs  # noqa: E402
 from tests.harness.rank import PRETENDED, run_test  # noqa: E402
 
+#: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
+#: each costs 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
 _WHOLE = ("buffer", "comm")
@@ -39,7 +43,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the marks, and let ranks know the lane."""
     config.addinivalue_line("markers", "ranks(*sizes, timeout=60): run the test's body on ranks; see tests.harness")
-    config.addinivalue_line("markers", "everywhere: in the quick lane too with all cases, world sizes and transports")
+    config.addinivalue_line(
+        "markers", "everywhere: in the quick lane too with all cases, world sizes and real transports"
+    )
     if config.getoption("--all"):
         os.environ[WITH_TORCH] = "1"
 
@@ -88,6 +94,19 @@ def _runs_torch(item: pytest.Item) -> bool:
     return hasattr(item, "callspec") and "torch" in [v for v in item.callspec.params.values() if isinstance(v, str)]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Two workers take the files in turns; one of them takes all programs of frameworks, and imports these once."""
+    scheduler = importlib.import_module("xdist.scheduler.loadfile").LoadFileScheduling
+
+    class Files(scheduler):  # type: ignore[misc, valid-type]
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/frameworks/"
+            return folder if nodeid.startswith(folder) else str(super()._split_scope(nodeid))
+
+    return Files(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.fixture(scope="session")
 def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """The session's ranks; asked for by name only by tests that want to look at the outcomes of ranks that fail.
@@ -104,7 +123,8 @@ def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
 
-    A transport that the mark names, or the environment, is the only one. The quick lane takes of both a part.
+    A transport that the mark names, or the environment, is the only one. The quick lane takes of both a part; in it
+    tests/pretend alone runs on the accelerators that only pretend.
     """
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
@@ -113,7 +133,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
     everywhere = metafunc.config.getoption("--all") or metafunc.definition.get_closest_marker("everywhere")
     if in_parity and transports == [None]:
-        transports = ["host", "p2p", "collective", *PRETENDED] if everywhere else ["host"]
+        transports = ["host", "p2p", "collective"] if everywhere else ["host"]
+        transports += PRETENDED if metafunc.config.getoption("--all") else ()
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:

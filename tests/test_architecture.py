@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,21 @@ def layer_of(name: str) -> int:
     return max(matches)[1]
 
 
+@functools.cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """The syntax of a file, from the module down."""
+    return tuple(ast.walk(ast.parse(file.read_text())))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def syntax() -> Iterator[None]:
+    """What all these tests look at, which no other does."""
+    yield
+    nodes.cache_clear()
+
+
 def imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -76,10 +90,11 @@ def known(file: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def private_names() -> set[str]:
     """The private names that the library itself defines: methods, classes, and attributes of its objects."""
     found = set()
-    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
+    for node in (node for file in FILES for node in nodes(file)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -91,9 +106,6 @@ def private_names() -> set[str]:
             if isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__slots__":
                 found |= set(ast.literal_eval(node.value))
     return {name for name in found if name.startswith("_")}
-
-
-OURS = private_names()
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -134,9 +146,9 @@ def test_private_names_of_torch_are_used_in_one_file(file: Path) -> None:
     for imported in imports(file):
         if imported.startswith("torch."):
             assert not any(part.startswith("_") for part in imported.split(".")), f"{imported} is private to torch"
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            ours = node.attr in OURS or node.attr in REGISTERED or node.attr.startswith("_fullshard_")
+            ours = node.attr in private_names() or node.attr in REGISTERED or node.attr.startswith("_fullshard_")
             ours |= ast.unparse(node.value) in ("os", "sys")
             assert ours, f"line {node.lineno}: {ast.unparse(node)} is private to torch"
 
@@ -148,5 +160,6 @@ def test_no_file_is_longer_than_500_lines(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_every_file_says_what_it_is(file: Path) -> None:
-    source = file.read_text()
-    assert not source.strip() or ast.get_docstring(ast.parse(source)), f"{name_of(file)} has no docstring"
+    module = nodes(file)[0]
+    assert isinstance(module, ast.Module)
+    assert not module.body or ast.get_docstring(module), f"{name_of(file)} has no docstring"

@@ -23,6 +23,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 
 import fullshard
 from tests.harness.rank import World
@@ -199,6 +200,7 @@ def train_sharded(training: Training, fsdp: ModuleType, rank: int, size: int) ->
     return optimizer.steps
 
 
+@_disable_current_modes()
 def train_unsharded(training: Training, rank: int, size: int) -> list[Step]:
     """Do the run with a whole model, for all ranks; the losses are those of `rank`."""
     model = (training.build_reference or training.build)()
@@ -365,6 +367,7 @@ def assert_equal_steps(steps: Sequence[Step], reference: Sequence[Step], subject
         raise AssertionError(f"{subject} differs from unsharded training in {difference}")
 
 
+@_disable_current_modes()
 def first_difference(steps: Sequence[Step], reference: Sequence[Step]) -> str | None:
     """Every tensor that differs in the first step in which one does, or None."""
     for number, (step, expected) in enumerate(zip(steps, reference, strict=True)):

@@ -38,7 +38,7 @@ Test = TypeVar("Test", bound=Callable[..., None])
 #: What stands for a transport where the ranks have an accelerator that only pretends: see `tests.pretend`.
 PRETENDED = ("checked", "late")
 
-#: Runs a test in the quick lane too with all its cases, world sizes and transports.
+#: Runs a test in the quick lane too with all its cases, world sizes and real transports.
 everywhere = pytest.mark.everywhere
 
 

@@ -8,10 +8,13 @@ lane, only through events.
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ _DEPTH = 14
 #: Files that it leaves out.
 _OWN = {__file__, pretended_device.__file__}
 Clock = Counter[int]
+_NEVER: Clock = Clock()
+_Stack = tuple[tuple[CodeType, int], ...]
 
 
 class AccessError(AssertionError):
@@ -39,11 +44,11 @@ class _Use:
     actor: int
     time: int
     what: str
-    where: tuple[str, ...]
+    where: _Stack
 
     def __str__(self) -> str:
         lane = "the host" if self.actor == HOST else f"lane {self.actor}"
-        return f"{self.what} in {lane}:\n" + "\n".join(f"    {line}" for line in self.where)
+        return f"{self.what} in {lane}:\n{_text(self.where)}"
 
 
 @dataclass
@@ -90,8 +95,8 @@ class Checker:
         self._starts: list[int] = []
         self._allocations: dict[int, _Allocation] = {}
         self._shared: list[_Allocation] = []  # those that others than their actor have used
-        self._freed: dict[int, list[tuple[_Allocation, tuple[str, ...]]]] = {}
-        self.synchronized: list[tuple[str, ...]] = []  # where the host waited for a value
+        self._freed: dict[int, list[tuple[_Allocation, _Stack]]] = {}
+        self.synchronized: list[_Stack] = []  # where the host waited for a value
 
     # -- what the pretended device asks --------------------------------------------------------------------------------
 
@@ -209,17 +214,18 @@ class Checker:
                     if use.actor not in allocation.kept and not self._comes_after(actor, use):
                         raise AccessError(
                             f"memory of lane {actor} serves it again while it may still be used by {use}\n"
-                            "it was freed at\n" + "\n".join(f"    {line}" for line in where)
+                            f"it was freed at\n{_text(where)}"
                         )
 
     # -- order ---------------------------------------------------------------------------------------------------------
 
     def _clock(self, actor: int) -> Clock:
         """The clock of an actor; a lane comes after what the host did."""
-        clock = self.clocks.get(actor, Clock())
+        clock = self.clocks.setdefault(actor, Clock())
         if actor != HOST:
-            clock = clock | self.clocks.get(HOST, Clock())
-        self.clocks[actor] = clock
+            for other, time in self.clocks.get(HOST, _NEVER).items():
+                if clock.get(other, 0) < time:
+                    clock[other] = time
         return clock
 
     def _use(self, actor: int, func: Any) -> _Use:
@@ -256,13 +262,29 @@ class Checker:
             uses.read[use.actor] = use
 
 
-def _stack() -> tuple[str, ...]:
-    """The calls that lead here, the innermost first, without those of torch and of this package."""
-    lines: list[str] = []
+def _stack() -> _Stack:
+    """The calls that lead here, the innermost first, without those of torch and of this package.
+
+    Every access has one, and few are ever read: a call is told by its code and the place in it.
+    """
+    calls: list[tuple[CodeType, int]] = []
     frame = sys._getframe(2)
-    while frame is not None and len(lines) < _DEPTH:
-        name = frame.f_code.co_filename
-        if "/torch/" not in name and name not in _OWN:
-            lines.append(f"{name.rpartition('/src/')[2]}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+    while frame is not None and len(calls) < _DEPTH:
+        if not _is_left_out(frame.f_code.co_filename):
+            calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(lines)
+    return tuple(calls)
+
+
+@functools.cache
+def _is_left_out(file: str) -> bool:
+    return "/torch/" in file or file in _OWN
+
+
+def _text(where: _Stack) -> str:
+    """A line for each call."""
+    lines = []
+    for code, at in where:
+        line = next(itertools.islice(code.co_positions(), at // 2, None))[0]
+        lines.append(f"    {code.co_filename.rpartition('/src/')[2]}:{line} in {code.co_qualname}")
+    return "\n".join(lines)

@@ -81,6 +81,8 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
     if not is_plain or tensor.device.type != "cpu" or not tensor.numel():
         return 0, 0
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.itemsize
 

@@ -1,6 +1,7 @@
 """Training on an accelerator that only pretends is as training unsharded, and every access to memory has its order.
 
-`pytest --all tests/parity -k "checked or late"` runs all of the parity tests so; these are the ways of communicating.
+`pytest --all tests/parity -k "checked or late"` runs all of the parity tests so; these are the ways of communicating,
+and the ways to train that the quick lane takes on all transports.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from tests.fully_shard import test_extensions
 from tests.harness import World, ranks
 from tests.harness.compare import Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, random_batch, seeded
+from tests.harness.wrapper import wrap_blocks
 from tests.parity import (
     test_accumulation,
     test_composition,
     test_finalization,
     test_gradient_dtypes,
     test_kept_storage,
+    test_parameters,
     test_precision,
     test_settings,
     test_sharding,
+    test_stale_reads,
+    test_wrapper_flat,
+    test_wrapper_original,
     test_wrapper_strategies,
 )
 from tests.pretend import pretended
@@ -53,15 +59,25 @@ def an_event_after_the_optimizer(world: World) -> None:
     compare(world, training)
 
 
+def resized_memory(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", "collective")
+        test_stale_reads.test_without_the_exchange_of_memory(world, loss=test_stale_reads.plain_loss)
+
+
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
     "left unsharded": partial(test_sharding.test_reshard_after_forward, reshard=False),
     "hybrid": partial(test_sharding.test_hybrid_on_two_ranks, shape=(2, 1)),
+    "groups inside groups": test_sharding.test_groups_inside_groups,
+    "two forwards": test_sharding.test_two_forwards_before_a_backward,
+    "a block that runs twice": partial(test_sharding.test_a_block_that_runs_twice, reshard=True),
     "prefetch by hand": test_sharding.test_explicit_prefetch,
     "gathered by hand": test_sharding.test_parameters_gathered_by_hand,
     "a list": test_sharding.test_members_of_a_list_run_apart,
     "evaluation": test_sharding.test_a_step_after_evaluation_is_seen_by_the_next_forward,
     "accumulation": test_accumulation.test_some_micro_batches_communicate,
+    "one block accumulates": test_accumulation.test_one_block_accumulates_and_the_others_communicate,
     "hybrid accumulation": partial(
         test_accumulation.test_hybrid_accumulated_before_all_reduce_on_two_ranks, shape=(2, 1)
     ),
@@ -71,6 +87,18 @@ WAYS: dict[str, Callable[[World], None]] = {
     "recomputation": partial(
         test_composition.test_sharded_blocks_inside_checkpoints, checkpointing="non-reentrant", reshard=True
     ),
+    "recomputation inside": partial(
+        test_composition.test_checkpoints_inside_sharded_blocks, checkpointing="non-reentrant"
+    ),
+    "tied": test_parameters.test_tied_across_groups_over_micro_batches,
+    "frozen among trained": test_parameters.test_frozen_parameters_among_trained_ones,
+    "columns": partial(test_parameters.test_even_shards_of_columns, optimizer=sgd),
+    "several dtypes": test_parameters.test_several_dtypes_computed_in_one,
+    "gradient penalty": partial(
+        test_stale_reads.test_a_gradient_penalty, loss=test_stale_reads.whole_step, frozen=True
+    ),
+    "penalty through a list": test_stale_reads.test_a_penalty_through_a_later_module_of_a_list,
+    "resized memory": resized_memory,
     "offload": partial(test_composition.test_cpu_offload, optimizer=adamw, reshard=True),
     "offload, accumulated": test_composition.test_cpu_offload_over_micro_batches,
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
@@ -86,12 +114,16 @@ WAYS: dict[str, Callable[[World], None]] = {
     "not gathered in backward": test_settings.test_embedding_that_is_not_gathered_in_backward,
     "shared communication": test_settings.test_two_roots_that_share_their_communication,
     "wrapper": partial(test_wrapper_strategies.test_strategies, strategy="FULL_SHARD", original=True),
+    "wrapper, two forwards": partial(
+        test_wrapper_original.test_two_forwards_before_one_backward, units=wrap_blocks, strategy="FULL_SHARD"
+    ),
     "flat": partial(test_wrapper_strategies.test_strategies, strategy="FULL_SHARD", original=False),
+    "flat padding": test_wrapper_flat.test_the_padding_of_a_gradient_is_zero,
     "wrapper, offload": partial(test_wrapper_strategies.test_cpu_offload, strategy="SHARD_GRAD_OP", original=True),
 }
 
 
-@ranks(2, timeout=90)
+@ranks(2, timeout=240)
 @pytest.mark.parametrize("kind", ["checked", "late"])
 def test_every_way_to_train(world: World, kind: str) -> None:
     for way, train in WAYS.items():
@@ -104,7 +136,14 @@ def test_every_way_to_train(world: World, kind: str) -> None:
             raise
 
 
-@ranks(4, timeout=120)
+@ranks(4, timeout=240)
 def test_parameters_that_rest_on_a_smaller_mesh(world: World) -> None:
     with pretended("checked"):
         test_sharding.test_reshard_after_forward_to_a_smaller_group(world)
+
+
+@ranks(4, timeout=240)
+@pytest.mark.parametrize("kind", ["checked", "late"])
+def test_replicas_of_shards(world: World, kind: str) -> None:
+    with pretended(kind):
+        test_accumulation.test_hybrid_accumulated_in_both_ways(world)
