@@ -285,8 +285,8 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/passes.py",
-        "said = steps, len(kind), hash(",
-        "said = 0, len(kind), hash(",
+        "said = self.steps, len(self.kind), hash(",
+        "said = 0, len(self.kind), hash(",
         "tests/fully_shard/test_consistency.py::test_a_micro_batch_left_out_is_found_with_collectives",
     ),
     Mutation(
