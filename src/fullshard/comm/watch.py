@@ -234,7 +234,7 @@ class Watch:
         # A rank that is over may have done its part: what this one waits for comes from those that go on, if any do.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
-            return ". ".join(filter(None, (lost, self._parted())))
+            return f"{lost}. {self._parted()}"
         for report in needed:
             if parted := parting(self._mine, report):
                 return parted
@@ -266,9 +266,9 @@ class Watch:
         return ". ".join(firsts) or None
 
     def _parted(self) -> str:
-        """Where ranks went different ways, if they did: the backend may have ended one of them because of it."""
+        """Where ranks went different ways, if they did, which the backend may have ended one of them for; or advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
-        return next(found, WAITS.position().unlike_before)
+        return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".strip())
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
         """Where the ranks are, one sentence for each place."""
@@ -330,7 +330,7 @@ class Watch:
                 if verdict := next(filter(None, verdicts), None):
                     return verdict
                 if lost := self._lost(needed):
-                    return f"{lost}. {self._parted() or 'Look there for the first error'}"
+                    return f"{lost}. {self._parted()}"
                 if time.monotonic() > deadline:
                     return f"{self._others(reports)}. Look on the others for the first error"
                 time.sleep(0.05)
