@@ -349,14 +349,34 @@ def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
     (path / "manifest.json").write_bytes(b'{"checksum": "%s", "manifest": %s}\n' % (checksum(text).encode(), text))
 
 
+def kind(told: Any) -> Any:
+    """What a manifest says of the tensors that are as one of them is: dtype, shape, pieces, where these begin."""
+    return told["kinds"][told["kind"][told["tensors"].index("model.blocks.0.bias")]]
+
+
+class Alike(nn.Module):
+    """Layers of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+
+
 LIES: dict[str, Callable[[Any], Any]] = {
     "inside the directory": lambda told: told["files"].update({"../../secret": told["files"].pop("__0_0.distcp")}),
     "not inside": lambda told: told["files"].update({"/etc/passwd": [3, ["0" * 16]]}),
-    "not covered": lambda told: told["tensors"]["model.blocks.0.bias"].__setitem__(1, [1 << 60]),
-    "has a piece of": lambda told: told["tensors"]["model.blocks.0.bias"][2][0].__setitem__(5, [1 << 60]),
-    "lies at bytes": lambda told: told["tensors"]["model.blocks.0.bias"][2][0].__setitem__(2, 1 << 60),
-    "has the shape": lambda told: told["tensors"]["model.blocks.0.bias"].__setitem__(1, [-30]),
-    "is no dtype": lambda told: told["tensors"]["model.blocks.0.bias"].__setitem__(0, "os"),
+    "not covered": lambda told: kind(told).__setitem__(1, [1 << 60]),
+    "has a piece of": lambda told: kind(told)[2][0].__setitem__(4, [1 << 60]),
+    r"has a piece of \d+ bytes in": lambda told: kind(told)[2][0].__setitem__(2, 1 << 60),
+    "lies at bytes": lambda told: kind(told)[2][0].__setitem__(1, 1 << 60),
+    "'model.blocks.2.bias' lies at": lambda told: kind(told)[3][0].__setitem__(2, 1 << 60),
+    "lie at no bytes": lambda told: kind(told)[3][0].__setitem__(1, -64),
+    r"blocks.2.bias'\] lie at no bytes": lambda told: kind(told)[3][0].pop(),
+    "has the shape": lambda told: kind(told).__setitem__(1, [-30]),
+    "is no dtype": lambda told: kind(told).__setitem__(0, "os"),
+    "has a name twice": lambda told: told["tensors"].__setitem__(0, told["tensors"][1]),
+    "zip": lambda told: told["tensors"].pop(),
+    "out of range": lambda told: told["kind"].__setitem__(0, 99),
     "fit its checksums": lambda told: told["files"]["__0_0.distcp"].__setitem__(0, 1 << 60),
     "is of format 99": lambda told: told.update(format=99),
     "does not describe": lambda told: told.pop("tensors"),
@@ -365,7 +385,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("reason", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, reason: str) -> None:
-    path = checkpoint.save(tmp_path, seeded(Filled), step=1)
+    path = checkpoint.save(tmp_path, seeded(Alike), step=1)
     assert path is not None
     rewritten(path, LIES[reason])
     with bounded_memory(), pytest.raises(BrokenCheckpoint, match=reason):

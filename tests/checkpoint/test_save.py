@@ -252,6 +252,17 @@ def test_ranks_that_did_not_change_read_each_byte_once(world: World, tmp_path: P
 
 
 @ranks(2)
+def test_names_are_those_of_the_model_as_it_is_now(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    alone = checkpoint.save(tmp_path / "alone", model)
+    inside = checkpoint.save(tmp_path / "inside", nn.Sequential(nn.Identity(), model))
+    assert alone is not None
+    assert inside is not None
+    names = [name.removeprefix("model.") for name in Checkpoint(alone).tensors]
+    assert sorted(Checkpoint(inside).tensors) == sorted(f"model.1.{name}" for name in names)
+
+
+@ranks(2)
 def test_what_describes_a_save_is_made_again_only_for_another_model(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     made: list[int] = []

@@ -64,6 +64,12 @@ def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * nbytes
 
 
+def _memory(nbytes: int) -> tuple[memoryview, int]:
+    """New memory, and its address."""
+    memory = bytearray(nbytes)
+    return memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 class BlockWriter:
     """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk.
 
@@ -75,28 +81,35 @@ class BlockWriter:
     def __init__(self, path: Path) -> None:
         self.size, self.checksums = 0, list[str]()
         self._hash, self._hashed = xxhash.xxh3_64(), 0  # of a block that comes in parts
-        self._small: list[memoryview | bytes] = []  # to be joined
-        self._alive: list[object] = []
-        self._bytes = 0
+        self._small, self._address, self._held = *_memory(BLOCK), 0  # small parts, to be written in one call
         self._tell = TELL.get()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def write(self, data: memoryview | bytes, owner: object = None) -> None:
-        """Adds bytes, which must not change before :meth:`close`; ``owner`` is kept until they are written."""
-        self.size += len(data)
-        if len(data) < _LARGE:
-            self._small.append(data)
-            self._alive.append(owner)
-            self._bytes += len(data)
-            if self._bytes < BLOCK:
-                return
-            data = b""
-        if self._small:
-            self._write(memoryview(b"".join(self._small)))
-            self._small.clear()
-            self._alive.clear()
-            self._bytes = 0
-        self._write(memoryview(data))
+    def write(self, data: memoryview | bytes) -> None:
+        """Adds bytes."""
+        length = len(data)
+        self.size += length
+        if length >= _LARGE or self._held + length > BLOCK:
+            self._write_small()
+        if length >= _LARGE:
+            self._write(memoryview(data))
+        else:
+            self._small[self._held : self._held + length] = data
+            self._held += length
+
+    def write_tensor(self, tensor: torch.Tensor) -> None:
+        """Adds the values of a contiguous tensor on the CPU."""
+        nbytes = tensor.nbytes
+        if nbytes >= _LARGE or self._held + nbytes > BLOCK:
+            self.write(bytes_of(tensor))
+        else:
+            ctypes.memmove(self._address + self._held, tensor.data_ptr(), nbytes)
+            self.size += nbytes
+            self._held += nbytes
+
+    def _write_small(self) -> None:
+        held, self._held = self._held, 0
+        self._write(self._small[:held])
 
     def _write(self, data: memoryview) -> None:
         while data:
@@ -116,8 +129,7 @@ class BlockWriter:
 
     def close(self) -> None:
         """Ends the file; it is on the disk when this returns."""
-        self._write(memoryview(b"".join(self._small)))
-        self._small.clear()
+        self._write_small()
         if self._hashed:
             self._end_block()
         os.fsync(self._file)
@@ -148,7 +160,8 @@ class BlockReader:
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))
+        self._number, self._length = -1, 0  # of the block that was read last, in parts, and the memory where it lies
+        self._memory, self._address = memoryview(b""), 0
         self._file = -1
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -173,6 +186,14 @@ class BlockReader:
                 part[:] = self._block(number, length)[within : within + len(part)]
             target, start = target[len(part) :], start + len(part)
 
+    def read_to(self, tensor: torch.Tensor, start: int) -> None:
+        """Fills a contiguous tensor on the CPU. Small ones lie in the same block as the one before."""
+        within, nbytes = start - self._number * BLOCK, tensor.nbytes
+        if 0 <= within <= within + nbytes <= self._length:
+            ctypes.memmove(tensor.data_ptr(), self._address + within, nbytes)
+        else:
+            self.read_into(bytes_of(tensor), start)
+
     def check(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[tuple[int, int]]:
         """Reads all of it; yields first and last byte of each block that is not what was written.
 
@@ -194,11 +215,13 @@ class BlockReader:
 
     def _block(self, number: int, length: int) -> memoryview:
         """A block that is needed in parts: small tensors lie in one."""
-        if self._last[0] != number:
-            block = memoryview(bytearray(length))
-            self._read(number, block)
-            self._last = (number, block)
-        return self._last[1]
+        if self._number != number or not self._length:
+            if not self._memory:
+                self._memory, self._address = _memory(min(BLOCK, self.size))
+            self._length = 0  # until it is there
+            self._read(number, self._memory[:length])
+            self._number, self._length = number, length
+        return self._memory[:length]
 
     def _read(self, number: int, block: memoryview) -> None:
         """Fills ``block`` with a block of the file, and compares it with its checksum."""

@@ -14,9 +14,10 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -27,7 +28,7 @@ from torch.serialization import get_safe_globals
 from fullshard.checkpoint.layout import Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.group.flat import FLAT_NAME, FlatParameter, Fragment
-from fullshard.group.parameter import local_tensor, plain_name
+from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
@@ -55,18 +56,17 @@ class Contents:
     values: dict[str, tuple[Any, Layout]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
-    def add(self, paths: Iterable[Path], value: Any, layout: Layout | None = None) -> None:
-        """Adds what is to be saved under each of ``paths``: a tensor, laid out like a parameter or not, or a value."""
-        named = {".".join(map(str, path)): path for path in paths}
+    def add(self, paths: Mapping[str, Path], value: Any, layout: Layout | None = None) -> None:
+        """Adds what is to be saved under each name: a tensor, laid out like a parameter or not, or a value."""
         if isinstance(value, torch.Tensor):
             layout, local = layout or layout_of(value), local_tensor(value)
             if type(local) is not torch.Tensor and is_traceable_subclass(local) and layout.order is None:
-                self._add_inner(list(named.values()), local, layout)
+                self._add_inner(list(paths.values()), local, layout)
                 return
-            self.boxes += layout.split(tuple(named), local)
+            self.boxes += layout.split(tuple(paths), local)
         else:
-            self.values.update((name, (value, layout or layout_of(torch.empty(0)))) for name in named)
-        self.paths |= named
+            self.values.update((name, (value, layout or layout_of(torch.empty(0)))) for name in paths)
+        self.paths |= paths
 
     def is_partial(self, ranks: int) -> bool:
         """Whether something lies over fewer ranks than that."""
@@ -89,15 +89,19 @@ class Contents:
         alike = [name for name in attributes if _kind(inner[name]) == _kind(local)]
         for name in attributes:
             is_itself = not stated and name == next(iter(alike), None)
-            named = paths if is_itself else [(*path, name) for path in paths]
+            inside = paths if is_itself else [(*path, name) for path in paths]
             if inner[name].shape == local.shape:
-                self.add(named, inner[name], layout)
+                self.add(named(*inside), inner[name], layout)
             else:
                 whole = Layout(
                     tuple(inner[name].shape), (((0,) * inner[name].ndim, tuple(inner[name].shape)),), layout.copies
                 )
                 for box in layout.boxes:
-                    self.add([(*path, _box_name(box)) for path in named], inner[name], whole)
+                    self.add(named(*((*path, _box_name(box)) for path in inside)), inner[name], whole)
+
+
+def named(*paths: Path) -> dict[str, Path]:
+    return {".".join(map(str, path)): path for path in paths}
 
 
 def inner_tensors(local: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -118,26 +122,37 @@ class Parameters:
 
     Attributes:
         shown: for each parameter that an optimizer may have, the original ones that lie in it.
-        layouts: by place.
+        layouts: by place, and ``names``: in the plain model, without anything around its modules.
     """
+
+    #: Layout and names of parameters, and what they were found from: it takes longer than to write some KiB.
+    _known: ClassVar[WeakKeyDictionary[ShardedParameter, tuple[Any, ...]]] = WeakKeyDictionary()
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.shown = shown_parameters(model)
-        self.layouts = {
-            place: layout_of(place.param or param) for param, places in self.shown.items() for place in places
-        }
+        self.layouts: dict[Place, Layout] = {}
+        self.names: dict[Place, list[str]] = {}
         prefixes = {module: _clean(f"{path}.*")[:-1] for path, module in model.named_modules()}
         everywhere: dict[nn.Parameter, list[str]] = {}
-        if any(place.param is None for place in self.layouts):
+        if any(place.param is None for places in self.shown.values() for place in places):
             for name, param in model.named_parameters(remove_duplicate=False):
                 everywhere.setdefault(param, []).append(_clean(name))
-        self.names: dict[Place, list[str]] = {}
         for param, places in self.shown.items():
             for place in places:
                 at = () if place.param is None else place.param.locations
-                names = [f"{prefixes[each.module]}{each.name}" for each in at if each.module in prefixes]
-                self.names[place] = list(dict.fromkeys(names or everywhere.get(param, [place.name])))
+                lasting = len(at) == 1 and not place.param.is_flat
+                found_from = (place.param.spec, place.name, place.param.held.shape) if lasting else None
+                if lasting and (known := self._known.get(place.param)) and known[:3] == found_from:
+                    self.layouts[place], self.names[place] = known[3:]
+                    continue
+                self.layouts[place] = layout_of(place.param or param)
+                names = [prefixes[each.module] + each.name for each in at if each.module in prefixes]
+                if len(names) != 1:
+                    names = list(dict.fromkeys(names or everywhere.get(param, [place.name])))
+                self.names[place] = names
+                if found_from:
+                    self._known[place.param] = *found_from, self.layouts[place], names
 
     def collect(self, contents: Contents, frozen: bool) -> None:
         """Adds the parameters; the frozen ones if ``frozen``."""
@@ -146,8 +161,8 @@ class Parameters:
                 held = param if place.param is None else place.param.held
                 if held.is_meta:
                     raise CheckpointError(f"parameter '{place.name}' is on the meta device: call to_empty() first")
-                layout = self.layouts[place]
-                contents.add((("model", name) for name in self.names[place]), local_tensor(held), layout)
+                paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in self.names[place]}
+                contents.add(paths, held, self.layouts[place])
 
     def collect_state(self, contents: Contents, states: Mapping[Any, State], everyone: bool = False) -> None:
         """Adds states of an optimizer; ``everyone``: also values that belong to all of a parameter, on all ranks."""
@@ -163,7 +178,7 @@ class Parameters:
     ) -> None:
         layout = self.layouts[place]
         if isinstance(value, DTensor) or is_traceable_subclass(value):
-            contents.add([path], value, None if isinstance(value, DTensor) else layout)
+            contents.add(named(path), value, None if isinstance(value, DTensor) else layout)
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
@@ -174,7 +189,7 @@ class Parameters:
                     f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it cannot be saved"
                 )
             part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
-            contents.add([path], part, layout)
+            contents.add(named(path), part, layout)
             return
         elif isinstance(value, (dict, list, tuple)) and any(True for _ in tensors(value)):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
@@ -183,13 +198,13 @@ class Parameters:
             value = _outline(value)
         if everyone or layout.has_first:
             whole = layout_of(torch.empty(value.shape if isinstance(value, torch.Tensor) else 0))
-            contents.add([path], value, Layout(whole.shape, whole.boxes, layout.copies))
+            contents.add(named(path), value, Layout(whole.shape, whole.boxes, layout.copies))
 
     def collect_options(self, contents: Contents, optimizer: Optimizer) -> None:
         """Adds the options of an optimizer."""
         for number, options in enumerate(optimizer.param_groups):
             for key, value in {**options, "params": self.names_in(options)}.items():
-                contents.add([("optimizer", "param_groups", number, key)], value)
+                contents.add(named(("optimizer", "param_groups", number, key)), value)
 
     def names_in(self, options: State) -> list[str]:
         expect(self.shown, options["params"], "the model has no such parameter of the optimizer's")
@@ -377,9 +392,9 @@ def load_optimizer(
                 optimizer.state[param][key] = value
 
 
-def targets(contents: Contents) -> Iterator[Target]:
-    """Where to read each box: under one of its names, as what is tied was saved under each."""
-    return (Target(box.names[0], box.shape, box.offsets, box.tensor) for box in contents.boxes)
+def targets(contents: Contents, names: Container[str]) -> list[Target]:
+    """Where to read each box that a checkpoint has: under one of its names, as what is tied was saved under each."""
+    return [Target(box.names[0], *box[1:4]) for box in contents.boxes if box.names[0] in names]
 
 
 def without_dtensors(value: Any, path: Path, found: dict[Path, DTensor]) -> Any:

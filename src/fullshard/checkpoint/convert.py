@@ -22,7 +22,8 @@ import torch.nn as nn
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import TELL, BrokenCheckpoint, CheckpointError, bytes_of
-from fullshard.checkpoint.reader import Checkpoint, few
+from fullshard.checkpoint.manifest import few
+from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
 
 #: By format, how the files of a directory are called, and how files end that have it.

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, mark_of, number_of
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
 from fullshard.checkpoint.near import Hosts, training_of
 from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints, few
+from fullshard.checkpoint.reader import Checkpoint, checkpoints
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 

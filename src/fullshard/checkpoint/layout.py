@@ -86,32 +86,35 @@ class Layout:
         """Whether this rank holds the first element: it speaks for values that belong to all of the parameter."""
         return any(not any(offsets) for offsets, _ in self.boxes)
 
-    def split(self, names: tuple[str, ...], local: torch.Tensor) -> Iterator[Box]:
+    def split(self, names: tuple[str, ...], local: torch.Tensor) -> list[Box]:
         """The boxes of a tensor that is laid out so."""
         local = local.new_empty(self.shape) if 0 in self.shape else local.detach() if local.requires_grad else local
         if type(local) is not torch.Tensor and is_traceable_subclass(local):
             raise TypeError(f"'{names[0]}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
         if self.order is None:
-            yield from (Box(names, self.shape, offsets, local, self.copies) for offsets, _ in self.boxes)
-            return
-        at, inverse = 0, sorted(range(len(self.order)), key=self.order.__getitem__)
+            return [Box(names, self.shape, offsets, local, self.copies) for offsets, _ in self.boxes]
+        at, inverse, boxes = 0, sorted(range(len(self.order)), key=self.order.__getitem__), list[Box]()
         for offsets, sizes in self.boxes:
             numel = math.prod(sizes)
             part = local[at : at + numel].view([sizes[dim] for dim in self.order]).permute(inverse)
-            yield Box(names, self.shape, offsets, part, self.copies)
+            boxes.append(Box(names, self.shape, offsets, part, self.copies))
             at += numel
+        return boxes
 
 
 def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
     """The layout of a parameter, or of a tensor that is no part of a group: all ranks have it, if it is no DTensor."""
-    shape = tuple(value.spec.shape if isinstance(value, ShardedParameter) else value.shape)
-    if 0 not in shape:  # what has no elements is the same everywhere
+    spec: DTensorSpec | None = None
+    if isinstance(value, ShardedParameter):
+        spec, local = value.spec, value.held
+    else:
+        local = local_tensor(value)
+        spec = spec_of(value) if isinstance(value, DTensor) else None
+    shape = tuple(local.shape if spec is None else spec.shape)
+    if spec is not None and 0 not in shape:  # what has no elements is the same everywhere
         if isinstance(value, Fragment):
             return _layout_of_fragment(value)
-        if isinstance(value, ShardedParameter):
-            return _layout_of_spec(value.spec, value.held.shape)
-        if isinstance(value, DTensor):
-            return _layout_of_spec(spec_of(value), local_tensor(value).shape)
+        return _layout_on(spec.mesh, spec.placements, shape, tuple(local.shape))
     rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Layout(shape, (((0,) * len(shape), shape),), Copies("all", rank, count, count))
 
@@ -122,15 +125,11 @@ def _place_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
     return mesh.get_coordinate(), tuple(mesh.shape)
 
 
-def _layout_of_spec(spec: DTensorSpec, local: Sequence[int]) -> Layout:
-    """One box, or none where the rank has no elements or is not in the mesh."""
-    return _layout_on(spec.mesh, spec.placements, tuple(spec.shape), tuple(local))
-
-
 @lru_cache(maxsize=1024)  # models repeat themselves, and are saved again
 def _layout_on(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
 ) -> Layout:
+    """One box, or none where the rank has no elements or is not in the mesh."""
     coordinate, extent = _place_in(mesh)
     if coordinate is None:
         return Layout(shape, (), ONLY_HERE)
@@ -153,7 +152,7 @@ def _layout_of_fragment(param: Fragment) -> Layout:
     data, before = param.data, param.unsharded_spec
     base = Layout(tuple(param.shape), (((0,) * len(param.shape), tuple(param.shape)),), ONLY_HERE)
     if before is not None:  # tensor parallel has cut it first
-        base = _layout_of_spec(before, param.shape)
+        base = _layout_on(before.mesh, before.placements, tuple(before.shape), tuple(param.shape))
     replica = data.replicate_group.rank() if data.replicate_group is not None else 0
     number = base.copies.number * data.replicate_size + replica
     copies = Copies(

@@ -23,15 +23,16 @@ from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
     load_optimizer,
+    named,
     new_states,
     targets,
     with_dtensors,
     without_dtensors,
 )
 from fullshard.checkpoint.fetch import near_copies
-from fullshard.checkpoint.manifest import number_of
+from fullshard.checkpoint.manifest import few, number_of
 from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints, few
+from fullshard.checkpoint.reader import Checkpoint, checkpoints
 from fullshard.policies import warn
 
 _log = logging.getLogger("fullshard")
@@ -152,7 +153,7 @@ class _Loading:
             for name, value in self.params.rest().items():
                 if isinstance(value, torch.Tensor):
                     self.rest[name] = torch.empty_like(value)
-                    contents.add([("model", name)], self.rest[name])
+                    contents.add({f"model.{name}": ("model", name)}, self.rest[name])
                 elif f"model.{name}" in manifest.objects:
                     self.rest[name] = self.checkpoint.value(f"model.{name}")
             if optimizer is not None:
@@ -161,13 +162,10 @@ class _Loading:
             contents.values.clear()
             self._read_state(contents, state)
             self._compare(contents, optimizer)
-            self.checkpoint.read(target for target in targets(contents) if target.name in manifest.tensors)
+            self.checkpoint.read(targets(contents, manifest.tensors))
             self.params.written()
-            self.rest = {
-                name: each
-                for name, each in self.rest.items()
-                if f"model.{name}" in {*manifest.tensors, *manifest.objects}
-            }
+            there = manifest.tensors.keys() | manifest.objects.keys()
+            self.rest = {name: each for name, each in self.rest.items() if f"model.{name}" in there}
 
     def _read_state(self, contents: Contents, state: Mapping[str, Any]) -> None:
         manifest = self.checkpoint.manifest
@@ -181,7 +179,7 @@ class _Loading:
                 found: dict[tuple[str | int, ...], Any] = {}
                 without_dtensors(each.state_dict(), (name,), found)
                 for path, tensor in found.items():
-                    contents.add([("sharded", *path)], tensor)
+                    contents.add(named(("sharded", *path)), tensor)
                 self.sharded |= found
         differing = self.checkpoint.differing()
         if differing and self.ranks.first and self.ranks.size != manifest.world_size:

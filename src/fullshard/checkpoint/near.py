@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint.background import finish
-from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum
+from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, checksum
 from fullshard.checkpoint.manifest import StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import checkpoints
@@ -140,7 +140,7 @@ class _Copy:
     def write(self, data: torch.Tensor) -> None:
         try:
             if self._writer is not None and self._error is None:
-                self._writer.write(bytes_of(data), data)
+                self._writer.write_tensor(data)
         except OSError as error:
             self._error = error
 

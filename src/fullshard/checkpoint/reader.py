@@ -19,7 +19,7 @@ import torch
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, Manifest, Piece, decode, number_of
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, Manifest, Piece, decode, few, number_of
 
 
 class Target(NamedTuple):
@@ -61,10 +61,6 @@ def newest(directory: str | Path) -> Checkpoint | None:
 
 def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and bool(number_of(path.name) or {MANIFEST, METADATA} & set(os.listdir(path)))
-
-
-def few(names: list[str]) -> str:
-    return f"{names[:3]}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 class Checkpoint:
@@ -128,7 +124,10 @@ class Checkpoint:
         if name not in self.manifest.objects:
             raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
         stored = self.manifest.objects[name]
-        data = self._bytes(stored.file, stored.start, stored.length, f"'{name}'")
+        try:
+            data = self._bytes(*stored)
+        except BrokenCheckpoint as error:
+            raise BrokenCheckpoint(f"'{name}': {error}") from error
         return dcp.loaded(data, f"'{name}' in {self.path / stored.file}")
 
     def state(self, rank: int = 0) -> dict[str, Any]:
@@ -171,22 +170,28 @@ class Checkpoint:
             ValueError: it has another shape.
             BrokenCheckpoint: the bytes are not what was written; some boxes may be filled then.
         """
-        wanted: list[tuple[Piece, Target, Entry, bool]] = []
+        wanted: list[tuple[str, int, Piece, Target, Entry, bool]] = []
         written: list[torch.Tensor] = []
         for target in targets:
-            entry = self._entry(target.name)
-            if entry.shape != target.shape:
-                raise ValueError(f"'{target.name}' has the shape {target.shape} here, and {entry.shape} in {self.path}")
-            box = target.offsets, tuple(target.tensor.shape)
+            name, shape, offsets, into = target
+            entry = self.tensors.get(name) or self._entry(name)
+            if entry.shape != shape:
+                raise ValueError(f"'{name}' has the shape {shape} here, and {entry.shape} in {self.path}")
+            box = offsets, tuple(into.shape)
             same = [piece for piece in entry.pieces if piece[4:] == box]
-            wanted += [(piece, target, entry, bool(same)) for piece in same or entry.pieces]
-        for piece, target, entry, is_whole in sorted(wanted, key=lambda each: each[0][:2]):
-            into = target.tensor
-            if is_whole and piece.data >= 0 and into.dtype == entry.dtype and into.is_cpu and into.is_contiguous():
-                self._read_into(piece.file, bytes_of(into), piece.data, f"tensor '{target.name}'")
-                written.append(into)
-            else:
-                self._copy(piece, target, entry)
+            in_place = bool(same) and into.dtype == entry.dtype and into.is_cpu and into.is_contiguous()
+            for piece in same or entry.pieces:
+                wanted.append((piece[0], piece[1], piece, target, entry, in_place and piece.data >= 0))
+        wanted.sort(key=operator.itemgetter(0, 1))
+        try:
+            for file, _, piece, target, entry, in_place in wanted:
+                if in_place:
+                    self._reader(file).read_to(target.tensor, piece.data)
+                    written.append(target.tensor)
+                else:
+                    self._copy(piece, target, entry)
+        except BrokenCheckpoint as error:
+            raise BrokenCheckpoint(f"tensor '{target.name}': {error}") from error
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
@@ -218,9 +223,8 @@ class Checkpoint:
                 into = into.narrow(dim, low - target.offsets[dim], size)
         begins = [low - at for low, at in zip(lows, piece.offsets, strict=True)]
         if piece.data < 0:
-            what = f"tensor '{target.name}' in {self.path / piece.file}"
-            data = self._bytes(piece.file, piece.start, piece.length, f"tensor '{target.name}'")
-            whole = dcp.loaded_tensor(data, entry.dtype, piece.sizes, what)
+            data = self._bytes(piece.file, piece.start, piece.length)
+            whole = dcp.loaded_tensor(data, entry.dtype, piece.sizes, f"what {self.path / piece.file} has of it")
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
             return
         strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -228,22 +232,16 @@ class Checkpoint:
         span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == entry.dtype and into.is_cpu
         run = into if direct else torch.empty(span, dtype=entry.dtype)
-        self._read_into(piece.file, bytes_of(run), start, f"tensor '{target.name}'")
+        self._reader(piece.file).read_into(bytes_of(run), start)
         if direct:
             torch.autograd.graph.increment_version(into)
         else:
             into.copy_(run.as_strided(sizes, strides))
 
-    def _bytes(self, file: str, start: int, length: int, what: str) -> bytes:
+    def _bytes(self, file: str, start: int, length: int) -> bytes:
         data = bytearray(length)
-        self._read_into(file, memoryview(data), start, what)
+        self._reader(file).read_into(memoryview(data), start)
         return bytes(data)
-
-    def _read_into(self, file: str, target: memoryview, start: int, what: str) -> None:
-        try:
-            self._reader(file).read_into(target, start)
-        except BrokenCheckpoint as error:
-            raise BrokenCheckpoint(f"{what}: {error}") from error
 
     def _reader(self, file: str) -> BlockReader:
         if file not in self._readers:

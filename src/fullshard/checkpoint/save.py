@@ -39,11 +39,10 @@ from fullshard.checkpoint.blocks import (
     BlockWriter,
     BrokenCheckpoint,
     CheckpointError,
-    bytes_of,
     checksum,
     without_collections,
 )
-from fullshard.checkpoint.contents import Contents, Parameters, without_dtensors
+from fullshard.checkpoint.contents import Contents, Parameters, named, without_dtensors
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -196,7 +195,7 @@ class _Writing:
         params = Parameters(model)
         params.collect(contents, self.manifest.frozen)
         for name, value in params.rest().items():
-            contents.add([("model", name)], value)
+            contents.add({f"model.{name}": ("model", name)}, value)
         if optimizer is not None:
             params.collect_state(contents, optimizer.state)
             params.collect_options(contents, optimizer)
@@ -205,7 +204,7 @@ class _Writing:
             plain = without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
             given[name] = dcp.saved(plain, f"the state '{name}'")
             for path, tensor in found.items():
-                contents.add([("sharded", *path)], tensor)
+                contents.add(named(("sharded", *path)), tensor)
 
     def _choose(self, contents: Contents, holders: Mapping[str, list[int]]) -> None:
         """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others."""
@@ -283,9 +282,9 @@ class _Writing:
             for names, shape, offsets, tensor, _ in self.boxes:
                 sizes, dtype = tuple(tensor.shape), tensor.dtype
                 before, after, length = dcp.around(dtype, sizes)
-                local, start = tensor.cpu().contiguous(), writer.size
+                start = writer.size
                 writer.write(before)
-                writer.write(bytes_of(local), local)
+                writer.write_tensor(tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous())
                 writer.write(after)
                 tensors.append((names, dtype, shape, Piece(name, start, length, start + len(before), offsets, sizes)))
             writer.close()

@@ -46,7 +46,7 @@ Key = int | str
 State = dict[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Place:
     """One parameter of the original model."""
 
@@ -62,7 +62,7 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     That is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose
     modules are not below ``root`` are left out.
     """
-    paths = {module: path for path, module in root.named_modules()}
+    paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
     units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
     groups = dict.fromkeys(group for unit in units for group in unit.groups)
     for group in groups:
@@ -71,14 +71,14 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
     for group in groups:
         for index, param in enumerate(group.params):
-            names = [plain_name(f"{paths[at.module]}.{at.name}") for at in param.locations if at.module in paths]
+            names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
             if names:
                 shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
                 taken.update(names)
     for module, path in paths.items():
         for name, whole in module._parameters.items():
-            if whole is not None and whole not in shown and (plain := plain_name(f"{path}.{name}")) not in taken:
-                shown[whole] = [Place(plain)]
+            if whole is not None and whole not in shown and path + name not in taken:
+                shown[whole] = [Place(path + name)]
     return shown
 
 
