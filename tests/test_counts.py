@@ -26,7 +26,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine, both front ends, state dicts and optimizers.
 LINES = 13_062
 #: What later features added to these, each by itself.
-ADDED = {"check_values": 32, "watch": 157, "announcements": 56, "checkpoint": 46, "accelerators": 110}
+ADDED = {"check_values": 32, "watch": 157, "announcements": 56, "checkpoint": 46, "accelerators": 110, "graphs": 32}
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 400, "cli.py": 139, "__main__.py": 7, "schedule/misuse.py": 81, "checkpoint/": 3999}
 MORE_LINES |= {"comm/waits.py": 166, "comm/watch.py": 410, "comm/reports.py": 175, "comm/connections.py": 147}

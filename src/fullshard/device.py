@@ -94,6 +94,10 @@ class Streams:
         """An uninitialised tensor on the host; if it is pinned, copies between it and a device need no host."""
         return torch.empty(tuple(shape), dtype=dtype, device=CPU, pin_memory=pin)
 
+    def is_capturing(self, device: torch.device) -> bool:
+        """Whether a graph captures what the current stream is given."""
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host until the device has done all that was asked of it."""
         torch.accelerator.synchronize(device)
@@ -112,6 +116,11 @@ def is_host(device: torch.device) -> bool:
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; ``None`` for the host."""
     return None if device in HOSTS else _streams
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a graph of the device captures what it is given."""
+    return device not in HOSTS and _streams.is_capturing(device)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:

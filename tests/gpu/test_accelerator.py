@@ -129,6 +129,40 @@ def test_memory_does_not_grow_after_the_second_step(mesh: DeviceMesh) -> None:
     assert len(set(peaks[2:])) == 1
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs graphs of CUDA")
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_is_captured_in_a_graph_and_replayed(mesh: DeviceMesh, keep: bool) -> None:
+    device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    model, reference = shard(build().to(device), mesh), build().to(device)
+    model.set_keep_unsharded_storage(keep)  # type: ignore[operator]
+    batch = torch.empty(8, 16, 64, device=device)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, 0.9) for each in (model, reference)]
+
+    def step(each: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = each(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for seed in range(3):
+            batch.copy_(torch.randn(batch.shape, generator=torch.Generator().manual_seed(seed)))
+            step(model, optimizers[0])
+            step(reference, optimizers[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step(model, optimizers[0])
+    for seed in range(3, 6):
+        batch.copy_(torch.randn(batch.shape, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert loss.item() == pytest.approx(step(reference, optimizers[1]).item(), rel=1e-5)
+    eager = step(model, optimizers[0])  # afterwards without the graph
+    assert eager.item() == pytest.approx(step(reference, optimizers[1]).item(), rel=1e-5)
+
+
 def test_a_deep_copy_shares_nothing(mesh: DeviceMesh) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None

@@ -10,7 +10,8 @@ are called while it is current.
 - *late*: what a lane other than the computation's is given runs only when somebody waits for it, so that a wait that is
   missing shows in the numbers.
 
-Both run in the tests of parity (`pytest --all tests/parity -k "checked or late"`).
+Both run in the tests of parity (`pytest --all tests/parity -k "W2-checked or W2-late"`). A third one, in
+:mod:`tests.pretend.graphs`, captures steps in graphs and replays them.
 """
 
 from collections.abc import Callable

@@ -126,6 +126,9 @@ class Checker:
             if allocation is not None and allocation.moves_to is not None:
                 allocation.storage, allocation.moves_to = weakref.ref(allocation.moves_to), None
 
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """What is not there any more is found."""
+
     def call(self, actor: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._look_for_freed()
         given = [tensor for tensor in tensors_in([*args, *kwargs.values()]) if tensor.device.type == "cpu"]

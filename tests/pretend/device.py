@@ -21,6 +21,7 @@ import fullshard.device
 from fullshard import torch_private
 from fullshard.buffer import slots
 from fullshard.comm import collective
+from fullshard.device import CPU
 from fullshard.torch_private import CAN_SWAP_MEMORY, Collective
 from tests.pretend.operations import tensors_in
 
@@ -55,6 +56,10 @@ class Model(Protocol):
         """Two storages are about to exchange their memory."""
         ...
 
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """A storage is about to free its memory."""
+        ...
+
     def own_host_memory(self, tensor: torch.Tensor) -> None:
         """A tensor is memory of the host."""
         ...
@@ -70,7 +75,7 @@ class Event:
 
     def query(self) -> bool:
         """As if the device were done when it is asked a second time."""
-        if self.was_asked:
+        if self.was_asked or self.streams.is_capturing(CPU):
             self.synchronize(counts=False)
         before, self.was_asked = self.was_asked, True
         return before
@@ -132,6 +137,9 @@ class PretendedStreams(fullshard.device.Streams):
         self.model.own_host_memory(tensor)
         return tensor
 
+    def is_capturing(self, device: torch.device) -> bool:
+        return getattr(self.model, "graph", None) is not None
+
     def synchronize(self, device: torch.device) -> None:
         self.synchronizations += 1
         for stream in self.all:
@@ -158,10 +166,16 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
     """Let the library take the CPU for a device with streams while this is entered."""
     streams = PretendedStreams(model)
     swap: Callable[..., None] = torch_private.swap_memory
+    resizes = torch.UntypedStorage.resize_
 
     def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         model.swapped(one, other)
         swap(one, other)
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        if size == 0:
+            model.emptied(storage)
+        return resizes(storage, size)
 
     def over(make: Callable[..., Collective]) -> Callable[..., Collective]:
         def made(group: Any, *options: Any) -> Collective:
@@ -177,6 +191,7 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
             (fullshard.device, "_streams", streams),
             (collective, "all_gather_over", over(torch_private.all_gather_over)),
             (collective, "reduce_scatter_over", over(torch_private.reduce_scatter_over)),
+            (torch.UntypedStorage, "resize_", resize),
             *([(slots, "swap_memory", swap_memory)] if CAN_SWAP_MEMORY else []),
         ):
             stack.enter_context(mock.patch.object(where, name, value))

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from fullshard.torch_private import Collective, alias_storage
+from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, swap_memory
 from tests.pretend.device import COMPUTE, HOST
-from tests.pretend.operations import fills
+from tests.pretend.operations import as_it_lies, fills, finish
 
 #: A lane, and how many of its entries.
 Point = tuple[int, int]
@@ -38,6 +37,7 @@ class Late:
     def __init__(self) -> None:
         self._lanes: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._collectives: dict[Any, Point] = {}  # the last one of each process group
+        self._freed: list[torch.UntypedStorage] = []
         self._is_running = False
         self.deferred = 0
 
@@ -56,6 +56,16 @@ class Late:
     def swapped(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """Entries know addresses."""
 
+    def emptied(self, storage: torch.UntypedStorage) -> None:
+        """The memory stays for the entries that use it, as an allocator gives it to nobody before these have run."""
+        if any(lane.done < len(lane.entries) for lane in self._lanes.values()):
+            if CAN_SWAP_MEMORY:
+                self._freed.append(torch.UntypedStorage(0))
+                swap_memory(storage, self._freed[-1])
+                return
+            for lane in [*self._lanes]:
+                self._run(self.record(lane))
+
     def own_host_memory(self, tensor: torch.Tensor) -> None:
         """All memory is alike."""
 
@@ -68,7 +78,7 @@ class Late:
             if actor != COMPUTE and not self._is_running and fills(func):
                 self._run(self.record(actor))  # it makes something new, or is a collective that the host waits for
             return func(*args, **kwargs)
-        late_args, late_kwargs = tree_map_only(torch.Tensor, _as_it_lies, (args, kwargs))
+        late_args, late_kwargs = tree_map_only(torch.Tensor, as_it_lies, (args, kwargs))
         self._lanes[actor].entries.append(lambda: func(*late_args, **late_kwargs))
         self.deferred += 1
         return made
@@ -76,8 +86,8 @@ class Late:
     def collective(self, actor: int, group: Any, call: Collective, output: torch.Tensor, source: torch.Tensor) -> Any:
         if before := self._collectives.get(group.group_name):
             self.wait(actor, before)
-        output, source = _as_it_lies(output), _as_it_lies(source)
-        self._lanes[actor].entries.append(lambda: _finish(call(output, source)))
+        output, source = as_it_lies(output), as_it_lies(source)
+        self._lanes[actor].entries.append(lambda: finish(call(output, source)))
         self._collectives[group.group_name] = self.record(actor)
         if actor == COMPUTE:
             self._run(self.record(actor))
@@ -96,21 +106,6 @@ class Late:
 
 def _nothing() -> None:
     return
-
-
-def _finish(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
-
-
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same address, which it keeps when the storage is given other memory."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return tensor
-    storage = alias_storage(tensor.untyped_storage())
-    made = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    made.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
-    return made
 
 
 def _made_by(func: Any, args: tuple[Any, ...]) -> Any:

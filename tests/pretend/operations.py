@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+
+from fullshard.torch_private import alias_storage
 
 #: Operations that look at no element of the tensors that they are given.
 _LOOK_AT_NOTHING = {
@@ -104,3 +107,18 @@ def fills(func: Any) -> bool:
     """Whether an operation writes the tensors that it makes."""
     name = func._schema.name
     return (_kinds(func)[0] and "empty" not in name) or name.endswith(("zeros_like", "ones_like", "full_like"))
+
+
+def finish(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor at the same address, which it keeps when the storage is given other memory."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return tensor
+    storage = alias_storage(tensor.untyped_storage())
+    made = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    made.owner = tensor.untyped_storage()  # type: ignore[attr-defined]
+    return made

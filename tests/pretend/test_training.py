@@ -1,7 +1,7 @@
 """Training on an accelerator that only pretends is as training unsharded, and every access to memory has its order.
 
-`pytest --all tests/parity -k "checked or late"` runs all of the parity tests so; these are the ways of communicating,
-and the ways to train that the quick lane takes on all transports.
+`pytest --all tests/parity -k "W2-checked or W2-late"` runs all of the parity tests so; these are the ways of
+communicating, and the ways to train that the quick lane takes on all transports.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import fullshard
 from fullshard.device import CPU, current_stream, streams_of
 from tests.fully_shard import test_extensions
 from tests.harness import World, ranks
@@ -65,6 +66,16 @@ def resized_memory(world: World) -> None:
         test_stale_reads.test_without_the_exchange_of_memory(world, loss=test_stale_reads.plain_loss)
 
 
+def an_extension_beside_groups_that_stay(world: World) -> None:
+    """What the first layer gathered is freed while the third takes memory of its own: its slot tells no order."""
+    model = test_extensions.of_kind(test_extensions.Kept, rows=40)
+    for layer, reshard in ((model[0], True), (model[2], False), (model, True)):
+        fullshard.fully_shard(layer, reshard_after_forward=reshard)
+    model.set_prefetch_limit(0)  # type: ignore[operator]
+    expected = test_extensions.losses(world, test_extensions.of_kind(None, rows=40), alone=True)
+    assert test_extensions.losses(world, model) == pytest.approx(expected, rel=1e-5)
+
+
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
     "left unsharded": partial(test_sharding.test_reshard_after_forward, reshard=False),
@@ -105,6 +116,7 @@ WAYS: dict[str, Callable[[World], None]] = {
     "extensions": partial(
         test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective", swaps=True
     ),
+    "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, swaps=True, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),

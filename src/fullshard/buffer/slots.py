@@ -90,6 +90,12 @@ class SlotPool:
             if buffer._memory is not None:
                 buffer._memory.detach()
 
+    def forget_marks(self) -> None:
+        """Let no slot be waited for: what follows comes after all that was done with them."""
+        for slot in (*self.free, *(buffer.slot for buffer in self.buffers if buffer.pool is self)):
+            if slot is not None:
+                slot.released = PASSED
+
     def drop(self) -> int:
         """Give every slot that is not in use back to the system; returns their bytes."""
         dropped = self.nbytes_free

@@ -22,7 +22,7 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.device import PASSED, Lanes, Mark, is_host
+from fullshard.device import PASSED, Lanes, Mark, is_capturing, is_host
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -90,6 +90,7 @@ class CommContext:
         self._device = device
         self.reductions = Reductions()
         self.pools: dict[tuple[str, int], SlotPool] = {}
+        self._was_captured = False
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -102,6 +103,17 @@ class CommContext:
         if key not in self.pools:
             self.pools[key] = SlotPool(self._device, transport.allocate)
         return self.pools[key]
+
+    def heed_capture(self) -> bool:
+        """Forget the marks of before, in a capture of a graph and after it: none may be waited for across its edge, and
+        what follows comes after all of them. Called when a forward begins; returns whether they were forgotten."""
+        before, self._was_captured = self._was_captured, is_capturing(self._device)
+        if not (before or self._was_captured):
+            return False
+        self.reductions.keep_at_most(0)
+        for pool in self.pools.values():
+            pool.forget_marks()
+        return True
 
 
 class State(Enum):

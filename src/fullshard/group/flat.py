@@ -31,7 +31,7 @@ from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import ModuleParameters, Presentation
 from fullshard.group.parameter import Location, ShardedParameter
-from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks
+from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, version_of
 from fullshard.tree import tensors
 
 FLAT_NAME = "_flat_param"
@@ -226,7 +226,9 @@ class Fragment(ShardedParameter):
         """Take the zeros away that showed a waiting gradient, unless users wrote to them. The reduced gradient then
         brings its own dtype. A rank that holds nothing of the parameter keeps no gradient."""
         grad, self._blank = self._blank, None
-        if self.sharded.numel() == 0 or (grad is not None and self.sharded.grad is grad and not grad.any()):
+        if self.sharded.numel() == 0 or (
+            grad is not None and self.sharded.grad is grad and (version_of(grad) == 0 or not grad.any())
+        ):
             self.sharded.grad = None
 
     def copy(self, memo: dict[int, Any]) -> Self:

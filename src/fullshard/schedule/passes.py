@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.comm.process_group import backend_name, has_peers
 from fullshard.comm.waits import WAITS, checks_are_on, waiting
-from fullshard.device import CPU, streams_of
+from fullshard.device import CPU, is_capturing, streams_of
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
 from fullshard.group.verify import first_difference
@@ -142,6 +142,7 @@ class Consistency:
         started = [
             _Comparison(calls, kind, steps, process_group, self._number)
             for process_group in self._process_groups
+            if not is_capturing(self._device)
             if (calls := [call for call in self.calls if _is_compared(*call, process_group)])
         ]
         self._under_way += started
@@ -183,7 +184,7 @@ class Consistency:
         Raises:
             RuntimeError: names the first difference and the ranks.
         """
-        while self._under_way and self._under_way[0].is_there():
+        while self._under_way and not is_capturing(self._device) and self._under_way[0].is_there():
             try:
                 self._under_way[0].check()
             finally:  # ranks that do not come to their own see by it where they parted

@@ -223,6 +223,8 @@ class Schedule:
         self.step += 1
         self.clock.epoch += 1
         event, self.after_optimizer = self.after_optimizer, None
+        if self.comm.heed_capture():
+            event = None
         writes = [group.writes for group in self.groups()] if event is not None else []
         for group in self.groups():
             before = group.state
