@@ -149,8 +149,9 @@ def test_every_way_to_train(world: World, kind: str) -> None:
 
 
 @ranks(4, timeout=240)
-def test_parameters_that_rest_on_a_smaller_mesh(world: World) -> None:
-    with pretended("checked"):
+@pytest.mark.parametrize("kind", ["checked", "late"])
+def test_parameters_that_rest_on_a_smaller_mesh(world: World, kind: str) -> None:
+    with pretended(kind):
         test_sharding.test_reshard_after_forward_to_a_smaller_group(world)
 
 
