@@ -88,8 +88,11 @@ def test_tied_parameters_have_the_first_name(world: World, wrapper: bool) -> Non
 def test_unsharded_parameters_are_not_taken_for_others(world: World) -> None:
     model = wrapped(strategy="SHARD_GRAD_OP", use_orig_params=True)
 
-    def shown() -> dict[torch.nn.Parameter, list[dict[str, object]]]:
-        return {param: [vars(place) for place in places] for param, places in shown_parameters(model).items()}
+    def shown() -> dict[torch.nn.Parameter, list[tuple[object, ...]]]:
+        return {
+            param: [(place.name, place.group, place.index, place.param) for place in places]
+            for param, places in shown_parameters(model).items()
+        }
 
     before = shown()
     model(torch.ones(2, 6)).sum()

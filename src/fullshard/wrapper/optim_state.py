@@ -46,7 +46,7 @@ Key = int | str
 State = dict[str, Any]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Place:
     """One parameter of the original model."""
 
