@@ -24,7 +24,8 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune test quick test-no-exchange test-all test-torch frameworks lint types docs-test fuzz bench clean
+.PHONY: help train finetune test quick test-no-exchange test-all test-torch frameworks lint types docs-test fuzz bench \
+	bench-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the commands
@@ -89,6 +90,9 @@ fuzz: $(VENV)/.installed-test ## run random programs against unsharded training:
 
 bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-gpu: $(VENV)/.installed-bench ## the same with torch's FSDP2 on a GPU; says so where there is none
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove the environments, the caches and what training wrote
 	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
