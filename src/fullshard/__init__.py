@@ -50,15 +50,22 @@ from fullshard.wrapper.settings import StateDictType as StateDictType
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint
+    from fullshard.report.record import Recording as Recording
+    from fullshard.report.record import record as record
 
 __version__ = "0.1.0"
 
+#: Where names are that are imported once they are asked for.
+_LATER = {"Recording": "report.record", "record": "report.record"}
 #: The classes and functions of these lines.
 __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]
+__all__ += _LATER
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``checkpoint`` once it is asked for: torch's own checkpoints take their time."""
+    """Imports ``checkpoint`` and reports once they are asked for: torch's own checkpoints take their time."""
     if name == "checkpoint":
         return importlib.import_module("fullshard.checkpoint")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"fullshard.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

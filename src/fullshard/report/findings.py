@@ -1,0 +1,234 @@
+"""What a recording shows: which rank the others wait for, which groups come late, and what to try.
+
+Owns the comparison of ranks and the sentences. A communication cannot end before the last rank has come to it: so long
+the others wait for that rank, and after that for the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Literal, NamedTuple
+
+from fullshard.report.recording import RankRecording, Span, Work, own_work, shares
+
+Kind = Literal["slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance"]
+
+#: Shares of a step below which nothing is said.
+_WORTH_SAYING = 0.03
+#: A rank is slow if the others wait for it so many times as long as for any other.
+_STANDS_OUT = 2.0
+#: Of a gather that is waited for, the part below which it counts as there when it was needed; and nanoseconds.
+_NEARLY_THERE, _AT_ONCE = 0.1, 100_000
+#: Groups that a sentence names.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a recording shows.
+
+    Args:
+        kind: of what it is.
+        text: what was found, a sentence or two.
+        advice: what to try; empty if nothing has to be done.
+        share: of a step, what it costs; findings are ordered by it.
+        rank: the rank that it is about, if it is about one.
+        group: the group that it is about most.
+    """
+
+    kind: Kind
+    text: str
+    advice: str = ""
+    share: float = 0.0
+    rank: int | None = None
+    group: str = ""
+
+
+class Waited(NamedTuple):
+    """How long a rank waited in a step on average, in nanoseconds.
+
+    Args:
+        rank: that waited.
+        by: the rank that came last, ``None`` for the bytes themselves.
+        what: ``gather``, ``reduce``, ``all-reduce``, or words.
+        group: the group that was waited for.
+        length: in nanoseconds.
+    """
+
+    rank: int
+    by: int | None
+    what: str
+    group: str
+    length: float
+
+
+def waited(ranks: Sequence[RankRecording]) -> list[Waited]:
+    """Who waited for whom and for what."""
+    communications: dict[object, dict[int, int]] = {}
+    meetings: dict[object, dict[int, int]] = {}
+    for rank in ranks:
+        for span in rank.spans:
+            if span.lane in ("gather", "reduce", "all-reduce"):
+                communications.setdefault(_key(span), {})[rank.rank] = span.start
+            elif span.lane == "wait":
+                meetings.setdefault(_key(span), {}).setdefault(rank.rank, span.start)
+    totals = Counter[tuple[int, int | None, str, str]]()
+    for rank in ranks:
+        steps = rank.steps()
+        for span in rank.of("wait"):
+            if span.step not in steps:
+                continue
+            came = communications.get(_key(span)) or meetings[_key(span)]
+            last = max(came, key=came.__getitem__)
+            late = min(max(0, came[last] - span.start), span.length) if last != rank.rank else 0
+            totals[rank.rank, last, span.what, span.group] += late
+            totals[rank.rank, None, span.what, span.group] += span.length - late
+    steps_of = {rank.rank: max(1, len(rank.steps())) for rank in ranks}
+    return [Waited(*key, total / steps_of[key[0]]) for key, total in totals.items() if total]
+
+
+def _key(span: Span) -> tuple[object, ...]:
+    """The same on all ranks for what they do together."""
+    return span.step, span.what, span.group, span.number
+
+
+def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
+    """What recordings show, the most important first; at least one finding.
+
+    Args:
+        ranks: recordings of one job, of all ranks or some.
+    """
+    complete = [rank for rank in ranks if rank.steps()]
+    if not complete:
+        return [Finding("balance", "No step was recorded whole: the recording ended before a step of the optimizer.")]
+    step = mean(shares(rank).step for rank in complete)
+    waits = waited(complete)
+    found = [
+        *_slow_rank(complete, waits, step),
+        *_late(complete, waits, step, "gather"),
+        *_late(complete, waits, step, "reduce"),
+        *_parts(complete, step),
+    ]
+    found.sort(key=lambda finding: -finding.share)
+    if not found:
+        text = f"No rank and no communication takes {_WORTH_SAYING:.0%} of a step of {_ms(step)} from the others."
+        found = [Finding("balance", text)]
+    return [*found, *_prefetch(complete)]
+
+
+def lateness(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> dict[int, float]:
+    """How long the others waited for each rank in a step, on average over them, in nanoseconds."""
+    late = {rank.rank: 0.0 for rank in ranks}
+    for wait in waits:
+        if wait.by is not None:
+            late[wait.by] += wait.length / max(1, len(ranks) - 1)
+    return late
+
+
+def _slow_rank(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float) -> list[Finding]:
+    late = lateness(ranks, waits)
+    slow = max(late, key=late.__getitem__)
+    others = max((length for rank, length in late.items() if rank != slow), default=0.0)
+    if late[slow] < _WORTH_SAYING * step or late[slow] < _STANDS_OUT * others:
+        return []
+    text = f"Rank {slow} is slow: the others wait for it {_ms(late[slow])} of a step of {_ms(step)}."
+    most = _most_of(slow, ranks)
+    advice = "Its computation is as long as theirs: look at its host, its network, and what else runs there."
+    if most is not None and most[0].length - most[1] > late[slow] / 4:
+        work, theirs = most
+        text += f" {_named(work)} takes {_ms(work.length)} there, and {_ms(theirs)} on the others."
+        advice = (
+            "Look at what this rank does between its passes that the others do not: its data, logs, checkpoints."
+            if work.what == "outside"
+            else "Look at what this rank computes there that the others do not: longer inputs, code for this rank "
+            "alone, a slower or busier device."
+        )
+    return [Finding("slow rank", text, advice, late[slow] / step, slow, most[0].group if most else "")]
+
+
+def _most_of(slow: int, ranks: Sequence[RankRecording]) -> tuple[Work, float] | None:
+    """The work of a rank that is longest beside that of the others, and what is usual with them."""
+    works = {rank.rank: {(work.what, work.group): work for work in own_work(rank)} for rank in ranks}
+    mine = works.pop(slow)
+    usual = {key: median(each[key].length if key in each else 0.0 for each in works.values()) for key in mine}
+    key = max(mine, key=lambda key: mine[key].length - usual[key], default=None)
+    return None if key is None else (mine[key], usual[key])
+
+
+def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, what: str) -> list[Finding]:
+    """Whether bytes of gathers, or of reductions, are waited for."""
+    by_group = Counter[str]()
+    for wait in waits:
+        if wait.by is None and (wait.what == what or (what == "reduce" and wait.what == "all-reduce")):
+            by_group[wait.group] += wait.length / len(ranks)  # type: ignore[assignment]
+    total = sum(by_group.values())
+    if total < _WORTH_SAYING * step:
+        return []
+    most = by_group.most_common(_NAMED)
+    groups = ", ".join(f"'{group}' {_ms(length)}" for group, length in most)
+    thing = "gathers" if what == "gather" else "reductions of gradients"
+    text = f"A rank waits {_ms(total)} of a step of {_ms(step)} for the bytes of {thing}, most for {groups}."
+    if what == "gather":
+        advice = (
+            "Gather further ahead (set_prefetch_limit(2) costs one more buffer), or let groups stay whole after "
+            "forward (reshard_after_forward=False). Nothing hides the first gather of a forward."
+        )
+        return [Finding("late gathers", text, advice, total / step, group=most[0][0])]
+    advice = (
+        "Let more reductions run at once (set_reduce_scatter_max_input_buffers(2) costs one more buffer), or reduce in "
+        "a lower precision (reduce_dtype). Nothing hides the last reduction of a backward."
+    )
+    return [Finding("late reductions", text, advice, total / step, group=most[0][0])]
+
+
+def _parts(ranks: Sequence[RankRecording], step: float) -> list[Finding]:
+    """What else takes much of a step."""
+    found: list[Finding] = []
+    each = [(rank.rank, shares(rank)) for rank in ranks]
+    rank, most = max(each, key=lambda pair: pair[1].outside)
+    if most.outside > 0.1 * step:
+        text = f"Rank {rank} spends {_ms(most.outside)} of a step of {_ms(step)} outside of passes and optimizer."
+        advice = "Prepare batches beside training (a DataLoader with workers), and read losses and log less often."
+        found.append(Finding("outside", text, advice, most.outside / step, rank))
+    stepping = mean(share.optimizer for _, share in each)
+    if stepping > 0.2 * step:
+        text = f"The optimizer takes {_ms(stepping)} of a step of {_ms(step)}."
+        advice = "Let it work on many parameters at once (foreach=True or fused=True), or take more micro-batches."
+        found.append(Finding("optimizer", text, advice, stepping / step))
+    moving = mean(share.moving for _, share in each)
+    if moving > 0.1 * step:
+        text = f"The host copies and adds what is communicated for {_ms(moving)} of a step of {_ms(step)}."
+        advice = "Take more micro-batches for each step, or larger batches: this does not grow with them."
+        found.append(Finding("copies", text, advice, moving / step))
+    return found
+
+
+def _prefetch(ranks: Sequence[RankRecording]) -> list[Finding]:
+    """Whether what was gathered was there when it was needed."""
+    gathers = there = 0
+    for rank in ranks:
+        waits = Counter[tuple[object, ...]]()
+        for span in rank.of("wait"):
+            waits[_key(span)] += span.length
+        for span in rank.of("gather"):
+            gathers += 1
+            there += waits[_key(span)] <= max(_AT_ONCE, _NEARLY_THERE * span.length)
+    if not gathers:
+        return [Finding("prefetch", "Nothing was gathered: the ranks share memory, or the groups stayed whole.")]
+    return [Finding("prefetch", f"{there} of {gathers} gathers were there when they were needed.")]
+
+
+def _named(work: Work) -> str:
+    if work.what == "outside":
+        return "The time between its passes"
+    if work.what == "optimizer":
+        return "The step of the optimizer"
+    return f"The {work.what} of '{work.group}'"
+
+
+def _ms(nanoseconds: float) -> str:
+    milliseconds = nanoseconds / 1e6
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"

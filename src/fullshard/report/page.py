@@ -1,0 +1,303 @@
+"""A recording as a page for people: one HTML file that needs no network, with pictures that need no colours.
+
+Owns what is drawn and how. The pictures are SVG inside of the page, made by matplotlib; without it there are tables.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fullshard.report.findings import findings, lateness, waited
+from fullshard.report.recording import LANES, RankRecording, Span, shares
+
+#: Ranks that a picture or a table has, the ones that stand out first; of the others there are too many to see.
+_RANKS = 16
+#: Groups in the table.
+_GROUPS = 10
+#: Part of the width of a picture from which a span has its name in it.
+_ROOM_FOR_NAME = 0.012
+
+#: How each lane is drawn.
+_LOOKS: dict[str, dict[str, Any]] = {
+    "pass": {"color": "0.92"},
+    "computation": {"color": "0.75"},
+    "gather": {"color": "white", "hatch": "/////"},
+    "reduce": {"color": "white", "hatch": "....."},
+    "all-reduce": {"color": "white", "hatch": "xxxxx"},
+    "host": {"color": "0.55"},
+    "wait": {"color": "black"},
+}
+_PARTS = {
+    "computing": ("computing", {"color": "0.75"}),
+    "optimizer": ("optimizer", {"color": "white", "hatch": "....."}),
+    "moving": ("copies and sums of communication", {"color": "white", "hatch": "/////"}),
+    "waiting": ("waiting", {"color": "black"}),
+    "outside": ("outside of passes", {"color": "white"}),
+}
+
+_STYLE = """
+body { font: 16px/1.45 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #111; background: #fff }
+h1 { font-size: 1.6em } h2 { font-size: 1.2em; margin-top: 2em }
+table { border-collapse: collapse; font-size: 0.93em }
+th, td { padding: 0.25em 0.8em; border-bottom: 1px solid #bbb; text-align: right }
+th:first-child, td:first-child { text-align: left; white-space: nowrap }
+li { margin: 0.6em 0 } .advice { color: #333; display: block }
+svg { max-width: 100%; height: auto } .note { color: #444; font-size: 0.9em }
+"""
+
+
+def write(ranks: Sequence[RankRecording], file: Path) -> None:
+    """Write ``report.html``."""
+    file.write_text(render(ranks))
+
+
+def render(ranks: Sequence[RankRecording]) -> str:
+    """The page, as text."""
+    whole = [rank for rank in ranks if rank.steps()]
+    parts = [
+        f"<h1>Recording of {_counted(len(ranks), 'rank')}</h1>",
+        _of_what(ranks),
+        "<h2>What was found</h2>",
+        "<ul>",
+    ]
+    for finding in findings(ranks):
+        advice = f'<span class="advice">To try: {escape(finding.advice)}</span>' if finding.advice else ""
+        parts.append(f"<li><b>{escape(finding.kind)}</b>: {escape(finding.text)} {advice}</li>")
+    parts.append("</ul>")
+    if whole:
+        shown = _shown(whole)
+        step = _usual_step(shown[0])
+        parts += ["<h2>Where the time of a step goes</h2>", _picture(lambda: draw_shares(whole)), _shares_table(whole)]
+        for rank in shown[:2]:
+            parts += [f"<h2>Step {step} of rank {rank.rank}</h2>", _picture(partial(draw_step, rank, step))]
+        parts.append(_legend_of_lanes(whole[0]))
+        if len(whole) > 1:
+            parts += ["<h2>Who waits for whom</h2>", _picture(lambda: draw_waits(whole)), _waits_note()]
+        parts += ["<h2>Groups that were waited for longest</h2>", _groups_table(whole)]
+    body = "\n".join(parts)
+    head = f'<meta charset="utf-8"><title>fullshard: recording</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+
+
+def _of_what(ranks: Sequence[RankRecording]) -> str:
+    hosts, steps = len({rank.host for rank in ranks}), max((len(rank.steps()) for rank in ranks), default=0)
+    devices = ", ".join(sorted({rank.device for rank in ranks}))
+    text = f"{_counted(hosts, 'host')}, device {devices}, {_counted(steps, 'step')}."
+    error = max((rank.clock_error for rank in ranks), default=0)
+    if error:
+        text += f" Clocks of different hosts were compared; they may be off by {error / 1e6:.2g} ms."
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _shown(ranks: Sequence[RankRecording]) -> list[RankRecording]:
+    """The ranks, those that stand out first: the one for which the others wait longest, and the one that waits most."""
+    late = lateness(ranks, waited(ranks))
+    first = max(ranks, key=lambda rank: late[rank.rank])
+    rest = sorted((rank for rank in ranks if rank is not first), key=lambda rank: -shares(rank).waiting)
+    return [first, *rest]
+
+
+def _usual_step(rank: RankRecording) -> int:
+    """The step of middle length."""
+    steps = rank.steps()
+    by_length = sorted(steps, key=lambda step: steps[step][1] - steps[step][0])
+    return by_length[(len(by_length) - 1) // 2]
+
+
+def _picture(draw: Callable[[], Any]) -> str:
+    """What ``draw`` returns, a figure, as SVG to stand in a page."""
+    try:
+        import matplotlib
+    except ImportError:
+        return '<p class="note">The pictures are made by matplotlib, which is not installed.</p>'
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "hatch.linewidth": 0.6}):
+        figure = draw()
+        text = io.StringIO()
+        figure.savefig(text, format="svg")
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
+    """A figure that no window belongs to, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, height), layout="constrained")
+    axes = figure.subplots(rows, 1, **options)
+    for axis in axes if rows > 1 else [axes]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw_step(rank: RankRecording, step: int) -> Any:
+    """The lanes of a rank over a step, with its memory below."""
+    begin, end = rank.steps()[step]
+    spans = [span for span in rank.spans if span.end > begin and span.start < end]
+    rows: list[tuple[str, list[Span]]] = []
+    for lane in LANES:
+        by_track: dict[int, list[Span]] = {}
+        for track, span in _rows(span for span in spans if span.lane == lane):
+            by_track.setdefault(track, []).append(span)
+        rows += [(lane if not track else "", found) for track, found in sorted(by_track.items())]
+    figure, (above, below) = _figure(
+        1.6 + 0.42 * len(rows), 2, sharex=True, gridspec_kw={"height_ratios": [max(2, len(rows)), 2]}
+    )
+    for row, (_, found) in enumerate(rows):
+        for span in found:
+            _bar(above, row, span, begin, end)
+    above.set_yticks(range(len(rows)), [name for name, _ in rows])
+    above.set_ylim(len(rows) - 0.4, -0.6)
+    above.tick_params(axis="y", length=0)
+    times = [(when - begin) / 1e6 for when, _ in rank.memory if begin <= when <= end]
+    held = [size / 2**20 for when, size in rank.memory if begin <= when <= end]
+    below.step(times, held, color="black", where="post")
+    below.set(xlabel="time (ms)", ylabel="MiB", title=f"memory: {rank.memory_of}", xlim=(0, (end - begin) / 1e6))
+    below.set_ylim(0, 1.2 * max(held, default=1.0))
+    below.title.set_fontsize("medium")
+    return figure
+
+
+def _rows(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """The spans with the number of a row, in which none overlaps another: what is nested lies below."""
+    ends: list[int] = []
+    found = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[row:] = [span.end, *ends[row + 1 :]]
+        found.append((row, span))
+    return found
+
+
+def _bar(axis: Any, row: int, span: Span, begin: int, end: int) -> None:
+    start, stop = max(span.start, begin), min(span.end, end)
+    axis.barh(
+        row, (stop - start) / 1e6, 0.7, (start - begin) / 1e6, edgecolor="black", linewidth=0.4, **_LOOKS[span.lane]
+    )
+    name = span.what if span.lane in ("pass", "wait") else span.group
+    width = (stop - start) / (end - begin)
+    short = name if len(name) * _ROOM_FOR_NAME < width else name.rpartition(".")[2]
+    if span.lane in ("pass", "computation", "gather", "reduce") and len(short) * _ROOM_FOR_NAME < width:
+        middle = ((start + stop) / 2 - begin) / 1e6
+        look = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        box = {} if span.lane in ("pass", "computation") else {"bbox": look}
+        axis.text(middle, row, short, ha="center", va="center", fontsize="small", **box)
+
+
+def draw_shares(ranks: Sequence[RankRecording]) -> Any:
+    """A bar for each rank: what its step consists of."""
+    some = sorted(_shown(ranks)[:_RANKS], key=lambda rank: rank.rank)
+    figure, axis = _figure(1.3 + 0.34 * len(some))
+    left = [0.0] * len(some)
+    for part, (label, look) in _PARTS.items():
+        widths = [getattr(shares(rank), part) / 1e6 for rank in some]
+        axis.barh(range(len(some)), widths, 0.7, left, label=label, edgecolor="black", linewidth=0.6, **look)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(some)), [f"rank {rank.rank}" for rank in some])
+    axis.invert_yaxis()
+    axis.set_xlabel("ms of a step, on average")
+    figure.legend(loc="outside upper center", ncols=len(_PARTS), frameon=False, fontsize="small")
+    return figure
+
+
+def draw_waits(ranks: Sequence[RankRecording]) -> Any:
+    """A table of circles: how long each rank waits for each other."""
+    some = sorted(rank.rank for rank in _shown(ranks)[:_RANKS])
+    totals = Counter[tuple[int, int | None]]()
+    for wait in waited(ranks):
+        totals[wait.rank, wait.by] += wait.length / 1e6  # type: ignore[assignment]
+    columns: list[int | None] = [*some, None]
+    most = max((totals[here, there] for here in some for there in columns), default=0.0) or 1.0
+    figure, axis = _figure(1.3 + 0.5 * len(some))
+    for row, here in enumerate(some):
+        for column, there in enumerate(columns):
+            size = totals[here, there]
+            if size > 0:
+                axis.scatter(column, row, s=900 * size / most, facecolor="0.8", edgecolor="black", linewidth=0.6)
+                axis.text(
+                    column,
+                    row,
+                    f"{size:.0f}" if size >= 10 else f"{size:.1f}",
+                    ha="center",
+                    va="center",
+                    fontsize="small",
+                )
+    labels = [f"rank {there}" if there is not None else "the bytes" for there in columns]
+    axis.set_xticks(range(len(columns)), labels)
+    axis.set_yticks(range(len(some)), [f"rank {here} waits" for here in some])
+    axis.set(xlim=(-0.6, len(columns) - 0.4), ylim=(len(some) - 0.4, -0.6), title="for ... (ms of a step)")
+    axis.title.set_fontsize("medium")
+    return figure
+
+
+def _waits_note() -> str:
+    return (
+        '<p class="note">A communication cannot end before the last rank has come to it. So long the others wait for '
+        "that rank; after that, for the bytes.</p>"
+    )
+
+
+def _legend_of_lanes(rank: RankRecording) -> str:
+    """What the lanes are, in words."""
+    words = (
+        "<b>pass</b>: forward, backward and step of the optimizer. <b>computation</b>: units, with those inside them. "
+        "<b>gather</b>, <b>reduce</b>: from the start of a communication to its end. "
+    )
+    if rank.device == "cpu":
+        words += (
+            "Communication on the CPU runs by itself, and ends here when it is taken, at the latest when it is needed. "
+            "<b>host</b>: the thread that trains starts and completes it, with copies and sums. <b>wait</b>: it waits."
+        )
+    else:
+        words += "<b>wait</b>: the stream that computes waits for a communication."
+    return f'<p class="note">{words}</p>'
+
+
+def _shares_table(ranks: Sequence[RankRecording]) -> str:
+    rows = []
+    for rank in sorted(_shown(ranks)[:_RANKS], key=lambda rank: rank.rank):
+        of = shares(rank)
+        parts = [f"{getattr(of, part) / of.step:.0%}" for part in _PARTS]
+        peak = max((held for _, held in rank.memory), default=0)
+        exposed = f"{of.exposed / of.step:.0%}"
+        rows.append([f"rank {rank.rank}", f"{of.step / 1e6:.1f}", *parts, exposed, f"{peak / 2**20:.0f}"])
+    heads = ["", "step, ms", *(label for label, _ in _PARTS.values()), "exposed communication", "most memory, MiB"]
+    left = f'<p class="note">{len(ranks) - _RANKS} more ranks are in recording.json.</p>' if len(ranks) > _RANKS else ""
+    return _table(heads, rows) + left
+
+
+def _groups_table(ranks: Sequence[RankRecording]) -> str:
+    """The groups that were waited for longest: by ranks that came late, and by bytes."""
+    totals: dict[tuple[str, str], list[float]] = {}
+    for wait in waited(ranks):
+        sums = totals.setdefault((wait.group, wait.what), [0.0, 0.0])
+        sums[wait.by is None] += wait.length / 1e6 / len(ranks)
+    most = sorted(totals.items(), key=lambda item: -sum(item[1]))[:_GROUPS]
+    if not most:
+        return "<p>No rank waited.</p>"
+    sizes = {name: nbytes for rank in ranks for name, nbytes in rank.groups.items()}
+    rows = [
+        [
+            group or "all groups",
+            what,
+            f"{sizes[group] / 2**20:.1f}" if group in sizes else "",
+            *(f"{part:.2f}" for part in (late, bytes_)),
+        ]
+        for (group, what), (late, bytes_) in most
+    ]
+    return _table(["group", "waited for", "whole, MiB", "for a late rank, ms a step", "for the bytes, ms a step"], rows)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(each)}</td>" for each in row) + "</tr>\n" for row in rows)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -1,0 +1,92 @@
+"""A recording in the format of Chrome's traces, which https://ui.perfetto.dev and ``chrome://tracing`` open.
+
+One process is a rank, and one track a lane; spans of a lane that overlap and do not contain each other take further
+tracks. Memory is a counter, and an arrow leads from the end of each gather to the computation that needed it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fullshard.report.recording import LANES, RankRecording, Span
+
+#: Tracks that a lane may have.
+_TRACKS = 64
+
+
+def write(ranks: Sequence[RankRecording], file: Path) -> None:
+    """Write ``trace.json``."""
+    file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(ranks)}))
+
+
+def events(ranks: Sequence[RankRecording]) -> list[dict[str, Any]]:
+    """The events of a trace. Times are in microseconds from the first span."""
+    origin = min((span.start for rank in ranks for span in rank.spans), default=0)
+    numbers = count(1)
+    return [event for rank in ranks for event in _of_rank(rank.moved(origin), numbers)]
+
+
+def tracks(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """The spans with the number of a track, on which any two are apart or one contains the other."""
+    open_spans: list[list[Span]] = []
+    found = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        for stack in open_spans:
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+        fits = [track for track, stack in enumerate(open_spans) if not stack or span.end <= stack[-1].end]
+        track = fits[0] if fits else len(open_spans)
+        open_spans += [] if fits else [[]]
+        open_spans[track].append(span)
+        found.append((track, span))
+    return found
+
+
+def _of_rank(rank: RankRecording, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+    pid = rank.rank
+    yield _metadata("process_name", pid, 0, name=f"rank {rank.rank} ({rank.host}, {rank.device})")
+    yield _metadata("process_sort_index", pid, 0, sort_index=rank.rank)
+    uses: dict[str, list[tuple[int, int]]] = {}  # when groups began to compute, and where
+    for index, lane in enumerate(LANES):
+        named = set()
+        for track, span in tracks(rank.of(lane)):
+            tid = index * _TRACKS + track + 1
+            if tid not in named:
+                named.add(tid)
+                yield _metadata("thread_name", pid, tid, name=f"{lane} {track + 1}" if track else lane)
+                yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            if lane == "computation":
+                uses.setdefault(span.group, []).append((span.start, tid))
+            yield {
+                "ph": "X",
+                "name": f"{span.what} {span.group}" if span.group else span.what,
+                "cat": lane,
+                "pid": pid,
+                "tid": tid,
+                "ts": span.start / 1e3,
+                "dur": span.length / 1e3,
+                "args": {"step": span.step, "during": span.during, "bytes": span.nbytes},
+            }
+    gather_lane = LANES.index("gather")
+    for track, span in tracks(rank.of("gather")):
+        group = span.group.partition(" (")[0]
+        use = min((use for use in uses.get(group, ()) if use[0] >= span.end), default=None)
+        if use is not None:
+            flow = {"cat": "use", "name": "gathered for", "id": next(numbers), "pid": pid}
+            yield {
+                "ph": "s",
+                "tid": gather_lane * _TRACKS + track + 1,
+                "ts": (span.end - 1) / 1e3,
+                **flow,
+            }  # inside of the span
+            yield {"ph": "f", "bp": "e", "tid": use[1], "ts": use[0] / 1e3, **flow}
+    for when, held in rank.memory:
+        yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": when / 1e3, "args": {rank.memory_of: held}}
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}

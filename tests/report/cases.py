@@ -1,0 +1,72 @@
+"""Recordings of the tests: of ranks that train, and made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.report.recording import RankRecording, Span
+from tests.fully_shard.cases import inputs
+from tests.harness import World
+from tests.harness.models import MLP, seeded
+
+MS = 1_000_000
+
+
+def trained(model: nn.Module) -> Any:
+    """A function that trains ``model`` a step, on other inputs each time and on each rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(seed: int) -> None:
+        model(inputs(seed)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
+
+
+def sharded() -> Any:
+    """A small model with a group for each block."""
+    model = seeded(MLP)
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    return fullshard.fully_shard(model)
+
+
+def recorded(world: World, model: Any, steps: int = 2) -> Any:
+    """Train some steps, of which the last ``steps`` are recorded and gathered."""
+    train = trained(model)
+    for seed in range(2):
+        train(10 * seed + world.rank)
+    recording = fullshard.record(model, steps=steps)
+    for seed in range(steps):
+        assert recording.is_running
+        train(10 * seed + world.rank)
+    assert not recording.is_running
+    recording.gather()
+    return recording
+
+
+def by_hand(rank: int, *, computes: int = 20, steps: int = 2) -> RankRecording:
+    """A rank that computes so many ms in the forward of ``b``, in steps of 100 ms, with one gather of ``b`` that comes
+    when the slowest of two ranks (60 ms) has sent it; and 10 ms later because of the bytes."""
+    recording = RankRecording(rank, "host", "cpu", "memory", groups={"b": 2**20})
+    for step in range(steps):
+        at = 100 * step
+
+        def span(lane: Any, what: str, group: str, begin: int, end: int, at: int = at, step: int = step) -> Span:
+            return Span(lane, what, group, "forward", step, (at + begin) * MS, (at + end) * MS)
+
+        recording.spans += [
+            span("pass", "forward", "", 0, 80),
+            span("computation", "forward", "b", 0, computes),
+            span("gather", "gather", "b", computes, 70),
+            span("wait", "gather", "b", computes, 70),
+            span("computation", "forward", "a", 70, 80),
+            span("pass", "optimizer", "", 90, 100),
+        ]
+        recording.memory.append((at * MS, 2**20 * (1 + rank)))
+    return recording

@@ -1,0 +1,51 @@
+"""What recordings show, of ranks whose times are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.report.findings import findings, waited
+from fullshard.report.recording import RankRecording, own_work, shares
+from tests.report.cases import MS, by_hand
+
+
+def test_the_shares_of_a_step_add_up_to_it() -> None:
+    of = shares(by_hand(0))
+    assert of.step == 100 * MS
+    assert (of.computing, of.waiting, of.moving) == (30 * MS, 50 * MS, 0)
+    assert (of.optimizer, of.outside) == (10 * MS, 10 * MS)
+
+
+def test_waits_are_for_the_last_rank_and_then_for_the_bytes() -> None:
+    found = {(wait.rank, wait.by): wait.length for wait in waited([by_hand(0), by_hand(1, computes=60)])}
+    assert found == {(0, 1): 40 * MS, (0, None): 10 * MS, (1, None): 10 * MS}
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_the_slow_rank_is_named_with_what_it_computes_there(slow: int) -> None:
+    ranks = [by_hand(rank, computes=60 if rank == slow else 20) for rank in range(3)]
+    first = findings(ranks)[0]
+    assert (first.kind, first.rank, first.group) == ("slow rank", slow, "b")
+    assert first.share == pytest.approx(0.4)
+    assert f"Rank {slow} is slow" in first.text
+    assert "forward of 'b' takes 60 ms there, and 20 ms on the others" in first.text
+
+
+def test_no_rank_is_slow_where_all_are_alike() -> None:
+    kinds = {finding.kind for finding in findings([by_hand(0), by_hand(1)])}
+    assert "slow rank" not in kinds
+    assert "late gathers" in kinds
+
+
+def test_own_work_leaves_out_what_is_nested_and_waited_for() -> None:
+    rank = by_hand(0, steps=1)
+    outer = rank.spans[0]._replace(lane="computation", group="root")
+    rank.spans.append(outer)
+    works = {(work.what, work.group): work.length for work in own_work(rank)}
+    assert works["forward", "root"] == 0  # 80 ms, of which 20 and 10 are units inside and 50 a wait
+    assert works["forward", "b"] == 20 * MS
+
+
+def test_a_recording_without_a_whole_step_says_so() -> None:
+    (finding,) = findings([RankRecording(0, "host", "cpu", "memory")])
+    assert "No step" in finding.text

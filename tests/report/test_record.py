@@ -1,0 +1,148 @@
+"""Recordings of ranks that train."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard.comm.waits import WAITS, Waits
+from fullshard.report.recording import Span
+from fullshard.schedule.unit import unit_of
+from tests.fully_shard.cases import groups_of
+from tests.harness import World, ranks
+from tests.report.cases import recorded, sharded, trained
+
+
+def of(spans: list[Span], lane: str, what: str) -> list[Span]:
+    return [span for span in spans if (span.lane, span.what) == (lane, what)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    recording = recorded(world, sharded())
+    assert [rank.rank for rank in recording.ranks] == ([0, 1] if world.rank == 0 else [1])
+    for rank in recording.ranks:
+        assert list(rank.steps()) == [0, 1]
+        groups = {"root", *(f"blocks.{number}" for number in range(4))}
+        assert set(rank.groups) == groups
+        for what in ("forward", "backward"):
+            assert len(of(rank.spans, "pass", what)) == 2
+            assert {span.group for span in of(rank.spans, "computation", what)} == groups
+        assert len(of(rank.spans, "pass", "optimizer")) == 2
+        reduced = of(rank.spans, "reduce", "reduce")
+        assert {span.group for span in reduced} == groups
+        assert sum(span.nbytes for span in reduced) == 2 * sum(rank.groups.values()) // 2
+        gathered = of(rank.spans, "gather", "gather")
+        assert {span.group for span in gathered} == (set() if transport == "host" else groups)
+        assert all(span.end >= span.start for span in rank.spans)
+        assert all(held > 0 for _, held in rank.memory)
+        for span in gathered:  # what was gathered is there before it is used
+            uses = of(rank.spans, "computation", span.during)
+            assert any(use.group == span.group and use.start >= span.end for use in uses)
+
+
+@ranks(2)
+def test_nothing_is_left_of_a_recording(world: World) -> None:
+    model = sharded()
+    train = trained(model)
+    train(0)
+    schedule = unit_of(model).schedule  # type: ignore[union-attr]
+    looked_at = [schedule, schedule.passes, schedule.comm, *schedule.units, *schedule.groups()]
+    looked_at += [vars(group.transport).get("local_ranks", group) for group in schedule.groups()]
+    before = [dict(vars(each)) for each in looked_at]
+    lanes = schedule.comm.lanes
+    with fullshard.record(model, steps=5) as recording:
+        train(1)
+        assert type(WAITS) is not Waits
+        assert schedule.comm.lanes is not lanes
+    assert not recording.is_running
+    assert [set(vars(each)) for each in looked_at] == [set(each) for each in before]
+    assert schedule.comm.lanes is lanes
+    assert type(WAITS) is Waits
+    assert list(recording.ranks[0].steps()) == [0]
+
+
+@ranks(2)
+def test_recorded_training_is_as_without(world: World) -> None:
+    models = sharded(), sharded()
+    recording = fullshard.record(models[0], steps=3)
+    for model in models:
+        train = trained(model)
+        for seed in range(3):
+            train(seed + 10 * world.rank)
+    assert not recording.is_running
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_the_findings_name_a_rank_that_sleeps_and_where(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = sharded()
+    if world.rank == 1:
+        model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.25))
+    recording = recorded(world, model)
+    if world.rank == 0:
+        found = {finding.kind: finding for finding in recording.findings()}
+        assert found["slow rank"].rank == 1
+        assert found["slow rank"].group == "blocks.1"
+
+
+@ranks(2)
+def test_a_recording_is_saved_and_read_again(world: World, tmp_path: Path) -> None:
+    recording = recorded(world, sharded(), steps=1)
+    recording.save(tmp_path)
+    dist.barrier()
+    read = fullshard.Recording.load(tmp_path)
+    assert {"recording.json", "report.html", "trace.json"} == {file.name for file in tmp_path.iterdir()}
+    assert [rank.rank for rank in read.ranks] == [0, 1]
+    if world.rank == 0:
+        first = min(rank.spans[0].start for rank in recording.ranks)
+        assert read.ranks == [rank.moved(first) for rank in recording.ranks]
+        assert [finding.kind for finding in read.findings()] == [finding.kind for finding in recording.findings()]
+
+
+@ranks(2)
+def test_a_wrapped_model_that_recomputes_is_recorded(world: World) -> None:
+    class Recomputing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    blocks = [fullshard.FullyShardedDataParallel(nn.Linear(6, 6), use_orig_params=True) for _ in range(3)]
+    model = fullshard.FullyShardedDataParallel(
+        nn.Sequential(*map(Recomputing, blocks), nn.Linear(6, 6)), use_orig_params=True
+    )
+    recording = recorded(world, model, steps=1)
+    spans = recording.ranks[0].spans
+    again = of(spans, "computation", "recomputation")
+    assert len({span.group for span in again}) == 3
+    (backward,) = of(spans, "pass", "backward")
+    assert all(backward.start <= span.start <= span.end <= backward.end for span in again)
+
+
+@ranks(2)
+def test_what_cannot_be_recorded_is_refused(world: World) -> None:
+    with pytest.raises(ValueError, match="sharded or wrapped, got Linear"):
+        fullshard.record(nn.Linear(2, 2))
+    model = sharded()
+    with pytest.raises(ValueError, match="at least 1 step, got 0"):
+        fullshard.record(model, steps=0)
+    with fullshard.record(model), pytest.raises(RuntimeError, match="is being recorded"):
+        fullshard.record(model)
+    fullshard.record(model).stop()
+    assert groups_of(model)

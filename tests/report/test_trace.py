@@ -1,0 +1,78 @@
+"""The files of a recording that other programs open: Chrome's traces, and the page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from fullshard.report import page, trace
+from fullshard.report.recording import Span
+from tests.report.cases import MS, by_hand
+
+
+def overlapping() -> list[Span]:
+    times = [(0, 100), (10, 40), (20, 30), (35, 60), (50, 120), (100, 130), (130, 130)]
+    return [Span("gather", "gather", str(i), "forward", 0, a * MS, b * MS) for i, (a, b) in enumerate(times)]
+
+
+def test_spans_of_a_track_are_nested_or_apart() -> None:
+    found = trace.tracks(overlapping())
+    assert len(found) == len(overlapping())
+    for track, one in found:
+        for other in (span for number, span in found if number == track and span is not one):
+            apart = one.end <= other.start or other.end <= one.start
+            nested = (one.start <= other.start and other.end <= one.end) or (
+                other.start <= one.start and one.end <= other.end
+            )
+            assert apart or nested, f"{one} and {other} overlap on track {track}"
+    assert {track for track, _ in found} == {0, 1, 2}
+
+
+def test_a_trace_has_the_structure_that_viewers_read() -> None:
+    ranks = [by_hand(0), by_hand(1, computes=60)]
+    ranks[0].spans += overlapping()
+    by_phase = defaultdict(list)
+    for event in trace.events(ranks):
+        assert {"ph", "pid", "tid", "ts", "name"} <= event.keys()
+        by_phase[event["ph"]].append(event)
+    assert set(by_phase) == {"M", "X", "C", "s", "f"}
+    assert len(by_phase["X"]) == sum(len(rank.spans) for rank in ranks)
+    assert min(event["ts"] for event in by_phase["X"]) == 0
+    assert all(event["dur"] >= 0 for event in by_phase["X"])
+    named = {(event["pid"], event["tid"]) for event in by_phase["M"] if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in by_phase["X"]} == named
+    assert {event["pid"] for event in by_phase["X"]} == {0, 1}
+    starts = {event["id"]: event for event in by_phase["s"]}
+    ends = {event["id"]: event for event in by_phase["f"]}
+    assert starts.keys() == ends.keys()
+    assert all(starts[number]["ts"] <= ends[number]["ts"] for number in starts)
+    for event in (*starts.values(), *ends.values()):  # an arrow is bound to the span that it lies in
+        here = [x for x in by_phase["X"] if (x["pid"], x["tid"]) == (event["pid"], event["tid"])]
+        assert any(x["ts"] <= event["ts"] <= x["ts"] + x["dur"] for x in here)
+
+
+def test_a_page_needs_nothing_from_elsewhere() -> None:
+    text = page.render([by_hand(0), by_hand(1, computes=60)])
+    assert "Rank 1 is slow" in text
+    assert text.count("<svg") == 4
+    outside = re.sub(r'xmlns(:\w+)?="[^"]*"|<metadata>.*?</metadata>', "", text, flags=re.DOTALL)
+    assert not re.search(r"https?://|<script|<link|@import|src=", outside)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no program chromium")
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    page.write([by_hand(0), by_hand(1, computes=60)], file)
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += f" --disable-component-update --disable-sync --user-data-dir={tmp_path / 'profile'} --dump-dom"
+    shown = subprocess.run(["chromium", *flags.split(), file.as_uri()], capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("<svg") == 4
+    assert "Rank 1 is slow" in shown.stdout
+    assert "not installed" not in shown.stdout
