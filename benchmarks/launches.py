@@ -9,7 +9,7 @@ chain does without sharding is subtracted, and the rest is divided by the number
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 from unittest import mock
@@ -24,6 +24,7 @@ from benchmarks.contenders import ALONE, FSDP2, Contender
 from benchmarks.models import Block, Chain
 from benchmarks.ranks import run_pretending
 from benchmarks.traffic import Traffic, nbytes
+from fullshard import torch_private
 from fullshard.comm import collective
 
 #: Steps before the one that is counted.
@@ -38,8 +39,9 @@ _FILLS = {
     "aten::full_like",
     "aten::_foreach_zero_",
 }
-#: A chain of blocks of a transformer, 8 parameters of 6 shapes, beside those of equal small parameters.
-TRANSFORMER = "transformer"
+#: Chains of blocks of a transformer, 8 parameters of 6 shapes, beside those of equal small parameters; their widths.
+TRANSFORMER, LARGE_TRANSFORMER = "transformer", "large transformer"
+_WIDTHS = {TRANSFORMER: 64, LARGE_TRANSFORMER: 1024}
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Cost:
 
 
 def measure_launches(world_size: int, counts: list[int | str], groups: int) -> dict[str, Any]:
-    """For each number of parameters in a group (or :data:`TRANSFORMER`), and each contender, its :class:`Cost`."""
+    """For each number of parameters in a group (or the name of a chain), and each contender, its :class:`Cost`."""
     return {"ranks": world_size, "counts": run_pretending(_measure, world_size, world_size, counts, groups)}
 
 
@@ -108,8 +110,8 @@ def _build(count: int | str, groups: int) -> tuple[nn.Module, list[nn.Module], t
     if isinstance(count, int):
         chain = Chain(groups, count)
         return chain, list(chain.blocks), torch.ones(1024, requires_grad=True)
-    blocks = nn.Sequential(*(Block(64) for _ in range(groups)))
-    return blocks, list(blocks), torch.ones(1, 4, 64, requires_grad=True)
+    blocks = nn.Sequential(*(Block(_WIDTHS[count]) for _ in range(groups)))
+    return blocks, list(blocks), torch.ones(1, 4, _WIDTHS[count], requires_grad=True)
 
 
 def _run(model: nn.Module, x: torch.Tensor) -> None:
@@ -152,7 +154,13 @@ class _Unordered:
 @contextmanager
 def _device() -> Iterator[PretendedStreams]:
     """The CPU as a device with streams, whose collectives are those of NCCL."""
-    with pretend(_Unordered()) as streams, mock.patch.object(collective, "backend_name", return_value="nccl"):
+    with pretend(_Unordered()) as streams, ExitStack() as stack:
+        for name, value in (
+            ("backend_name", lambda *_: "nccl"),
+            ("all_gather_over", torch_private.all_gather_over),
+            ("reduce_scatter_over", torch_private.reduce_scatter_over),
+        ):
+            stack.enter_context(mock.patch.object(collective, name, value))
         yield streams
 
 

@@ -41,8 +41,8 @@ class _Group:
     def __init__(self, block: nn.Module) -> None:
         assert dist.group.WORLD is not None
         process_group, world_size = dist.group.WORLD, dist.get_world_size()
-        self.all_gather = all_gather_over(process_group, async_op=True)
-        self.reduce_scatter = reduce_scatter_over(process_group, dist.ReduceOp.SUM, async_op=True)
+        self.all_gather, _ = all_gather_over(process_group, async_op=True)
+        self.reduce_scatter, _ = reduce_scatter_over(process_group, dist.ReduceOp.SUM, async_op=True)
         mesh = init_device_mesh("cpu", (world_size,))
         places = [
             (inner, name, param)

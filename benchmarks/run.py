@@ -28,7 +28,7 @@ from benchmarks.exchanges import measure_exchanges
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
-from benchmarks.launches import TRANSFORMER, measure_launches
+from benchmarks.launches import LARGE_TRANSFORMER, TRANSFORMER, measure_launches
 from benchmarks.memory import measure_memory, measure_padding, measure_peaks
 from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
@@ -62,7 +62,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     stored = {"1 GiB": (64, 2048), "5,000 small tensors": (5000, 64)}
     stored = {"small": (4, 64)} if quick else stored
     small: list[int | str]
-    pretended, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER])
+    pretended, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER, LARGE_TRANSFORMER])
     ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {

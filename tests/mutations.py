@@ -121,8 +121,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/plan.py",
-        "shard_numel = _align(end, plan.alignment)",
-        "shard_numel = end",
+        "plan.alignment, _align(end, plan.alignment))",
+        "plan.alignment, end)",
         "tests/buffer/test_plan.py::test_parameters_are_aligned_and_nothing_more_is_added_between_them",
     ),
     Mutation(
@@ -148,6 +148,12 @@ MUTATIONS = (
         "alike = others[count:]",
         "alike = others[count + 1 :]",
         "tests/buffer/test_plan.py::test_the_pieces_of_all_ranks_are_those_of_each_rank",
+    ),
+    Mutation(
+        "buffer/plan.py",
+        "return is_cut and chunk * self.world_size == param.numel",
+        "return is_cut",
+        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
     ),
     # how gradients are taken and reduced
     Mutation(
@@ -188,7 +194,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "self._views[index].zero_()",
+        "self._places.zero(index)",
         "pass",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
     ),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.host import measure_host
-from benchmarks.launches import TRANSFORMER, measure_launches
+from benchmarks.launches import LARGE_TRANSFORMER, TRANSFORMER, measure_launches
 from benchmarks.models import Work
 from benchmarks.traffic import Traffic
 from torch import nn
@@ -34,6 +34,7 @@ ADDED = {
     "accelerators": 110,
     "graphs": 32,
     "reports": 7,
+    "straight": 420,
 }
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 400, "cli.py": 139, "__main__.py": 7, "schedule/misuse.py": 81, "checkpoint/": 3999}
@@ -45,15 +46,15 @@ CALLS = {4: 242, 8: 246, 32: 270}
 MORE_CALLS = 0 if CAN_SWAP_MEMORY else 9
 #: Bytes of a step on two ranks by transport, in bytes of all parameters: copied by each rank, and sent. Where storages
 #: cannot exchange memory, gradients of ranks that share memory travel as messages.
-COPIED = {"host": 1.015 if CAN_SWAP_MEMORY else 1.515, "p2p": 3.502, "collective": 4.0}
+COPIED = {"host": 1.015 if CAN_SWAP_MEMORY else 1.515, "p2p": 3.502, "collective": 2.9}
 SENT = {"host": 0.0 if CAN_SWAP_MEMORY else 0.5, "p2p": 1.5, "collective": 1.5}
 #: Calls of functions of the library for a gather and the wait for it, and files in which they are.
 GATHER = {"p2p": (18, 6), "collective": (17, 6)}
 #: What a group asks of a device in a step, see ``benchmarks.launches.Cost``: with parameters alike, and with others.
 LAUNCHES = {
-    "launches": (3.75, 3.75),
-    "kernels": (3.75, 14.75),
-    "copied": (7.5, 7.5),
+    "launches": (2.75, 2.75),
+    "kernels": (2.75, 2.75),
+    "copied": (5.5, 5.5),
     "allocated": (0, 0),
     "synchronizations": (0, 0),
     "collectives": (2.75, 2.75),
@@ -82,6 +83,15 @@ def test_a_group_asks_no_more_of_a_device_in_a_step() -> None:
     for what, most in LAUNCHES.items():
         if what != "allocated" or CAN_SWAP_MEMORY:
             assert all(cost[what] <= limit for cost, limit in zip(costs, most, strict=True)), f"{what}: {costs}"
+
+
+@pytest.mark.slow
+def test_large_parameters_are_not_copied() -> None:
+    (found,) = measure_launches(8, [LARGE_TRANSFORMER], groups=8)["counts"].values()
+    cost = found["fullshard"]
+    assert (cost["launches"], cost["kernels"], cost["collectives"]) == (2.75, 4.5, 2.75)
+    assert cost["copied"] < 0.002
+    assert cost["allocated"] == 0 or not CAN_SWAP_MEMORY
 
 
 @ranks(2)

@@ -267,6 +267,9 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 #: gather.
 foreach_copy: Callable[[Tensors, Tensors], object] = partial(torch._foreach_copy_, non_blocking=True)
 foreach_add: Callable[[Tensors, Tensors], None] = torch._foreach_add_  # in place
+#: Writes the chunks of tensors along their first dim, as ``torch.chunk`` cuts and padded, end to end to ``out``: a row
+#: for each rank. It is one kernel; copies to strided places take one each.
+chunk_cat: Callable[..., torch.Tensor] = partial(torch._chunk_cat, dim=0)
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm  # no tensor empty, if of the maximum
 foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # in place, with a 0-dim tensor
 
@@ -281,20 +284,22 @@ _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or d
 
 #: Writes what the ranks bring, its second argument, to its first. What it returns, if anything, is waited for.
 Collective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
+#: The same of several tensors in one call, each with its partner.
+Collectives = Callable[[Tensors, Tensors], dist.Work | None]
 
 
-def all_gather_over(group: dist.ProcessGroup, async_op: bool) -> Collective:
-    """``all_gather_single`` of plain tensors, outside of coalescing, for many calls."""
+def all_gather_over(group: dist.ProcessGroup, async_op: bool) -> tuple[Collective, Collectives]:
+    """``all_gather_single`` of plain tensors, outside of coalescing, for many calls; and of several in one call."""
     options = AllgatherOptions()
     options.asyncOp = async_op
-    return partial(_gather, group, opts=options)
+    return partial(_gather, group, opts=options), partial(group.allgather_into_tensor_coalesced, opts=options)
 
 
-def reduce_scatter_over(group: dist.ProcessGroup, op: Any, async_op: bool) -> Collective:
-    """``reduce_scatter_single`` of plain tensors, outside of coalescing, for many calls."""
+def reduce_scatter_over(group: dist.ProcessGroup, op: Any, async_op: bool) -> tuple[Collective, Collectives]:
+    """``reduce_scatter_single`` of plain tensors, outside of coalescing, for many calls; and of several in one call."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, async_op
-    return partial(_reduce_scatter, group, opts=options)
+    return partial(_reduce_scatter, group, opts=options), partial(group.reduce_scatter_tensor_coalesced, opts=options)
 
 
 def premultiplied_sum(factor: float) -> Any:

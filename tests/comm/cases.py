@@ -48,6 +48,18 @@ LARGE: Shapes = (
 )
 """Pieces that travel alone, in rows, and packed, and that take several rounds when staging is small."""
 
+STRAIGHT: Shapes = (
+    ((5,), 0),
+    ((600, 1000), 0),
+    ((301, 1000), 0),
+    ((), None),
+    ((1, 786_432), 1),
+    ((1000, 600), 1),
+    ((1200, 400), 0),
+    ((48, 7), 0),
+)
+"""Parameters whose chunks are large and whole on every rank, among others that are not."""
+
 EMPTY: Shapes = (((0, 3), 0), ((0,), 0))
 
 TINY: Shapes = (((1, 3), 0), ((1,), 0))

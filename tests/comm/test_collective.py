@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from fullshard.policies import AllGather, ReduceScatter
 from tests.comm.cases import (
     LARGE,
     ODD,
+    STRAIGHT,
     Case,
     Section,
     assert_gathered,
+    assert_reduced,
     cut,
     fill_fulls,
     fill_shards,
@@ -166,8 +169,8 @@ class Recorder:
             self.copies += len(targets)
             copy(targets, sources)
 
-        patch.setattr(collective, "all_gather_over", lambda *_: record)
-        patch.setattr(collective, "reduce_scatter_over", lambda *_: record)
+        patch.setattr(collective, "all_gather_over", lambda *_: (record, record))
+        patch.setattr(collective, "reduce_scatter_over", lambda *_: (record, record))
         patch.setattr(collective, "foreach_copy", count)
 
 
@@ -218,6 +221,41 @@ def test_a_section_that_is_the_shards_end_to_end_moves_without_a_copy(
     ]
     assert recorder.copies == 0
     assert SHARED.nbytes_free == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_straight_parameters_move_where_they_lie(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside them one message has the rest. The copies are those of the rest alone."""
+    recorder = Recorder(monkeypatch)
+    rows = 64 * 3
+    case = Case("even", (Section(torch.float32, (((7,), 0), ((rows, 32_768), 0), ((5, 3), 1), ((rows, 32_768), 0))),))
+    with fake_world(size):
+        assert dist.group.WORLD is not None
+        (transfer,) = transfers_of(case, size)
+        gather(CollectiveTransport(), [transfer], dist.group.WORLD, 0).finish()
+        reduce(CollectiveTransport(), [transfer], dist.group.WORLD, 1, Reduction(size)).finish()
+    plan, full, shard = transfer
+    gathers, reductions = recorder.calls[:3], recorder.calls[3:]
+    places = [(full[plan.full_offsets[i] :].data_ptr(), shard[plan.shard_offsets[i] :].data_ptr()) for i in (1, 3)]
+    assert [(output.data_ptr(), source.data_ptr()) for output, source in gathers[1:]] == places
+    assert [(source.data_ptr(), output.data_ptr()) for output, source in reductions[1:]] == places
+    assert gathers[0][1].nbytes == reductions[0][0].nbytes == 4 * plan.packed.shard_numel < 200
+    assert recorder.copies <= 2 * 2 * 2  # two pieces of each of two parameters, there and back
+
+
+@ranks(2, 3)
+def test_a_backend_may_take_all_tensors_in_one_call(world: World) -> None:
+    case = Case("even", tuple(Section(dtype, STRAIGHT) for dtype in (torch.float32, torch.float64, torch.float32)))
+    with mock.patch.object(collective, "_GROUPS_CALLS", ("gloo",)):
+        transfers = transfers_of(case, world.size)
+        fill_shards(case, transfers, world.rank)
+        gather(CollectiveTransport(), transfers, dist.group.WORLD, 0).finish()
+        assert_gathered(case, transfers, world.rank)
+        for shard_dtype in (None, torch.bfloat16):  # where they are added up, and on the way there
+            transfers = transfers_of(case, world.size, shard_dtype)
+            fill_fulls(case, transfers, world.rank)
+            reduce(CollectiveTransport(), transfers, dist.group.WORLD, 1, Reduction(world.size)).finish()
+            assert_reduced(case, transfers, world.rank, world.size)
 
 
 def test_an_even_gather_sends_the_shards_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,5 +322,5 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
         for _ in range(2):
             op = torch_private.premultiplied_sum(0.5)
             before = sys.getrefcount(op)
-            torch_private.reduce_scatter_over(dist.group.WORLD, op, async_op=True)(torch.zeros(1), torch.zeros(2))
+            torch_private.reduce_scatter_over(dist.group.WORLD, op, async_op=True)[0](torch.zeros(1), torch.zeros(2))
             assert sys.getrefcount(op) == before

@@ -22,7 +22,7 @@ from fullshard import torch_private
 from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU
-from fullshard.torch_private import CAN_SWAP_MEMORY, Collective
+from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, Collectives
 from tests.pretend.operations import tensors_in
 
 #: The host itself, and the stream in which the model computes.
@@ -177,10 +177,14 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
             model.emptied(storage)
         return resizes(storage, size)
 
-    def over(make: Callable[..., Collective]) -> Callable[..., Collective]:
-        def made(group: Any, *options: Any) -> Collective:
-            call = make(group, *options)
-            return lambda output, source: model.collective(streams.entered[-1].stream_id, group, call, output, source)
+    def over(make: Callable[..., tuple[Collective, Collectives]]) -> Callable[..., tuple[Collective, Collectives]]:
+        def made(group: Any, *options: Any) -> tuple[Collective, Collectives]:
+            call, _ = make(group, *options)
+
+            def one(output: torch.Tensor, source: torch.Tensor) -> Any:
+                return model.collective(streams.entered[-1].stream_id, group, call, output, source)
+
+            return one, lambda outputs, sources: list(map(one, outputs, sources))[-1]
 
         return made
 

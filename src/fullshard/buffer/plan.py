@@ -21,6 +21,9 @@ The full buffer is parameter-major in every layout, so that an unsharded paramet
 
 A worked example of *even*: b has 3 rows of 5 elements. ``torch.chunk`` gives rank 0 two rows and rank 1 one row, so b
 takes 10 elements in each shard (12 with the alignment), of which rank 1 uses 5.
+
+a is the chunks of the ranks end to end. If its chunks are large, a is *straight*: a collective can read and write it
+where it lies. Straight chunks come last in a shard, behind the *packed* ones, which travel together.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ LayoutName = Literal["even", "flat"]
 ALIGNMENT = 16
 #: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
+#: Elements of a chunk from which a parameter may be straight: 256 KiB of fp32. Small ones are cheaper to copy.
+STRAIGHT = 2**16
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,10 @@ class Plan:
         full_numel: size of the full buffer; ``world_size * shard_numel`` in *flat*.
         shard_offsets: start of each parameter's chunk in every shard (*even* only; empty in *flat*).
         shard_numel: size of a shard, the same for every rank.
+        is_messages: whether the full buffer has the shards of all ranks end to end, without straight parameters, which
+            lie elsewhere.
+        straight: which parameters are the chunks of all ranks end to end and large, in the order of shards, where they
+            come last.
     """
 
     params: tuple[ParamShape, ...]
@@ -169,6 +178,8 @@ class Plan:
     shard_offsets: tuple[int, ...]
     shard_numel: int
     alignment: int
+    straight: tuple[int, ...] = ()
+    is_messages: bool = False
 
     @property
     def end(self) -> int:
@@ -202,6 +213,29 @@ class Plan:
             for piece in self.pieces_of_all(self.shard_numel)
         )
         return same and self.full_numel == self.world_size * self.shard_numel
+
+    def is_whole(self, param: ParamShape) -> bool:
+        """Whether a parameter is the chunks of all ranks end to end, of one size (*even*)."""
+        chunk = math.prod(param.chunk_shape(0, self.world_size))
+        is_cut = param.dim is not None and math.prod(param.shape[: param.dim]) == 1
+        return is_cut and chunk * self.world_size == param.numel
+
+    @property
+    def packed(self) -> Plan:
+        """The plan of the parameters that are not straight: its shard is the front of this one's."""
+        return self.select(i for i in range(len(self.params)) if i not in self.straight) if self.straight else self
+
+    @property
+    def messages(self) -> Plan:
+        """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
+        numel = self.packed.shard_numel
+        return replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
+
+    @property
+    def cuts(self) -> list[int]:
+        """Into what a shard falls: its front with all that is packed, and each straight chunk; sizes, none 0."""
+        starts = [*(self.shard_offsets[i] for i in self.straight), self.shard_numel]
+        return [stop - start for start, stop in pairwise([0, *starts]) if start < stop]
 
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part.
@@ -278,14 +312,30 @@ def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
     params = tuple(plan.params[i] for i in chosen)
     full_offsets = tuple(plan.full_offsets[i] for i in chosen)
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
-    shard_offsets, end = _place((math.prod(param.chunk_shape(0, plan.world_size)) for param in params), alignment)
-    shard_numel = _align(end, plan.alignment)  # so that the next rank's begins on a boundary too
-    return replace(plan, params=params, full_offsets=full_offsets, shard_offsets=shard_offsets, shard_numel=shard_numel)
+    numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in params]
+    straight = [i for i, numel in enumerate(numels) if _is_straight(params[i], numel, plan)]
+    packed = [i for i in range(len(params)) if i not in straight]
+    fronts, end = _place((numels[i] for i in packed), alignment)
+    backs, shard_numel = _place((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
+    starts = dict(zip([*packed, *straight], fronts + backs, strict=True))
+    return replace(
+        plan,
+        params=params,
+        full_offsets=full_offsets,
+        shard_offsets=tuple(map(starts.__getitem__, range(len(params)))),
+        shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
+        straight=tuple(straight),
+    )
 
 
-def _place(numels: Iterable[int], alignment: int) -> tuple[tuple[int, ...], int]:
-    """Where each begins, on multiples of ``alignment``, and where the last ends."""
-    ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=0))
+def _is_straight(param: ParamShape, chunk: int, plan: Plan) -> bool:
+    """Whether the chunks of a parameter, each of so many elements, may move by themselves."""
+    return plan.world_size > 1 and chunk >= STRAIGHT and chunk % plan.alignment == 0 and plan.is_whole(param)
+
+
+def _place(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
+    """Where each begins, on multiples of ``alignment`` from ``start`` on, and where the last ends."""
+    ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=start))
     return tuple(ends[:-1]), ends[-1]
 
 
@@ -299,10 +349,11 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
     params = zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=plan.layout == "even")
     if plan.layout == "flat":  # cut like one parameter, with the padding between parameters and not that at the tail
         params = zip((ParamShape("all", (plan.end,)),), (0,), (0,), strict=True)
+    apart = plan.full_numel // plan.world_size if plan.is_messages else 0  # messages in the full buffer
     pieces = []
     for param, full_start, shard_start in params:
         if param.dim is None:
-            dims = [(len(ranks), 0, pitch), (param.numel, 1, 1)]
+            dims = [(len(ranks), apart, pitch), (param.numel, 1, 1)]
             pieces += [_piece(dims, full_start, shard_start, True, section)] if param.numel else []
             continue
         outer, inner = math.prod(param.shape[: param.dim]), math.prod(param.shape[param.dim + 1 :])
@@ -313,8 +364,9 @@ def _pieces(plan: Plan, ranks: range, pitch: int, section: int = 0) -> tuple[Pie
         for numel, first, stop in ((length, 0, count), (rest, count, count + 1)):
             first, stop = max(first, ranks.start), min(stop, ranks.stop)
             if numel and first < stop:
-                dims = [(stop - first, length, pitch), (outer, row, numel), (numel, 1, 1)]
-                starts = full_start + first * length, shard_start + (first - ranks.start) * pitch
+                step, row = (apart, numel) if plan.is_messages else (length, row)
+                dims = [(stop - first, step, pitch), (outer, row, numel), (numel, 1, 1)]
+                starts = full_start + first * step, shard_start + (first - ranks.start) * pitch
                 pieces.append(_piece(dims, *starts, False, section))
     return tuple(pieces)
 

@@ -2,7 +2,8 @@
 
 Owns the copies between buffers and the one tensor that a collective wants, with the *messages* of all ranks end to end.
 A message is the sections of a shard end to end. Where the full buffer is such a tensor already, as in the *flat*
-layout, one transfer moves without a copy. Everything else is staged, so that one gather serves sections of several
+layout, one transfer moves without a copy. So does each *straight* parameter, beside the messages: NCCL takes all in one
+call, other backends one after the other. Everything else is staged, so that one gather serves sections of several
 dtypes as bytes (a reduction: one for each dtype)::
 
     shard of rank r    a_r | b_r                            two sections, the message of rank r
@@ -18,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
     Collective,
+    Collectives,
     all_gather_over,
     allocating_backend,
     foreach_copy,
@@ -42,7 +45,11 @@ from fullshard.torch_private import (
 )
 
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
+#: Backends that launch several collectives as one. That of gloo copies what it is given.
+_GROUPS_CALLS = ("nccl",)
 _NO_COPIES: Copies = ([], [])
+#: Strided copies, each a kernel, from which one operation that cuts rows is better.
+_MANY_COPIES = 3
 
 
 class CollectiveTransport(Transport):
@@ -61,6 +68,7 @@ class CollectiveTransport(Transport):
     ) -> None:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
+        self.takes_messages = reduce_scatter is None
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
@@ -76,6 +84,17 @@ class CollectiveTransport(Transport):
         return _CollectiveRoute(direction, transfers, process_group, comm, wait)
 
 
+class _Straight(NamedTuple):
+    """A straight parameter in a route."""
+
+    transfer: int
+    part: int  # of those into which the plan cuts a shard
+    numel: int  # of a rank
+    number: int  # among those of all transfers
+    full: torch.Tensor | None  # where it lies whole; ``None`` if each reduction brings it
+    casts: bool  # whether it is reduced in another dtype than that of the shard
+
+
 class _Messages:
     """The messages of all ranks that one collective moves.
 
@@ -87,16 +106,17 @@ class _Messages:
 
     Attributes:
         dtype: what the collective sees.
-        numel: elements of one message.
+        numel: elements of one message; a user's collective has the straight parameters in it too.
         is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
         is_shard: whether this rank's message needs no memory beside the shard and those of all ranks.
+        straight: what moves beside the messages.
     """
 
     def __init__(
         self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | _Memory | None, reduces: bool
     ) -> None:
         self.members = members
-        self._plans = [transfers[i].plan for i in members]
+        self._plans = [transfers[i].plan.packed if comm is None else transfers[i].plan for i in members]
         self._fulls = [alias(transfers[i].full) for i in members]
         self._numels = [plan.shard_numel for plan in self._plans]
         self._dtypes = [full.dtype for full in self._fulls]
@@ -110,6 +130,14 @@ class _Messages:
         is_alone = comm is None and len(members) == 1
         self.is_full = is_alone and self._plans[0].is_rank_major
         self.is_shard = not reduces or (is_alone and transfers[members[0]].shard.dtype == self._dtypes[0])
+        self.straight: list[_Straight] = []
+        before = accumulate((len(transfer.plan.straight) for transfer in transfers), initial=0)
+        for index, (first, (plan, full, shard)) in enumerate(zip(before, transfers, strict=False)):
+            for at, i in enumerate(plan.straight if comm is None and index in members else ()):
+                numel, start, casts = plan.params[i].numel, plan.full_offsets[i], full.dtype != shard.dtype
+                place = None if plan.is_messages else alias(full)[start : start + numel]
+                part = len(plan.cuts) - len(plan.straight) + at
+                self.straight.append(_Straight(index, part, numel // plan.world_size, first + at, place, casts))
 
     @property
     def full(self) -> torch.Tensor:
@@ -129,6 +157,24 @@ class _Messages:
                     here.append(piece.of_full(full))
         return there, here
 
+    def rows(self, messages: torch.Tensor) -> tuple[torch.Tensor, list[int], list[torch.Tensor]] | None:
+        """The messages of all ranks as rows, into which parts they fall, and where in the full buffer each of these is
+        a row for each rank; ``None`` unless every parameter is the chunks of all ranks end to end."""
+        plan, full = self._plans[0], self._fulls[0]
+        if len(self._plans) > 1 or plan.layout != "even" or not all(map(plan.is_whole, plan.params)):
+            return None
+        sizes, places, pitch = list[int](), list[torch.Tensor](), self._nbytes // full.itemsize
+        for param, start, at in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
+            for gap in [at - sum(sizes)] if at > sum(sizes) else []:
+                sizes.append(gap)
+                places.append(full.new_empty(plan.world_size, gap))
+            sizes.append(param.numel // plan.world_size)
+            places.append(full[start : start + param.numel].view(plan.world_size, -1))
+        if sum(sizes) < pitch:
+            places.append(full.new_empty(plan.world_size, pitch - sum(sizes)))
+            sizes.append(pitch - sum(sizes))
+        return messages.view(full.dtype).view(plan.world_size, pitch), sizes, places
+
     def in_shards(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The shards as one message of bytes, if they lie in memory as sections do in one."""
         first, *_ = shards
@@ -145,18 +191,28 @@ class _Call:
     """The tensors of one call of a collective.
 
     Args:
+        members: the transfers that it serves.
         before: copies before it.
-        input: what it reads.
-        output: what it writes; ``None`` for the shard itself.
+        inputs: what it reads; a number is that of a straight parameter that the start brings.
+        outputs: what it writes; a number is that of a *place*.
         after: copies after a gather.
-        reduced: after a reduction, the index of each shard and its part of ``output``.
+        reduced: after a reduction, places and what is copied to them, or ``None`` where they are written already.
+        is_single: whether it has one input and one output. Then places are the shards, and otherwise their parts.
     """
 
+    members: Sequence[int]
     before: Copies
-    input: torch.Tensor
-    output: torch.Tensor | None
-    after: Copies = _NO_COPIES
-    reduced: Sequence[tuple[int, torch.Tensor | None]] = ()
+    inputs: list[Any]
+    outputs: list[Any]
+    after: Callable[[], object] | None
+    reduced: Sequence[tuple[int, torch.Tensor | None]]
+    is_single: bool
+
+
+#: For one tensor, for several in one call if the backend takes them, and how both divide.
+_Chosen = tuple[Collective, Collectives | None, Scaling]
+#: What is waited for, a call, its places, and by what its result is still to be divided.
+_Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], float]
 
 
 class _CollectiveRoute:
@@ -174,60 +230,92 @@ class _CollectiveRoute:
         self._gathers = direction == "gather"
         gathered = transfers if self._gathers else ()  # each reduction brings other shards
         self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in gathered]
+        self._cuts = [transfer.plan.cuts for transfer in transfers]
         members: dict[torch.dtype | None, list[int]] = {}
         for index, transfer in enumerate(transfers):
             members.setdefault(None if self._gathers else transfer.full.dtype, []).append(index)
         every = [_Messages(transfers, each, comm, not self._gathers) for each in members.values()]
-        self._messages = [messages for messages in every if messages.numel]
+        self._messages = [messages for messages in every if messages.numel or messages.straight]
         staging = []
         for messages in self._messages:
-            staging += [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
-            staging += [] if messages.is_shard else [(messages.numel, messages.dtype)]
+            if messages.numel:
+                staging += [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
+                staging += [] if messages.is_shard else [(messages.numel, messages.dtype)]
+            staging += [(each.numel, messages.dtype) for each in messages.straight if each.casts and not self._gathers]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self._nbytes = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
         self._group, self._device, self._comm = process_group, transfers[0].full.device, comm
         self._bound: dict[int, list[_Call]] = {}
         self._reduction: Reduction | None = None
-        self._collectives: list[tuple[Collective, Scaling]] = []  # one for each of the messages
+        self._collectives: list[_Chosen] = []  # one for each of the messages
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
+    ) -> Pending:
         lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
         calls = self._bound.get(lease.index) or self._bind(lease)
         if reduction != self._reduction:
             self._choose(reduction)
-        started: list[tuple[dist.Work | None, _Call, float]] = []
-        for call, (collective, scaling) in zip(calls, self._collectives, strict=True):
+        started: list[_Started] = []
+        for call, chosen in zip(calls, self._collectives, strict=True):
             if call.before[0]:
                 foreach_copy(*call.before)
+            collective, together, scaling = chosen
+            if not call.is_single:
+                outputs, inputs = call.outputs, call.inputs
+                places: Sequence[torch.Tensor] = ()
+                if not self._gathers:
+                    places, outputs, inputs = self._place(call, scaling, shards, straight)
+                works = (together(outputs, inputs),) if together is not None else [*map(collective, outputs, inputs)]
+                started += [(works, call, places, scaling.after)]
+                continue
+            output, source = call.outputs[0], call.inputs[0]
+            if output.__class__ is int:
+                output = shards[output]
+            if source.__class__ is int:
+                source = straight[source]
             if scaling.before != 1:
-                divide_(call.input, scaling.before)
-            output, source = call.output, call.input
-            if output is None:
-                output = shards[call.reduced[0][0]]
+                divide_(source, scaling.before)
             if source.dtype.is_complex:
                 output, source = as_real(output), as_real(source)
-            started += [(collective(output, source), call, scaling.after)]
-        return _PendingCollectives(self._wait, started, shards, lease)
+            started += [((collective(output, source),), call, shards, scaling.after)]
+        return _PendingCollectives(self._wait, started, lease)
+
+    def _place(
+        self, call: _Call, scaling: Scaling, shards: Sequence[torch.Tensor], straight: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """The places of a reduction of several tensors: the parts of its shards, and the first shard whole. And what it
+        writes and reads."""
+        places: list[torch.Tensor] = []
+        for index in call.members:
+            places += torch.unsafe_split_with_sizes(shards[index], self._cuts[index])
+        places.append(shards[call.members[0]])
+        outputs = [places[each] if isinstance(each, int) else each for each in call.outputs]
+        inputs = [straight[each] if isinstance(each, int) else each for each in call.inputs]
+        if scaling.before != 1:
+            for source in inputs:
+                divide_(source, scaling.before)
+        return places, [*map(as_real, outputs)], [*map(as_real, inputs)]
 
     def _choose(self, reduction: Reduction) -> None:
         """Choose the collectives, and how they divide: as a rule the same in every step."""
         group, by_host, comm = self._group, is_host(self._device), self._comm
+        backend = backend_name(group, self._device)
         self._reduction, self._collectives = reduction, []
         for messages in self._messages:
-            scaling, op = Scaling(), {}
+            scaling, op, together = Scaling(), {}, None
             if not self._gathers:
-                backend = backend_name(group, self._device)
                 scaling = choose_scaling(messages.dtype, group.size(), *reduction, backend)
                 op = {"op": scaling.op}
             if callable(comm):
                 collective: Collective = partial(comm, group=group, async_op=by_host, **op)
             elif self._gathers:
-                collective = all_gather_over(group, by_host)
+                collective, together = all_gather_over(group, by_host)
             else:
-                collective = reduce_scatter_over(group, scaling.op, by_host)
+                collective, together = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, _Memory):
                 collective = partial(comm.call, collective)
-            self._collectives.append((collective, scaling))
+            self._collectives.append((collective, together if backend in _GROUPS_CALLS else None, scaling))
 
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_Call]:
@@ -243,60 +331,93 @@ class _CollectiveRoute:
 
     def _gather(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
         shards, rank = [transfer.shard for transfer in self._transfers], self._group.rank()
+        before = _NO_COPIES
+        after: Callable[[], object] | None = None
+        inputs: list[torch.Tensor | int] = []
+        outputs: list[torch.Tensor | int] = []
         if messages.is_full:
-            return _Call(_NO_COPIES, shards[0].view(torch.uint8), messages.full)
-        before, output = _NO_COPIES, next(memory)
-        source = messages.in_shards(shards) if self._comm is None else None
-        if source is None:
-            source = output[rank * messages.numel : (rank + 1) * messages.numel]
-            before = list(messages.sections(source)), shards
-        there, here = messages.pieces(output, with_kept=False)
-        for plan, full, shard in self._transfers:
-            kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
-            there += [piece.of_shard(shard) for piece in kept]
-            here += [piece.of_full(full) for piece in kept]
-        return _Call(before, source, output, (here, there))
+            inputs, outputs = [shards[0].view(torch.uint8)], [messages.full]
+        elif messages.numel:
+            output = next(memory)
+            source = messages.in_shards(shards) if self._comm is None else None
+            if source is None:
+                source = output[rank * messages.numel : (rank + 1) * messages.numel]
+                sections = list(messages.sections(source))
+                before = sections, [shard[: part.numel()] for shard, part in zip(shards, sections, strict=True)]
+            there, here = messages.pieces(output, with_kept=False)
+            for plan, full, shard in self._transfers:
+                kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
+                there += [piece.of_shard(shard) for piece in kept]
+                here += [piece.of_full(full) for piece in kept]
+            inputs, outputs, after = [source], [output], partial(foreach_copy, here, there) if here else None
+            if len(here) > _MANY_COPIES and self._comm is None and (rows := messages.rows(output)) is not None:
+                after = partial(torch.split_with_sizes_copy, *rows[:2], dim=1, out=rows[2])
+        for each in messages.straight:
+            assert each.full is not None
+            chunk = shards[each.transfer].split(self._cuts[each.transfer])[each.part]
+            inputs.append(chunk.view(torch.uint8))
+            outputs.append(each.full.view(torch.uint8))
+        return _Call(messages.members, before, inputs, outputs, after, (), len(inputs) == 1)
 
     def _reduce(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
-        source = messages.full if messages.is_full else next(memory)
-        before = _NO_COPIES if messages.is_full else messages.pieces(source, with_kept=True)
-        output = None if messages.is_shard else next(memory)
-        parts = (None,) if output is None else messages.sections(output)
-        return _Call(before, source, output, reduced=tuple(zip(messages.members, parts, strict=True)))
+        before = _NO_COPIES
+        inputs: list[torch.Tensor | int] = []
+        outputs: list[torch.Tensor | int] = []
+        reduced: list[tuple[int, torch.Tensor | None]] = []
+        is_single = (messages.numel > 0) + len(messages.straight) == 1
+        numbers = [(index, part) for index in messages.members for part in range(len(self._cuts[index]))]
+        number = {each: each[0] if is_single else at for at, each in enumerate(numbers)}
+        if messages.numel:
+            source = messages.full if messages.is_full else next(memory)
+            before = before if messages.is_full else messages.pieces(source, with_kept=True)
+            inputs, outputs = [source], [number[messages.members[0], 0]]
+            if not messages.is_shard:
+                outputs = [output := next(memory)]
+                parts = zip(messages.members, messages.sections(output), strict=True)
+                reduced = [(number[index, 0], part) for index, part in parts if part.numel()]
+        for each in messages.straight:
+            place = number[each.transfer, each.part]
+            staged = next(memory) if each.casts else None
+            inputs.append(each.number if each.full is None else each.full)
+            outputs.append(place if staged is None else staged)
+            reduced.append((place, staged))
+        if messages.is_shard:  # all of it is written in place, and divided at once
+            reduced = [(messages.members[0] if is_single else len(numbers), None)]
+        return _Call(messages.members, before, inputs, outputs, None, reduced, is_single)
 
 
 @dataclass(eq=False, slots=True)
 class _PendingCollectives:
-    """Collectives on their way: each its work, its tensors, and by what the result is still to be divided."""
+    """Collectives on their way."""
 
     wait: Wait
-    started: Sequence[tuple[dist.Work | None, _Call, float]]
-    shards: Sequence[torch.Tensor]
+    started: Sequence[_Started]
     lease: Lease
 
     def finish(self) -> None:
         WAITS.current = self.wait
         WAITS.count += 1
         try:
-            for work, _, _ in self.started:
-                if work is not None:
-                    work.wait()
+            for works, _, _, _ in self.started:
+                for work in works:
+                    if work is not None:
+                        work.wait()
         except RuntimeError as error:
             raise lost(self.wait, "another rank", error) from error
         finally:
             WAITS.current = None
-        for _, call, divisor in self.started:
-            if call.after[0]:
-                foreach_copy(*call.after)
-            for index, part in call.reduced:
-                shard = self.shards[index]
-                if part is not None and part.itemsize >= shard.itemsize:  # divided in the dtype that has more bits
+        for _, call, places, divisor in self.started:
+            if call.after is not None:
+                call.after()
+            for number, part in call.reduced:
+                place = places[number]
+                if part is not None and part.itemsize >= place.itemsize:  # divided in the dtype that has more bits
                     divide_(part, divisor)
-                    shard.copy_(part)
+                    place.copy_(part)
                     continue
                 if part is not None:
-                    shard.copy_(part)
-                divide_(shard, divisor)
+                    place.copy_(part)
+                divide_(place, divisor)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
 

@@ -297,7 +297,7 @@ class _HostReduceRoute:
         self._scratch = scratch
         self.known: dict[tuple[_Key, ...], list[Sum]] = {}
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         return self._transport.start(self, shards, reduction.divisor)
 
     @torch.inference_mode(False)

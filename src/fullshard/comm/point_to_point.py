@@ -203,7 +203,7 @@ class _MessageRoute:
         self._nbytes = self._scratch + min(_DEPTH, self._count) * self._turn  # of staging
         self._bound: dict[int, list[_BoundRound]] = {}
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
         lease = SHARED.lease(self._nbytes, CPU) if self._nbytes else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)

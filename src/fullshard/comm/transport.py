@@ -99,8 +99,14 @@ class Route(Protocol):
     It is worked out once, for buffers that stay, and taken in every step.
     """
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
-        """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing."""
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
+    ) -> Pending:
+        """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing.
+
+        Full buffers that are messages (``Plan.is_messages``) lack their ``straight`` parameters: these are given here,
+        in the order of the transfers and of each plan, 1-D and contiguous, until the end, and may be overwritten.
+        """
         ...
 
 
@@ -162,6 +168,8 @@ class Transport:
     gradient_buffers = 1
     #: Whether it uses collectives, in which a backend may end a process that brings another size than the others.
     ends_processes = False
+    #: Whether a reduction is best given the messages of all ranks, and straight gradients as they are.
+    takes_messages = False
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 

@@ -10,7 +10,7 @@ are copied. Between micro-batches without reduction the buffer stays with the gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress
@@ -18,49 +18,21 @@ from itertools import accumulate, compress
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
+from fullshard.comm.transport import Reduction, StillRead
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
 from fullshard.group.context import Reductions
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
+from fullshard.group.gradient_places import MessagePlaces, WholePlaces
 from fullshard.group.module_parameters import ShownGroup
-from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import after_accumulation, foreach_add, foreach_copy, run_after_accumulation, version_of
+from fullshard.group.parameter import ShardedParameter
+from fullshard.group.reduction_plan import Part, ReductionPlan
+from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation, version_of
 
 _MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The parameters of one section that take part in a reduction."""
-
-    indices: tuple[int, ...]
-    plan: Plan
-    section: int
-    allocate: Callable[[], torch.Tensor]  # memory for the reduced values, in the dtype in which they are written
-    home_dtype: torch.dtype  # of ``param.grad``
-    chunks: tuple[list[torch.Size], list[tuple[int, ...]], list[int]]  # sizes, strides and offsets in the shard
-    lengths: list[int]  # of chunks, if all are vectors end to end: then one call finds them
-
-
-@dataclass(eq=False)
-class _ReductionPlan:
-    """The parameters that take part in a reduction, by section, and how their gradients travel."""
-
-    parts: Sequence[_Part]
-    fulls: Sequence[torch.Tensor]  # where the gradients of each part's section lie
-    is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
-    route: Route | None = None  # once a reduction was started
-
-    def make_route(self, group: TrainedGroup, over: dist.ProcessGroup, outputs: Sequence[torch.Tensor]) -> Route:
-        """The route to ``outputs``, which serves all later ones."""
-        transfers = list(map(Transfer, [part.plan for part in self.parts], self.fulls, outputs))
-        self.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
-        return self.route
 
 
 class TrainedGroup(ShownGroup):
@@ -79,7 +51,7 @@ class Gradients:
         self._dtypes: list[torch.dtype] = []
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
-        self._views: dict[int, torch.Tensor] = {}
+        self._places: WholePlaces | None = None
         self._nbytes: dict[int, int] = {}  # of each of these, if all together reach the bound
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
@@ -87,7 +59,7 @@ class Gradients:
         self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
-        self._choices: dict[tuple[frozenset[int], bool], _ReductionPlan] = {}
+        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
         self._collects = False
         self._waiting: dict[int, torch.Tensor] = {}
@@ -102,8 +74,11 @@ class Gradients:
             self._buffer.move(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
-        """Forget the routes: reductions take others from now on."""
+        """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""
         self._choices = {}
+        if self._collects:
+            self._begin_anew()
+        self._trainable = ()
 
     def listen(self, index: int, param: ShardedParameter) -> None:
         """Take the gradient of an unsharded parameter whenever autograd has it."""
@@ -131,13 +106,14 @@ class Gradients:
     def held(self, index: int) -> torch.Tensor | None:
         """What has the gradient of a parameter before it is reduced: a tensor of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting and self._buffer is not None:
-            return self._buffer.memory.detach()
+            return self._places.straight.get(index, self._buffer.memory.detach()) if self._places else None
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of this rank that wait to be reduced, by the index of their parameter."""
         yield from self._waiting.items()
-        yield from ((index, self._views[index]) for index in self._arrived)
+        if self._places is not None:
+            yield from ((index, self._places.read(index)) for index in self._arrived)
 
     @staticmethod
     def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
@@ -186,12 +162,13 @@ class Gradients:
                 self._heed_clearing()
             if not self._collects:
                 self._begin()
-        if index not in self._views:
+        assert self._places is not None
+        if index not in self._every:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
-        if grad.dtype != self._views[index].dtype and self._dtypes_of.widens(index, grad.dtype):
-            self._widen()
+        if grad.dtype != self._places.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
+            self._begin_anew()
         if index in self._waiting:
             self.settle()
         if not self._waiting:
@@ -201,20 +178,30 @@ class Gradients:
             self._heed_bound(index)
 
     def _heed_bound(self, index: int) -> None:
+        if index not in self._nbytes:
+            return self._keep(index)
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
 
-    def _widen(self) -> None:
-        """Go on in a buffer of a wider dtype."""
+    @torch.no_grad()
+    def _keep(self, index: int) -> None:
+        """Keep a straight gradient, which need not wait to be copied with others."""
+        assert self._places is not None
+        self._places.keep(index, self._waiting.pop(index))
+        self._arrived.add(index)
+
+    @torch.no_grad()
+    def _begin_anew(self) -> None:
+        """Go on in another buffer: of a wider dtype, or with other places."""
         self.settle()
-        before, arrived = self._buffer, [(i, self._views[i]) for i in self._arrived]
+        assert self._buffer is not None
+        before, arrived = self._buffer, dict(self.unreduced())
         self._trainable = ()
         self._begin()
-        with torch.no_grad():
-            if arrived:
-                foreach_copy([self._views[i] for i, _ in arrived], [view for _, view in arrived])
-        assert before is not None
+        assert self._places is not None
+        if arrived:
+            self._places.write(arrived)
         before.give_back()
 
     @staticmethod
@@ -243,12 +230,13 @@ class Gradients:
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
                 return self.settle()
+        assert self._places is not None
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
-            foreach_add([self._views[index] for index in again], [waiting.pop(index) for index in again])
+            self._places.add({index: waiting.pop(index) for index in again})
         if waiting:
-            foreach_copy(list(map(self._views.__getitem__, waiting)), list(waiting.values()))
+            self._places.write(waiting)
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
@@ -280,40 +268,45 @@ class Gradients:
         group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1)
         self._buffer.take().wait()
         self._collects = True
-        if not self._views:
+        if self._places is None:
             with torch.inference_mode(False), torch.no_grad():
-                self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
-                for section, full in zip(self._sections, self._sections_full, strict=True):
-                    views = dict(whole_views(group.params, section, full))
-                    self._views.update((index, view) for index, view in views.items() if trainable[index])
-                    if group.is_flat:
-                        self._gaps += [view for index, view in views.items() if not trainable[index]]
+                fulls = self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
+                make = MessagePlaces if self._takes_messages else WholePlaces
+                places = self._places = make(group.params, self._sections, fulls)
+                if group.is_flat:
+                    self._gaps += [view for index, view in places.views.items() if not trainable[index]]
+                    for section, full in zip(self._sections, fulls, strict=True):
                         self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-            nbytes = {index: view.nbytes for index, view in self._views.items()}
-            self._nbytes = nbytes if sum(nbytes.values()) >= _MOST_WAITING else {}
+            self._every = frozenset(index for index in places.dtypes if trainable[index])
+            nbytes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
+            is_large = sum(nbytes.values()) >= _MOST_WAITING
+            self._nbytes = {i: nbytes[i] for i in self._every - places.kept} if is_large else {}
             leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
-            plain = self._views.keys() - self._dtypes_of.found.keys()
+            plain = self._every - self._dtypes_of.found.keys()
             self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
-            self._every = frozenset(self._views)
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
         """Make a section for each dtype of ``param.grad``. All travel in a dtype that can hold each of them."""
         group = self._group
         self._trainable = trainable
+        has_peers = group.reduce_process_group is not None and not group.is_flat
+        self._takes_messages = has_peers and group.reduce_transport.takes_messages
         if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
             self._sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
             self._dtypes = [self._dtypes_of.alone(each.members[0]) for each in self._sections]
         else:
             chosen = self._dtypes_of.together(compress(range(len(trainable)), trainable))
-            self._sections = tuple(Section(home, tuple(each), group.plan(each)) for (home, _), each in chosen)
+            members = [each for _, each in chosen]
+            plans = [group.plan(each).messages if self._takes_messages else group.plan(each) for _, each in chosen]
+            self._sections = tuple(map(Section, [home for (home, _), _ in chosen], [*map(tuple, members)], plans))
             self._dtypes = [travels for (_, travels), _ in chosen]
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._views, self._gaps = {}, []
+        self._places, self._gaps = None, []
         self._choices = {}
 
     def reduce(self) -> frozenset[int]:
@@ -342,11 +335,12 @@ class Gradients:
         arrived, self._arrived = self._arrived, set()
         self._collects = False
         wanted = self._every
+        assert self._places is not None
         if len(arrived) < len(wanted):
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
-                self._views[index].zero_()
+                self._places.zero(index)
         for gap in self._gaps:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
@@ -354,14 +348,16 @@ class Gradients:
         assert self._buffer is not None
         if group.clock.announce is not None:
             group.clock.announce(group, wanted)
-        reductions = group.comm.reductions
-        reducing = _PendingReduction(group, self._partial, choice, self._buffer, reductions, reductions.drops)
-        reductions.add(group.comm.lanes.reduce.run(reducing.start, reducing.scattered))
+        reductions, lane = group.comm.reductions, group.comm.lanes.reduce
+        straight = [self._places.take(index) for index in choice.straight] if choice.straight else ()
+        reducing = _PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
+        mark = lane.run(reducing.start, reducing.scattered)
+        reductions.add(HoldingMark(mark, straight) if straight else mark)
         return wanted
 
-    def _choose(self, wanted: frozenset[int], is_final: bool) -> _ReductionPlan:
+    def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """The plan of a reduction of these parameters; as a rule the same in every step."""
-        group, parts = self._group, list[_Part]()
+        group, parts = self._group, list[Part]()
         for at, section in enumerate(self._sections):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
@@ -378,8 +374,10 @@ class Gradients:
             home_dtype = self._home_dtype(at)
             dtype = home_dtype if is_final else self._dtypes[at]
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
-            parts.append(_Part(tuple(i for i, _ in grads), plan, at, allocate, home_dtype, chunks, lengths))
-        choice = _ReductionPlan(parts, [self._sections_full[part.section] for part in parts], is_final)
+            parts.append(Part(tuple(i for i, _ in grads), plan, at, allocate, home_dtype, chunks, lengths))
+        fulls = [self._sections_full[part.section] for part in parts]
+        straight = [part.indices[i] for part in parts for i in part.plan.straight] if self._takes_messages else []
+        choice = ReductionPlan(parts, fulls, is_final, straight)
         self._choices[wanted, is_final] = choice
         return choice
 
@@ -396,6 +394,8 @@ class Gradients:
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
+        if self._places is not None:
+            self._places.straight.clear()
         self._collects = False
         if self._buffer is not None:
             self._buffer.give_back()
@@ -407,8 +407,9 @@ class _PendingReduction:
 
     _group: TrainedGroup
     _partial: dict[int, torch.Tensor]
-    _choice: _ReductionPlan
+    _choice: ReductionPlan
     _buffer: SlotBuffer
+    _straight: Sequence[torch.Tensor]
     _reductions: Reductions
     _drops: int  # when it began
     _outputs: Sequence[torch.Tensor] = ()
@@ -424,7 +425,7 @@ class _PendingReduction:
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if over is not None:
             route = choice.route or choice.make_route(group, over, outputs)
-            self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only))
+            self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
             return self._pending
         for part, full, output in zip(choice.parts, choice.fulls, outputs, strict=True):  # the shard is the whole
             for piece in part.plan.pieces(0):

@@ -123,7 +123,9 @@ class _HookRoute:
     transfers: Sequence[Transfer]
     hook: Callable[..., Any]
 
-    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM) -> Pending:
+    def start(
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *__: torch.Tensor
+    ) -> Pending:
         for (_, full, _), shard in zip(self.transfers, shards, strict=True):
             # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
             reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
