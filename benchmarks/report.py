@@ -291,7 +291,8 @@ def _launches(found: Any) -> Iterator[str]:
         "on lists of tensors is one. *Kernels*: the same, where an operation on lists whose tensors do not lie alike "
         "counts for each of them. *Copied*: bytes that copies read and write, and fills write. *Allocated*: memory "
         "that lives no longer than the step. *Waits*: of the host for the device. *Sent*: what collectives ask of a "
-        "rank. Bytes are in U. n: equal parameters of 1,024 elements in a group, or the 8 of a transformer's block.\n"
+        "rank. Bytes are in U. n: equal parameters of 1,024 elements in a group, or the 8 of a transformer's block of "
+        "width 64 (*large*: 1,024).\n"
     )
     columns = ("launches", "kernels", "copied", "allocated", "synchronizations", "collectives", "sent")
     rows = [

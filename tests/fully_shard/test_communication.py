@@ -402,3 +402,43 @@ def test_ranks_on_two_hosts_train_as_on_one(world: World) -> None:
     groups = groups_of(pair.sharded)
     assert {group.transport.name for group in groups} == {"p2p"}
     assert len(called) == len(groups)
+
+
+class Mixed(nn.Module):
+    """Large parameters that divide evenly over the ranks, and small and uneven ones; one that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(256, 768)
+        self.norm = nn.LayerNorm(768)
+        self.extra = nn.Parameter(torch.randn(256, 768) / 16)
+        self.down = nn.Linear(768, 257)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, with_extra: bool) -> Tensor:
+        hidden = self.norm(self.up(x))
+        return (self.down(hidden + x @ self.extra if with_extra else hidden) * self.scale).square().mean()
+
+
+@ranks(2, 3, transport="collective")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=str)
+def test_large_parameters_beside_small_ones_train_as_unsharded(world: World, reduce_dtype: torch.dtype | None) -> None:
+    reference, model = seeded(Mixed), seeded(Mixed)
+    fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    for step, uses in enumerate(((True,), (False,), (False, True, True), (True, False))):
+        for module in (reference, model):
+            module.zero_grad()
+        for number, with_extra in enumerate(uses):
+            model.set_requires_gradient_sync(number == len(uses) - 1)
+            batches = [
+                torch.randn(3, 256, generator=torch.Generator().manual_seed(9 * step + r)) for r in range(world.size)
+            ]
+            model(batches[world.rank], with_extra).backward()
+            torch.stack([reference(batch, with_extra) for batch in batches]).mean().backward()
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if expected.grad is None:
+                assert param.grad is None, name
+            else:
+                torch.testing.assert_close(
+                    param.grad.full_tensor(), expected.grad, msg=lambda text, at=name: f"{at}: {text}"
+                )

@@ -78,7 +78,8 @@ class Gradients:
         self._choices = {}
         if self._collects:
             self._begin_anew()
-        self._trainable = ()
+        else:
+            self._trainable = ()
 
     def listen(self, index: int, param: ShardedParameter) -> None:
         """Take the gradient of an unsharded parameter whenever autograd has it."""
