@@ -336,7 +336,7 @@ class Gradients:
         arrived, self._arrived = self._arrived, set()
         self._collects = False
         wanted = self._every
-        assert self._places is not None
+        assert self._places is not None and self._buffer is not None
         if len(arrived) < len(wanted):
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
@@ -346,7 +346,6 @@ class Gradients:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
-        assert self._buffer is not None
         if group.clock.announce is not None:
             group.clock.announce(group, wanted)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
