@@ -52,7 +52,7 @@ class Gradients:
         self._buffer: SlotBuffer | None = None
         self._sections_full: tuple[torch.Tensor, ...] = ()
         self._places: WholePlaces | None = None
-        self._nbytes: dict[int, int] = {}  # of each of these, if all together reach the bound
+        self._nbytes: dict[int, int] = {}  # of each that is copied, if those that wait are bounded
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
         self._expected = self._nothing  # those of them that are to come, once one has come
@@ -279,9 +279,8 @@ class Gradients:
                     for section, full in zip(self._sections, fulls, strict=True):
                         self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
             self._every = frozenset(index for index in places.dtypes if trainable[index])
-            nbytes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
-            is_large = sum(nbytes.values()) >= _MOST_WAITING
-            self._nbytes = {i: nbytes[i] for i in self._every - places.kept} if is_large else {}
+            nbytes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every - places.kept}
+            self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= _MOST_WAITING else {}
             leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
             plain = self._every - self._dtypes_of.found.keys()
             self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
@@ -336,7 +335,8 @@ class Gradients:
         arrived, self._arrived = self._arrived, set()
         self._collects = False
         wanted = self._every
-        assert self._places is not None and self._buffer is not None
+        assert self._places is not None
+        assert self._buffer is not None
         if len(arrived) < len(wanted):
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
