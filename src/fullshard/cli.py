@@ -1,4 +1,5 @@
-"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, handle a ``checkpoint``.
+"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, ``explain`` a model, handle a
+``checkpoint``.
 
 A thin layer: each command calls what the library has.
 """
@@ -24,6 +25,7 @@ import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_say
+from fullshard.report.commands import add_explain
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
 #: What a report of an error should say the version of.
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.set_defaults(call=_run)
     env = commands.add_parser("env", help="say what is installed and what fullshard would choose, for bug reports")
     env.set_defaults(call=_env)
+    add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
     return int(options.call(options))

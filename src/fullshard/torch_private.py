@@ -6,9 +6,11 @@ feature, here, and the callers ask for the feature and not for a version.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import add, attrgetter, contains
@@ -374,3 +376,23 @@ profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type:
 #: What ``torch.compile`` calls for every frame that this thread enters, ``None`` outside of it. Without it each hook
 #: would have to pay for being kept out of graphs in programs that compile nothing.
 compiler_callback: Callable[[], object] = get_eval_frame_callback
+
+
+@contextmanager
+def pretended_world(size: int, rank: int) -> Iterator[None]:
+    """Be one rank of so many, with collectives that move nothing. What torch caches by mesh goes with it: a mesh of the
+    same ranks is equal to one of the pretended world, and would get its process groups."""
+    import torch.distributed.tensor.debug as debug
+    import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
+
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        modules = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+        for value in [value for module in modules for value in vars(module).values()]:
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+        debug._clear_sharding_prop_cache()
+        dist.destroy_process_group()

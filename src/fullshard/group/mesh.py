@@ -6,6 +6,7 @@ to the parameters what a DTensor on such a mesh looks like.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -57,7 +58,13 @@ def default_mesh() -> DeviceMesh:
     """All ranks, on the accelerator where there is one and on the CPU otherwise."""
     if not dist.is_initialized():
         dist.init_process_group()
-    return init_device_mesh(default_device_type(), (dist.get_world_size(),))
+    key = default_device_type(), weakref.ref(dist.group.WORLD)
+    mesh = _default_meshes.get(key) or init_device_mesh(key[0], (dist.get_world_size(),))
+    return _default_meshes.setdefault(key, mesh)
+
+
+#: One mesh for all calls: to make one, and to compare two, takes the longer the more ranks there are.
+_default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:

@@ -1,0 +1,81 @@
+"""The command ``fullshard explain``: what sharding will do to the model that a function builds.
+
+Owns its arguments, and how the function is found; :mod:`fullshard.report.explain` does the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from fullshard.report.explain import ADAM, explain
+from fullshard.report.tables import estimate_text
+
+_GIVEN = ("bandwidth", "flops", "tokens")
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``fullshard explain``."""
+    parser.add_argument("function", help="what builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
+    parser.add_argument("--ranks", type=int, required=True, help="how many ranks to pretend")
+    parser.add_argument("--rank", type=int, default=0, help="which of them to be (0)")
+    parser.add_argument(
+        "--optimizer-bytes", type=float, default=ADAM, help="bytes of an optimizer's state for an element (8: AdamW)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
+    parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")
+    timing = parser.add_argument_group("how long a step takes, if these three are given")
+    timing.add_argument("--bandwidth", type=float, help="bytes a second that a rank sends")
+    timing.add_argument("--flops", type=float, help="operations a second that a rank computes")
+    timing.add_argument("--tokens", type=int, help="tokens of a rank in a step")
+    timing.add_argument("--latency", type=float, default=0.0, help="seconds of an exchange beside its bytes (0)")
+    parser.set_defaults(call=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    missing = [name for name in _GIVEN if getattr(options, name) is None]
+    if missing and len(missing) < len(_GIVEN):
+        print(f"fullshard explain: an estimate needs --{' and --'.join(missing)} too", file=sys.stderr)
+        return 2
+    try:
+        build = _function(options.function)
+    except (OSError, ImportError, LookupError, AttributeError) as error:
+        print(f"fullshard explain: {options.function} names no function: {error}", file=sys.stderr)
+        return 2
+    found = explain(build, ranks=options.ranks, rank=options.rank, optimizer_bytes=options.optimizer_bytes)
+    given = {name: getattr(options, name) for name in (*_GIVEN, "latency")}
+    estimate = None if missing else found.estimate(**given)
+    if options.picture:
+        found.picture(options.picture)
+    if options.json:
+        print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
+        return 0
+    print(found)
+    if estimate:
+        print(f"\n{estimate_text(estimate)}")
+    return 0
+
+
+def _function(text: str) -> Callable[[], nn.Module]:
+    """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names."""
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise LookupError("give FILE.py:FUNCTION or MODULE:FUNCTION")
+    if where.endswith(".py"):
+        sys.path.insert(0, str(Path(where).resolve().parent))
+        found = runpy.run_path(where).get(name)
+    else:
+        sys.path.insert(0, os.getcwd())
+        found = getattr(importlib.import_module(where), name, None)
+    if not callable(found):
+        raise LookupError(f"{where} has no function '{name}'")
+    return found

@@ -1,0 +1,180 @@
+"""Reports as plain text: tables that line up, sizes and times for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from itertools import groupby
+
+from fullshard.report.estimate import Estimate
+from fullshard.report.facts import GroupFacts, ModelFacts
+from fullshard.report.replay import Exchanged, Phase
+
+_WIDTH = 110
+
+
+def bytes_text(nbytes: float) -> str:
+    """A size in units of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def seconds_text(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns that line up: the first to the left, the others to the right."""
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, [head, ["-" * width for width in widths], *rows]))
+
+
+def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
+    """Groups that follow one another and are alike but for their names, as the blocks of a model are."""
+    return [list(alike) for _, alike in groupby(groups, key=_look)]
+
+
+def _look(group: GroupFacts) -> tuple[object, ...]:
+    shapes = tuple((param.shape, param.dim, param.dtype) for param in group.parameters)
+    return (group.module, group.layout, group.whole, group.shard, group.transport, group.reshards, shapes)
+
+
+def name_of_run(alike: Sequence[GroupFacts]) -> str:
+    first, last = alike[0].title, alike[-1].title
+    return first if len(alike) == 1 else f"{first} .. {last.rpartition('.')[2]} (x{len(alike)})"
+
+
+def wrapped(text: str) -> str:
+    """A paragraph in lines of one width."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+
+
+def totals_text(groups: Sequence[GroupFacts]) -> str:
+    """What all groups have together."""
+    elements, content = sum(group.elements for group in groups), sum(group.content for group in groups)
+    padding = sum(group.padding for group in groups)
+    share = 100 * padding / max(1, content)
+    return (
+        f"{len(groups)} groups, {elements:,} elements, {bytes_text(content)}, padding {bytes_text(padding)} "
+        f"({share:.2f} %)"
+    )
+
+
+def groups_text(groups: Sequence[GroupFacts]) -> str:
+    """A row for each group, or for several that are alike."""
+    head = ["group", "module", "params", "elements", "whole (U)", "shard", "padding", "after forward"]
+    rows = []
+    for alike in runs(groups):
+        each = alike[0]
+        kept = f"on {each.post_forward} ranks" if each.post_forward else "freed" if each.reshards else "kept whole"
+        rows.append(
+            [
+                name_of_run(alike),
+                each.module,
+                str(len(each.parameters)),
+                f"{each.elements:,}",
+                bytes_text(each.whole),
+                bytes_text(each.shard),
+                f"{100 * each.padding_share:.2f} %",
+                kept,
+            ]
+        )
+    return table(head, rows)
+
+
+def settings_text(groups: Sequence[GroupFacts]) -> str:
+    """What most groups have in common, once for each way."""
+    found: dict[str, list[str]] = {}
+    for alike in runs(groups):
+        each = alike[0]
+        stored, compute, reduce = ("/".join(dtypes) or "nothing" for dtypes in (each.stored, each.compute, each.reduce))
+        over = f"{each.ranks:,} ranks" + (f" x {each.replicas:,} replicas" if each.replicas > 1 else "")
+        shared = ", one buffer for the host" if each.shares else ""
+        told = (
+            f"{each.layout} over {over}; stored {stored}, computed {compute}, reduced {reduce}; moved by "
+            f"'{each.transport}'{shared}: {each.why}"
+        )
+        told += f"; {each.offload} on the CPU" if each.offload else ""
+        extended = [param.name for param in each.parameters if param.extends]
+        told += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
+        found.setdefault(told, []).append(name_of_run(alike))
+    every = len(found) == 1
+    return "\n".join(wrapped(f"{'All groups' if every else ', '.join(names)}: {told}") for told, names in found.items())
+
+
+def parameters_text(groups: Sequence[GroupFacts]) -> str:
+    """A row for each parameter, of alike groups of those of the first."""
+    head, rows = ["parameter", "shape", "cut", "here", "most"], list[list[str]]()
+    for alike in runs(groups):
+        inside = f"{alike[0].name}." if alike[0].name else ""
+        rows.append([name_of_run(alike), "", "", "", ""])
+        for param in alike[0].parameters:
+            first, stop = param.rows
+            here = "whole" if param.dim is None and alike[0].layout == "even" else f"{first:,}:{stop:,}"
+            cut = "elements" if alike[0].layout == "flat" else "-" if param.dim is None else f"dim {param.dim}"
+            name = f"  {param.name.removeprefix(inside)}" + "".join(f" = {place}" for place in param.places[1:])
+            rows.append([name, " x ".join(map(str, param.shape)) or "scalar", cut, here, f"{param.chunk:,}"])
+    return table(head, rows)
+
+
+def memory_text(phases: Sequence[Phase]) -> str:
+    """The bytes of each phase, and of what they consist."""
+    rows = []
+    for phase in phases:
+        formula = " + ".join(
+            f"{what} {bytes_text(size)}" if count == 1 else f"{what} {count} x {bytes_text(size)}"
+            for what, count, size in phase.parts
+        )
+        rows.append([phase.name, bytes_text(phase.nbytes), formula])
+    widths = [max(len(row[at]) for row in rows) for at in range(2)]
+    lines = [f"{name:<{widths[0]}}  {total:>{widths[1]}}  {formula}".rstrip() for name, total, formula in rows]
+    indent = " " * (sum(widths) + 4)
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=indent) for line in lines)
+
+
+def traffic_text(traffic: Sequence[Exchanged]) -> str:
+    """The exchanges of a step by kind."""
+    rows = [[each.kind, f"{each.count:,}", bytes_text(each.nbytes)] for each in traffic]
+    if not rows:
+        return "A step exchanges nothing."
+    total = bytes_text(sum(each.nbytes for each in traffic))
+    return table(["a step exchanges", "times", "sent by a rank"], [*rows, ["in all", "", total]])
+
+
+def order_text(ordered: Sequence[GroupFacts], facts: ModelFacts) -> str:
+    """The groups as they run, and where that is known from."""
+    known = "recorded" if facts.is_recorded else "of the modules; the first step records its own"
+    names = " > ".join(name_of_run(alike) for alike in runs(ordered))
+    return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """An estimate, for people."""
+    rows = []
+    for key, alike in groupby(estimate.groups, key=lambda each: (each.forward, each.backward)):
+        members = list(alike)
+        name = members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name.rpartition('.')[2]}"
+        exchanges, exposed = (sum(getattr(each, what) for each in members) for what in ("exchanges", "exposed"))
+        times = [len(members) * key[0], len(members) * key[1], exchanges, exposed]
+        rows.append([name, *map(seconds_text, times)])
+    share = 100 * estimate.exposed / max(estimate.step, 1e-12)
+    return "\n".join(
+        [
+            f"A step: {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} compute and "
+            f"{seconds_text(estimate.exposed)} ({share:.0f} %) wait for communication",
+            f"(given: {estimate.bandwidth:.3g} bytes/s, {seconds_text(estimate.latency)} an exchange, "
+            f"{estimate.flops:.3g} FLOP/s, {estimate.tokens:,} tokens a rank)",
+            "",
+            table(["group", "forward", "backward", "exchanges", "exposed"], rows),
+        ]
+    )

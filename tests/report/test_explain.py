@@ -1,0 +1,187 @@
+"""What `explain` foretells is what a step then does: bytes sent, memory kept, the order, on all transports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.models import Block, Work
+from benchmarks.traffic import Traffic
+from torch import nn
+
+import fullshard
+from fullshard.buffer.slots import SHARED
+from fullshard.report.explain import Explanation, explain
+from tests.harness import World, ranks
+
+WORK = Work("explained", blocks=4, width=256, sequence=4, vocabulary=64)
+TRANSPORTS = ("host", "p2p", "collective")
+
+
+def sharded(front_end: str, transport: str, **options: Any) -> nn.Module:
+    os.environ |= {"FULLSHARD_TRANSPORT": transport, "FULLSHARD_CHECKS": "0"}  # ranks compare some bytes else
+    model = WORK.build()
+    if front_end == "wrapper":
+        blocks = fullshard.wrap.ModuleWrapPolicy({Block})
+        return fullshard.FullyShardedDataParallel(model, auto_wrap_policy=blocks, **options)
+    return fullshard.fully_shard_blocks(model, **options)
+
+
+def step(model: nn.Module, world: World, number: int) -> None:
+    model.zero_grad()
+    model(WORK.batch(world.rank, number)).sum().backward()
+
+
+def check(model: nn.Module, world: World) -> None:
+    """Compare what is foretold with what a step sends and keeps."""
+    before = explain(model)
+    step(model, world, 0)
+    model.free_buffers()  # type: ignore[operator]
+    SHARED.drop()
+    step(model, world, 1)
+    with Traffic(dist.get_world_size()) as traffic:
+        step(model, world, 2)
+    told = {each.kind: each for each in before.traffic}
+    assert sum(each.nbytes for kind, each in told.items() if "shared memory" not in kind) == round(traffic.asked)
+    phases = {phase.name: phase.nbytes for phase in before.memory}
+    assert phases["between steps"] - phases["at rest"] == model.free_buffers()  # type: ignore[operator]
+    after = explain(model)
+    assert after.facts.is_recorded
+    assert not before.facts.is_recorded
+    assert after.order == before.order
+    assert after.memory == before.memory
+    assert after.traffic == before.traffic
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+def test_a_step_sends_and_keeps_what_was_foretold(world: World, transport: str, front_end: str) -> None:
+    check(sharded(front_end, transport), world)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch"])
+def test_settings_change_what_is_foretold(world: World, way: str) -> None:
+    low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}
+    model = sharded("fully_shard", "p2p", **options)
+    if way == "no prefetch":
+        model.set_prefetch_limit(0)  # type: ignore[operator]
+    check(model, world)
+
+
+def blocks(count: int = 3, width: int = 64) -> nn.Module:
+    return Work("explained", blocks=count, width=width, sequence=4, vocabulary=64).build()
+
+
+def test_a_pretended_world_of_any_size_leaves_nothing_behind() -> None:
+    found = explain(blocks, ranks=100_000, rank=7)
+    assert found.ranks == 100_000
+    assert [group.ranks for group in found.groups] == [100_000] * 4
+    assert not dist.is_initialized()
+    assert json.loads(found.to_json())["groups"][1]["name"] == "blocks.0"
+    assert "blocks.0 .. 2 (x3)" in str(found)
+
+
+def test_what_cannot_be_explained_is_refused_with_the_reason() -> None:
+    with pytest.raises(TypeError, match="give explain\\(\\) the function that builds it"):
+        explain(blocks(), ranks=4)
+    with pytest.raises(TypeError, match="ranks="):
+        explain(blocks)
+    with pytest.raises(ValueError, match="rank 4 is not one of 4"):
+        explain(blocks, ranks=4, rank=4)
+
+
+def advice(build: Callable[[], nn.Module], count: int = 8) -> str:
+    return "\n".join(map(str, explain(build, ranks=count).advice))
+
+
+def only_the_root() -> nn.Module:
+    return fullshard.fully_shard(blocks())
+
+
+def only_the_blocks() -> nn.Module:
+    model = blocks()
+    for block in model.blocks:  # type: ignore[union-attr]
+        fullshard.fully_shard(block)
+    return model
+
+
+def every_norm() -> nn.Module:
+    model = blocks(2, 1024)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fullshard.fully_shard(block.mlp_norm)
+        fullshard.fully_shard(block)
+    return fullshard.fully_shard(model)
+
+
+def wide_embedding() -> nn.Module:
+    return Work("wide", blocks=4, width=512, sequence=4, vocabulary=50_000).build()
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (only_the_root, "there are 3 repeated blocks (Block)"),
+        (only_the_blocks, "each in no group: every rank keeps it whole"),
+        (every_norm, "'blocks.0.mlp_norm' and 'blocks.1.mlp_norm' are each smaller than 1 MiB"),
+        (wide_embedding, "fully_shard(model.embedding)"),
+    ],
+)
+def test_advice_names_what_is_wrong_and_what_to_do(build: Callable[[], nn.Module], said: str) -> None:
+    assert said in advice(build)
+
+
+def test_a_model_that_is_well_sharded_gets_no_advice() -> None:
+    assert not advice(lambda: blocks(4, 1024))
+
+
+def test_padding_is_told_where_ranks_are_many() -> None:
+    assert "cut along dim 0" in advice(lambda: blocks(2, 1024), 10_000)
+
+
+def well_sharded() -> Explanation:
+    return explain(lambda: blocks(4, 1024), ranks=8)
+
+
+def test_an_estimate_hides_what_fits_behind_computation() -> None:
+    found = well_sharded()
+    slow = found.estimate(bandwidth=1e9, flops=1e12, tokens=100)
+    fast = found.estimate(bandwidth=1e15, flops=1e12, tokens=100)
+    hidden = found.estimate(bandwidth=1e11, flops=1e12, tokens=10_000)
+    assert slow.step == pytest.approx(slow.computing + slow.exposed)
+    assert fast.exposed < 0.01 * fast.step
+    assert 0 < hidden.exposed < 0.5 * hidden.exchanges
+    assert slow.exposed > 0.8 * slow.exchanges
+    with pytest.raises(ValueError, match="tokens must be positive"):
+        found.estimate(bandwidth=1e9, flops=1e12, tokens=0)
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    well_sharded().picture(tmp_path / "groups.svg")
+    drawn = (tmp_path / "groups.svg").read_text()  # which has each text as a comment beside its outlines
+    assert all(f"<!-- {text} -->" in drawn for text in ("blocks.0 .. 3 (x4)", "up.weight", "4096 x 1024"))
+
+
+@pytest.mark.slow
+def test_the_command_explains_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(64, 64)\n")
+    command = [sys.executable, "-m", "fullshard", "explain", f"{tmp_path / 'mine.py'}:build", "--ranks", "16", "--json"]
+    numbers = ["--bandwidth", "1e9", "--flops", "1e12", "--tokens", "10"]
+    ended = subprocess.run([*command, *numbers], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert (found["ranks"], found["groups"][0]["elements"]) == (16, 64 * 65)
+    assert found["estimate"]["step"] > 0
+    ended = subprocess.run([*command[:-3], "--ranks", "2", "--flops", "1"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "--bandwidth and --tokens too" in ended.stderr
