@@ -371,12 +371,6 @@ MUTATIONS = (
     Mutation(
         "group/full_buffer.py",
         "(ready, filled, clock.written)",
-        "(ready, clock.written)",
-        "tests/pretend/test_training.py::test_parameters_that_rest_on_a_smaller_mesh",
-    ),
-    Mutation(
-        "group/full_buffer.py",
-        "(ready, filled, clock.written)",
         "(ready, filled)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),

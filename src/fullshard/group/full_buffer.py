@@ -72,7 +72,7 @@ class PostForwardShard:
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
-        #: A reader of the small shard waits for the copies that filled it.
+        #: A reader of the small shard waits for these copies; as a rule its slot was given back later, which says more.
         self.filled = mark_now(group.device)
 
 
