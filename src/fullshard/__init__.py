@@ -51,6 +51,8 @@ from fullshard.wrapper.settings import StateDictType as StateDictType
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint
     from fullshard.report.explain import explain as explain
+    from fullshard.report.metrics import Metrics as Metrics
+    from fullshard.report.metrics import log_metrics as log_metrics
     from fullshard.report.record import Recording as Recording
     from fullshard.report.record import record as record
 
@@ -58,6 +60,7 @@ __version__ = "0.1.0"
 
 #: Where names are that are imported once they are asked for.
 _LATER = {"Recording": "report.record", "explain": "report.explain", "record": "report.record"}
+_LATER |= {"Metrics": "report.metrics", "log_metrics": "report.metrics"}
 #: The classes and functions of these lines.
 __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]
 __all__ += _LATER

@@ -41,7 +41,8 @@ def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
         assert len(of(rank.spans, "pass", "optimizer")) == 2
         reduced = of(rank.spans, "reduce", "reduce")
         assert {span.group for span in reduced} == groups
-        assert sum(span.nbytes for span in reduced) == 2 * sum(rank.groups.values()) // 2
+        received = sum(span.nbytes for span in reduced) / sum(rank.groups.values())  # half of it, in two steps
+        assert 1 <= received < 1.25 if transport == "collective" else received == 1  # which has padding
         gathered = of(rank.spans, "gather", "gather")
         assert {span.group for span in gathered} == (set() if transport == "host" else groups)
         assert all(span.end >= span.start for span in rank.spans)

@@ -39,7 +39,7 @@ Point = Any
 RUNNING: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
-class _Clock:
+class Clock:
     """Where times come from: the host, or events in the streams of a device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -63,6 +63,14 @@ class _Clock:
         if self.streams is not None:
             self.streams.synchronize(self._device)
 
+    def has_passed(self, point: Point) -> bool:
+        """Whether the device has reached a point."""
+        return isinstance(point, int) or bool(point.query())
+
+    def between(self, begin: Point, end: Point) -> float:
+        """Seconds from one point to another."""
+        return (end - begin) / 1e9 if isinstance(begin, int) else begin.elapsed_time(end) / 1e3
+
     def time_of(self, point: Point) -> int:
         """The time of a point, in nanoseconds of the host's clock."""
         if isinstance(point, int):
@@ -71,7 +79,7 @@ class _Clock:
         return self._begin + int(1e6 * self._event.elapsed_time(point))
 
 
-class _Memory:
+class Memory:
     """How much memory this process uses."""
 
     def __init__(self, device: torch.device) -> None:
@@ -157,7 +165,7 @@ class Recorder:
 
     def __init__(self, schedule: Schedule, model: nn.Module, steps: int) -> None:
         self._schedule, self._steps = schedule, steps
-        self.clock, self._memory = _Clock(schedule.device), _Memory(schedule.device)
+        self.clock, self._memory = Clock(schedule.device), Memory(schedule.device)
         self._spans: list[Span] = []
         self._held: list[tuple[Point, int]] = []
         self.is_running = True

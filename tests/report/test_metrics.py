@@ -1,0 +1,75 @@
+"""Figures that are written after each step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from tests.harness import World, ranks
+from tests.report.cases import sharded, trained
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_each_rank_appends_a_line_for_each_step(world: World, transport: str, tmp_path: Path) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model, file = sharded(), tmp_path / "metrics.jsonl"
+    train = trained(model)
+    train(0)
+    if world.rank == 1:
+        model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.1))
+    before = set(vars(model._fullshard_unit.schedule))
+    with fullshard.log_metrics(model, file):
+        for seed in range(3):
+            train(seed)
+    train(3)
+    assert set(vars(model._fullshard_unit.schedule)) == before
+    dist.barrier()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted((line["rank"], line["step"]) for line in lines) == [
+        (rank, step) for rank in (0, 1) for step in range(3)
+    ]
+    of_all = sum(group.full.buffer.nbytes for group in model._fullshard_unit.schedule.groups())
+    gathers = 1 if transport == "p2p" else 0  # in forward; in backward what is left in a slot is used again
+    for line in lines:
+        assert line["seconds"] >= 0.1
+        assert 0 <= line["waited_seconds"] <= line["seconds"]
+        assert line["waited_seconds"] >= 0.09 or line["rank"] == 1
+        assert (1 + gathers) * of_all // 2 <= line["received_bytes"] <= (1 + 2 * gathers) * of_all // 2
+        assert 0 < line["memory_bytes"] <= line["peak_memory_bytes"]
+
+
+@ranks(2)
+def test_a_writer_is_given_scalars(world: World) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.given: list[tuple[str, float, int]] = []
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.given.append((tag, value, step))
+
+    model, writer = sharded(), Writer()
+    train = trained(model)
+    metrics = fullshard.log_metrics(model, writer)
+    train(0)
+    train(1)
+    metrics.stop()
+    names = ["seconds", "waited_seconds", "received_bytes", "memory_bytes", "peak_memory_bytes"]
+    assert [(tag, step) for tag, _, step in writer.given] == [
+        (f"fullshard/{n}", step) for step in (0, 1) for n in names
+    ]
+
+
+@ranks(1)
+def test_what_takes_no_figures_is_refused(world: World) -> None:
+    with pytest.raises(ValueError, match="sharded or wrapped, got Linear"):
+        fullshard.log_metrics(nn.Linear(2, 2), "file")
+    with pytest.raises(TypeError, match="a path or an object with add_scalar, got int"):
+        fullshard.log_metrics(sharded(), 3)  # type: ignore[arg-type]
