@@ -1,6 +1,7 @@
 """Fully sharded data parallelism for PyTorch."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from fullshard import interop as interop
@@ -50,6 +51,8 @@ from fullshard.wrapper.settings import StateDictType as StateDictType
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint
+    from fullshard.report.doctor import Diagnosis as Diagnosis
+    from fullshard.report.doctor import doctor as doctor
     from fullshard.report.explain import explain as explain
     from fullshard.report.metrics import Metrics as Metrics
     from fullshard.report.metrics import log_metrics as log_metrics
@@ -61,6 +64,7 @@ __version__ = "0.1.0"
 #: Where names are that are imported once they are asked for.
 _LATER = {"Recording": "report.record", "explain": "report.explain", "record": "report.record"}
 _LATER |= {"Metrics": "report.metrics", "log_metrics": "report.metrics"}
+_LATER |= {"Diagnosis": "report.doctor", "doctor": "report.doctor"}
 #: The classes and functions of these lines.
 __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith("fullshard.")]
 __all__ += _LATER
@@ -73,3 +77,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(importlib.import_module(f"fullshard.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "FULLSHARD_DOCTOR" in os.environ:  # set by `fullshard doctor` for the ranks of the job that it looks at
+    importlib.import_module("fullshard.report.attending").start()

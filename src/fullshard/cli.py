@@ -1,5 +1,5 @@
-"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, ``explain`` a model, handle a
-``checkpoint``.
+"""The commands of ``python -m fullshard``: ``run`` a program on it, describe the ``env``, ``explain`` a model, look at
+jobs (``doctor``) and checkpoints.
 
 A thin layer: each command calls what the library has.
 """
@@ -26,6 +26,7 @@ from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_say
 from fullshard.report.commands import add_explain
+from fullshard.report.doctor import add_doctor
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
 #: What a report of an error should say the version of.
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = commands.add_parser("env", help="say what is installed and what fullshard would choose, for bug reports")
     env.set_defaults(call=_env)
     add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
+    add_doctor(commands.add_parser("doctor", help="start a job, look at its first steps, say what is wrong with it"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
     return int(options.call(options))

@@ -1,0 +1,333 @@
+"""What ranks find where they run, and what is wrong with it: versions, devices, memory, threads, settings, the network.
+
+Owns the facts that a rank knows of its process, the comparison of those of all ranks, and the measurement of pairs of
+ranks. A check that finds nothing says what it looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+import fullshard
+from fullshard.comm.process_group import backend_name, gather_objects
+from fullshard.comm.select import choose_transport
+from fullshard.comm.waits import waiting
+from fullshard.device import compute_device, is_host
+
+Result = Literal["error", "warning", "not checked", "ok"]
+
+#: Variables of the environment that are shown, and compared between ranks.
+_SHOWN = ("FULLSHARD_", "FSDP_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
+_COMPARED = ("FULLSHARD_", "FSDP_", "NCCL_", "TORCH_")
+#: The variables that fullshard reads.
+_KNOWN = {f"FULLSHARD_{n}" for n in ("TRANSPORT", "PATCH", "DEBUG", "CHECKS", "HANG_TIMEOUT", "WAIT_WARNING")}
+#: Set by this command.
+_OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS")
+#: Bytes of ``/dev/shm``, open files, and seconds between clocks, below or above which a warning is due.
+_SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
+#: Rounds in which pairs of ranks are measured: enough for all pairs of 8 ranks.
+_ROUNDS = 7
+#: Messages of a measurement: how many small ones, how many large ones, and the bytes of these.
+_SMALL, _LARGE, _NBYTES = 20, 4, 1 << 22
+#: A pair is slow if it takes so many times as long as the median of the pairs; and latencies in seconds that are fine.
+_SLOW, _FINE = 4.0, 2e-3
+#: Ranks for which the matrix of all pairs is shown.
+_MATRIX = 8
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        name: of what was looked at.
+        result: ``error`` if the job fails or computes something wrong by it, ``warning`` if it may, or is slow.
+        text: what was found.
+        advice: what to do.
+    """
+
+    name: str
+    result: Result
+    text: str
+    advice: str = ""
+
+
+@dataclass
+class Facts:
+    """What a rank knows of its process. It begins with those of this one."""
+
+    rank: int = field(default_factory=dist.get_rank)
+    host: str = field(default_factory=socket.gethostname)
+    versions: str = f"fullshard {fullshard.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    device: str = "cpu"
+    accelerators: int = field(default_factory=torch.accelerator.device_count)
+    cores: int = field(default_factory=lambda: _cores())
+    threads: int = field(default_factory=torch.get_num_threads)
+    files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    shared: int = field(default_factory=lambda: _free_shared_memory())
+    clock: float = field(default_factory=time.time)
+    environment: dict[str, str] = field(
+        default_factory=lambda: {k: v for k, v in sorted(os.environ.items()) if k.startswith(_SHOWN) and k not in _OURS}
+    )
+    restarts: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") or 0))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_shared_memory() -> int:
+    return shutil.disk_usage("/dev/shm").free if os.path.exists("/dev/shm") else -1
+
+
+def check_environment(process_group: dist.ProcessGroup, device_type: str) -> list[Check]:
+    """Looks at the places where the ranks of a process group run. All of them must call it, and get the same.
+
+    Args:
+        device_type: of the device on which they compute, such as ``cpu``.
+    """
+    device = compute_device(device_type)
+    # The clocks of all ranks are read within the time of one exchange.
+    gather_objects(None, process_group)
+    every = [Facts(**each) for each in gather_objects(asdict(Facts(device=str(device))), process_group)]
+    checks = [check for look in _LOOKS for check in look(every)]
+    backend = backend_name(process_group, device)
+    if not backend:
+        text = f"The process group has no backend for {device_type}."
+        return [*checks, Check("process group", "error", text, f"Initialize it with a backend for {device_type}.")]
+    checks.append(Check("process group", "ok", f"{len(every)} ranks communicate by {backend}."))
+    checks.append(_transport(process_group, device, every))
+    checks += _pairs(process_group, device, [fact.rank for fact in every])
+    return checks
+
+
+def _versions(every: Sequence[Facts]) -> Iterator[Check]:
+    if (text := _difference(every, lambda fact: fact.versions)) is None:
+        yield Check("versions", "ok", f"{every[0].versions}, on all ranks.")
+    else:
+        yield Check("versions", "error", text, "Install the same on all hosts.")
+
+
+def _devices(every: Sequence[Facts]) -> Iterator[Check]:
+    on_host = [fact for fact in every if fact.device == "cpu"]
+    shared = [place for place, count in Counter((fact.host, fact.device) for fact in every).items() if count > 1]
+    hosts = len({fact.host for fact in every})
+    if on_host and (found := max(fact.accelerators for fact in on_host)):
+        text = f"Rank {on_host[0].rank} computes on the CPU, and its host has {found} accelerators."
+        yield Check("devices", "warning", text, "Shard over a mesh of the accelerators: init_device_mesh('cuda', ...).")
+    elif not on_host and shared:
+        text = f"Several ranks of {shared[0][0]} compute on {shared[0][1]}."
+        advice = "Call torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])) first on each rank."
+        yield Check("devices", "error", text, advice)
+    else:
+        kinds = ", ".join(sorted({fact.device.partition(":")[0] for fact in every}))
+        yield Check("devices", "ok", f"{len(every)} ranks on {hosts} host{'s' * (hosts > 1)} compute on {kinds}.")
+
+
+def _shared_memory(every: Sequence[Facts]) -> Iterator[Check]:
+    least = min(every, key=lambda fact: fact.shared)
+    if least.shared < 0:
+        yield Check("shared memory", "not checked", f"{least.host} has no /dev/shm.")
+        return
+    text = f"{least.shared / 2**20:,.0f} MiB are free in /dev/shm of {least.host}."
+    if least.shared >= _SHARED:
+        yield Check("shared memory", "ok", text)
+    else:
+        text += " Workers of a DataLoader and NCCL need it (fullshard does not)."
+        yield Check("shared memory", "warning", text, "Make it larger: docker run --shm-size=8g, or --ipc=host.")
+
+
+def _threads(every: Sequence[Facts]) -> Iterator[Check]:
+    for host in sorted({fact.host for fact in every}):
+        here = [fact for fact in every if fact.host == host]
+        threads, cores = sum(fact.threads for fact in here), max(fact.cores for fact in here)
+        text = f"{len(here)} ranks of {host} compute with {threads} threads, on {cores} cores."
+        if threads > cores:
+            advice = f"Set OMP_NUM_THREADS={max(1, cores // len(here))}."
+            if len(here) > cores:
+                advice = "There are more ranks than cores: they take turns, and each waits for the others."
+            yield Check("threads", "warning", text, advice)
+        else:
+            yield Check("threads", "ok", text)
+
+
+def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
+    first, last = (choose(every, key=lambda fact: fact.clock) for choose in (min, max))
+    apart = last.clock - first.clock
+    if apart > _CLOCKS and first.host != last.host:
+        text = f"The clocks of {first.host} and {last.host} are {apart:.1f} s apart."
+        yield Check("clocks", "warning", text, "Synchronize them (chrony, ntpd): logs and deadlines are compared.")
+    else:
+        yield Check("clocks", "ok", f"The clocks of all ranks are within {apart:.1g} s.")
+
+
+def _open_files(every: Sequence[Facts]) -> Iterator[Check]:
+    least = min(every, key=lambda fact: fact.files)
+    text = f"A process may open {least.files} files on {least.host}."
+    if least.files < _FILES:
+        advice = f"Allow more (ulimit -n {_FILES}): ranks that share memory need one for each buffer."
+        yield Check("open files", "warning", text, advice)
+    else:
+        yield Check("open files", "ok", text)
+
+
+def _settings(every: Sequence[Facts]) -> Iterator[Check]:
+    known = every[0].environment
+    found = list(_odd_settings(every))
+    if (text := _difference(every, lambda fact: _only(fact.environment, _COMPARED))) is not None:
+        found.append(Check("settings", "error", text, "Give all ranks the same environment."))
+    yield from found or [
+        Check("settings", "ok", ", ".join(f"{name}={value}" for name, value in known.items()) or "None are set.")
+    ]
+
+
+def _odd_settings(every: Sequence[Facts]) -> Iterator[Check]:
+    first = every[0].environment
+    for name in sorted(first):
+        if name.startswith("FULLSHARD_") and name not in _KNOWN:
+            advice = f"fullshard reads {', '.join(sorted(_KNOWN))}."
+            yield Check("settings", "warning", f"{name} is set, and nothing reads it.", advice)
+    if first.get("FULLSHARD_CHECKS") == "0":
+        text = "FULLSHARD_CHECKS=0: ranks do not compare what they run, and nobody looks after those that hang."
+        yield Check("settings", "warning", text, "Unset it.")
+    if first.get("FULLSHARD_DEBUG", "0") not in ("", "0"):
+        text = "FULLSHARD_DEBUG is set: memory is filled with NaN when it is released, which takes time."
+        yield Check("settings", "warning", text, "Unset it when the error is found.")
+    if first.get("GLOO_SOCKET_IFNAME") == "lo" and len({fact.host for fact in every}) > 1:
+        text = "GLOO_SOCKET_IFNAME=lo, and the ranks are on several hosts, which do not see each other there."
+        yield Check("settings", "error", text, "Name the interface that connects the hosts (ip addr).")
+    if every[0].restarts and first.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and every[0].device == "cpu":
+        text = "torchrun may start the ranks anew (--max-restarts), which then find addresses of the attempt before."
+        yield Check("restarts", "warning", text, "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
+
+
+#: What is looked at in the facts of all ranks.
+_LOOKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
+    _versions,
+    _devices,
+    _threads,
+    _shared_memory,
+    _open_files,
+    _clocks,
+    _settings,
+)
+
+
+def _only(environment: dict[str, str], prefixes: tuple[str, ...]) -> str:
+    found = [f"{name}={value}" for name, value in environment.items() if name.startswith(prefixes)]
+    return ", ".join(found) or "nothing"
+
+
+def _difference(every: Sequence[Facts], of: Callable[[Facts], str]) -> str | None:
+    """The first difference between ranks, as a sentence."""
+    first = every[0]
+    for fact in every:
+        if of(fact) != of(first):
+            return f"Rank {first.rank} ({first.host}) has {of(first)}; rank {fact.rank} ({fact.host}) has {of(fact)}."
+    return None
+
+
+def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Sequence[Facts]) -> Check:
+    try:
+        transport, why = choose_transport(process_group, device)
+    except ValueError as error:
+        return Check("transport", "error", f"{error}.")
+    text = f"Buffers move by '{transport.name}': {why}."
+    together = len({fact.host for fact in every}) == 1 < len(every)
+    if is_host(device) and backend_name(process_group, device) == "gloo" and together and transport.name != "host":
+        advice = "Unset FULLSHARD_TRANSPORT." if "FULLSHARD_TRANSPORT" in os.environ else ""
+        return Check("transport", "warning", f"{text} The ranks share a host, and could share memory.", advice)
+    return Check("transport", "ok", text)
+
+
+def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of ranks, in rounds in which no rank is twice, until each rank has met each other once."""
+    seats = [*range(size), *([-1] if size % 2 else [])]
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if -1 not in pair]
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int]) -> list[Check]:
+    """Send messages between pairs of ranks, as many pairs at once as there are."""
+    me, size = process_group.rank(), process_group.size()
+    if size == 1:
+        return [Check("network", "not checked", "There is one rank.")]
+    mine: dict[tuple[int, int], tuple[float, float]] = {}
+    small, large = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in (1, _NBYTES))
+    for pairs, _ in zip(_rounds(size), range(_ROUNDS), strict=False):
+        for pair in pairs:
+            if me in pair:
+                other = sum(pair) - me
+                _times(small, 1, me < other, other, process_group)
+                latency = median(_times(small, _SMALL, me < other, other, process_group)) / 2
+                seconds = min(_times(large, _LARGE, me < other, other, process_group)) / 2
+                mine[pair] = latency, _NBYTES / seconds
+    found: dict[tuple[int, int], tuple[float, float]] = {}
+    for each in gather_objects(mine, process_group):
+        found |= {pair: times for pair, times in each.items() if pair not in found}
+    return _judge_pairs({(ranks[a], ranks[b]): times for (a, b), times in found.items()}, size)
+
+
+def _times(
+    message: torch.Tensor, count: int, begins: bool, other: int, process_group: dist.ProcessGroup
+) -> list[float]:
+    """Seconds of so many trips there and back."""
+    found = []
+    with waiting("a message that measures the network", process_group):
+        for _ in range(count):
+            begin = time.perf_counter()
+            for sends in (begins, not begins):
+                if sends:
+                    dist.send(message, group=process_group, group_dst=other)
+                else:
+                    dist.recv(message, group=process_group, group_src=other)
+            if not is_host(message.device):
+                torch.accelerator.synchronize(message.device)
+            found.append(time.perf_counter() - begin)
+    return found
+
+
+def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], size: int) -> list[Check]:
+    """What the latencies (seconds) and bandwidths (bytes a second) of pairs of ranks tell."""
+    latency, bandwidth = (median(times[index] for times in found.values()) for index in (0, 1))
+    every = size * (size - 1) // 2
+    which = "All pairs" if len(found) == every else f"{len(found)} of {every} pairs"
+    text = f"{which} of ranks reach each other: in the median {latency * 1e6:.0f} µs and "
+    text += f"{bandwidth / 1e9:.2f} GB/s.{_matrix(found, size)}"
+    slow = [pair for pair, t in found.items() if t[1] * _SLOW < bandwidth or t[0] > max(_FINE, _SLOW * latency)]
+    if not slow:
+        return [Check("network", "ok", text)]
+    slow.sort(key=lambda pair: found[pair][1])
+    often, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
+    told = [f"{a} and {b} ({found[a, b][0] * 1e6:.0f} µs, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
+    advice = f"Look at the host and the network of rank {often}." if count > 1 else "Look at their hosts and network."
+    slow_text = f"{len(slow)} pairs of ranks are slow beside the others, the slowest first: {'; '.join(told)}. {text}"
+    return [Check("network", "warning", slow_text, advice)]
+
+
+def _matrix(found: dict[tuple[int, int], tuple[float, float]], size: int) -> str:
+    """The bandwidths of pairs, where they fit."""
+    if not 2 < size <= _MATRIX:
+        return ""
+    ranks = sorted({rank for pair in found for rank in pair})
+    rows = [["GB/s", *map(str, ranks)]]
+    for a in ranks:
+        cells = (found.get((min(a, b), max(a, b))) for b in ranks)
+        rows.append([str(a), *(f"{times[1] / 1e9:.2f}" if times else "-" for times in cells)])
+    return "".join("\n  " + " ".join(cell.rjust(5) for cell in row) for row in rows)

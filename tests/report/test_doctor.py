@@ -1,0 +1,135 @@
+"""The doctor names what is wrong with a job: by what its ranks tell, and by how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from fullshard import cli
+from fullshard.report.attending import Attendance
+from fullshard.report.doctor import Told, diagnosis_of, judge, told_in
+from fullshard.report.environment import _judge_pairs, _rounds
+from tests.fully_shard.cases import inputs
+from tests.harness import World, ranks
+from tests.harness.models import MLP
+from tests.report.cases import trained
+
+
+def attended(world: World, folder: Path, fault: str) -> dict[str, Any]:
+    """Train on both ranks, of which rank 1 has a fault; what is found, by name."""
+    attendance = Attendance(folder, steps=4)
+    attendance.begin()
+    torch.manual_seed(world.rank if fault == "seed" else 0)
+    model = MLP()
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    train = trained(fullshard.fully_shard(model))
+    for step in range(5):
+        if fault == "slow" and world.rank == 1:
+            time.sleep(0.05)
+        if fault == "nan" and world.rank == 1 and step == 2:
+            with torch.no_grad():
+                next(model.parameters()).to_local().fill_(torch.nan)  # type: ignore[union-attr]
+        train(step)
+    attendance.ended()
+    dist.barrier()
+    return {check.name: check for check in diagnosis_of(judge(told_in(folder), 0)).checks}
+
+
+@ranks(2)
+@pytest.mark.parametrize("fault", ["none", "slow", "seed", "nan"])
+def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> None:
+    found = attended(world, tmp_path, fault)
+    bad = {"seed": "initial values", "nan": "finite values"}.get(fault)
+    for name in ("job", "versions", "process group", "network", "initial values", "finite values"):
+        assert found[name].result == ("error" if name == bad else "ok"), found[name]
+    if fault == "slow":
+        assert found["slow rank"].result == "warning"
+        assert "Rank 1 is slow" in found["slow rank"].text
+    if fault == "seed":
+        assert "rank 0 has '0.weight' with values" in found["initial values"].text
+        assert "where rank 1 has" in found["initial values"].text
+    if fault == "nan":
+        assert "is nan at index" in found["finite values"].text
+
+
+@ranks(2)
+def test_a_program_asks_for_itself(world: World) -> None:
+    torch.manual_seed(world.rank)
+    model = nn.Linear(3, 3)
+    found = {check.name: check for check in fullshard.doctor(model).checks}
+    assert found["initial values"].result == "error"
+    assert found["finite values"].result == "ok"
+    fullshard.fully_shard(model)
+    with torch.no_grad():
+        model.weight.to_local()[0] = torch.inf  # type: ignore[operator]
+    sharded = fullshard.doctor(model)
+    assert "values that are not finite in 'weight'" in str(sharded)
+    assert sharded.problems
+    assert "initial values: " not in str(sharded).partition("Looked at")[0]
+    model(inputs(width=3))
+
+
+def told(rank: int, *lines: dict[str, Any]) -> Told:
+    known = [{"kind": "begin", "pid": rank, "ranks": 2}, {"kind": "place", "text": "in the forward of step 3"}]
+    return Told([{"rank": str(rank), "time": 1.0 + rank, **line} for line in (*known, *lines)])
+
+
+def test_of_errors_the_first_that_is_its_own_is_named() -> None:
+    own = {"kind": "error", "text": "ValueError: bad batch", "place": "in the forward of step 3", "is_first": True}
+    lost = {"kind": "error", "text": "LostRankError: rank 0 lost rank 1", "place": "there", "is_first": False}
+    (job,) = [check for check in judge([told(0, lost), told(1, own)], 1) if check.name == "job"]
+    assert job.text == "Rank 1 failed first, in the forward of step 3: ValueError: bad batch"
+    (job,) = [check for check in judge([told(0, lost), told(1)], 1) if check.name == "job"]
+    assert "ended without a word: rank 1 was last in the forward of step 3" in job.text
+    torchrun = "api.py:1024] failed (exitcode: -9) local_rank: 1 (pid: 1) of binary: python"
+    (job,) = [check for check in judge([told(0), told(1)], 1, errors=torchrun) if check.name == "job"]
+    assert "rank 0" not in job.text
+    assert "ended by signal 9" in job.advice
+    (job,) = [check for check in judge([told(0), told(1)], -6, "hung") if check.name == "job"]
+    assert "rank 0 was last in the forward of step 3; rank 1 was last" in job.text
+
+
+def test_a_job_that_shards_nothing_is_told_how_to_be_looked_at() -> None:
+    (job,) = [check for check in judge([], 0) if check.result == "error"]
+    assert "fullshard doctor -- fullshard run torchrun" in job.advice
+
+
+def test_a_slow_pair_of_ranks_is_named() -> None:
+    pairs = {(a, b): (1e-4, 1e9 if 3 not in (a, b) else 1e8) for a in range(6) for b in range(a + 1, 6)}
+    (check,) = _judge_pairs(pairs, 6)
+    assert check.result == "warning"
+    assert check.advice == "Look at the host and the network of rank 3."
+    for size in (2, 5, 8):
+        met = [pair for pairs in _rounds(size) for pair in pairs]
+        assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+
+
+PROGRAM = """
+import torch, torch.distributed as dist, fullshard
+dist.init_process_group("gloo", init_method="file://{store}", rank=0, world_size=1)
+model = fullshard.fully_shard(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+raise ValueError("bad batch")
+"""
+
+
+def test_a_job_that_crashes_is_reported_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM.format(store=tmp_path / "store"))
+    assert cli.main(["doctor", "--json", "--", str(script)]) == 1
+    found = json.loads(capfd.readouterr().out)
+    assert not found["healthy"]
+    assert found["checks"][0]["name"] == "job"
+    assert "Rank 0 failed first" in found["checks"][0]["text"]
+    assert "ValueError: bad batch" in found["checks"][0]["text"]
+    assert cli.main(["doctor", "--", "no-such-command"]) == 2
+    assert "no command 'no-such-command'" in capfd.readouterr().err
