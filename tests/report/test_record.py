@@ -137,6 +137,22 @@ def test_a_wrapped_model_that_recomputes_is_recorded(world: World) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+def test_compiled_blocks_are_recorded(world: World, front_end: str) -> None:
+    """The hooks of a compiled module call the methods of its own unit, whatever its class or who looks on."""
+    if front_end == "wrapper":
+        blocks = [fullshard.FullyShardedDataParallel(nn.Linear(6, 6), use_orig_params=True) for _ in range(2)]
+        model: Any = fullshard.FullyShardedDataParallel(nn.Sequential(*blocks, nn.Linear(6, 6)), use_orig_params=True)
+    else:
+        model = sharded()
+        blocks = list(model.blocks)
+    for block in blocks:
+        block.compile(backend="eager")
+    spans = recorded(world, model, steps=1).ranks[0].spans
+    assert len({span.group for span in of(spans, "computation", "forward")}) == len(blocks) + 1
+
+
+@ranks(2)
 def test_what_cannot_be_recorded_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="sharded or wrapped, got Linear"):
         fullshard.record(nn.Linear(2, 2))

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import torch
 import torch.nn as nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import disable, is_dynamo_compiling
 
 from fullshard.schedule.misuse import watch_misuse
 from fullshard.schedule.unit import Unit
@@ -33,7 +32,7 @@ def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output:
 @cache
 def _outside_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Keep a hook around a forward out of compiled graphs: what it does to parameters cannot be traced."""
-    return torch.compiler.disable(Unit.pre_forward), torch.compiler.disable(Unit.post_forward)
+    return disable(lambda unit, *args: unit.pre_forward(*args)), disable(lambda unit, *args: unit.post_forward(*args))
 
 
 def _reshard(unit: Unit, *args: Any, **kwargs: Any) -> None:
