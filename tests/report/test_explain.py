@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from benchmarks.models import Block, Work
 from benchmarks.traffic import Traffic
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
 from fullshard.buffer.slots import SHARED
@@ -40,14 +42,14 @@ def step(model: nn.Module, world: World, number: int) -> None:
     model(WORK.batch(world.rank, number)).sum().backward()
 
 
-def check(model: nn.Module, world: World) -> None:
+def check(model: nn.Module, world: World, peers: int | None = None) -> None:
     """Compare what is foretold with what a step sends and keeps."""
     before = explain(model)
     step(model, world, 0)
     model.free_buffers()  # type: ignore[operator]
     SHARED.drop()
     step(model, world, 1)
-    with Traffic(dist.get_world_size()) as traffic:
+    with Traffic(peers or world.size) as traffic:
         step(model, world, 2)
     told = {each.kind: each for each in before.traffic}
     assert sum(each.nbytes for kind, each in told.items() if "shared memory" not in kind) == round(traffic.asked)
@@ -77,6 +79,26 @@ def test_settings_change_what_is_foretold(world: World, way: str) -> None:
     if way == "no prefetch":
         model.set_prefetch_limit(0)  # type: ignore[operator]
     check(model, world)
+
+
+@ranks(4)
+@pytest.mark.parametrize("way", ["hybrid", "post-forward mesh", "NO_SHARD"])
+@pytest.mark.slow
+def test_meshes_change_what_is_foretold(world: World, way: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    if way == "NO_SHARD":
+        strategy = fullshard.ShardingStrategy.NO_SHARD
+        model = sharded("wrapper", "p2p", sharding_strategy=strategy)
+    else:
+        options = {"mesh": mesh} if way == "hybrid" else {"reshard_after_forward": 2}
+        model = sharded("fully_shard", "p2p", **options)
+    check(model, world, peers=2 if way == "hybrid" else None)
+
+
+def test_the_page_shows_what_is_said_today() -> None:
+    docs = Path(fullshard.__file__).parents[2] / "docs"
+    example = runpy.run_path(str(docs / "make_pictures.py"))["example"]
+    assert str(explain(example, ranks=4)) in (docs / "explain.md").read_text()
 
 
 def blocks(count: int = 3, width: int = 64) -> nn.Module:

@@ -181,7 +181,7 @@ class Explanation:
     def __str__(self) -> str:
         groups = self.groups
         parts = [
-            f"{self.model} over {self.ranks:,} ranks, seen from rank {self.rank}: {totals_text(groups)}",
+            wrapped(f"{self.model} over {self.ranks:,} ranks, seen from rank {self.rank}: {totals_text(groups)}"),
             groups_text(groups),
             settings_text(groups),
             parameters_text(groups),

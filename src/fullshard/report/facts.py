@@ -15,18 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.buffer.plan import make_plan
-from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes, starts
-from fullshard.comm.messages import Round, plan_rounds
-from fullshard.comm.point_to_point import LARGE, SMALL, STAGING
+from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
-from fullshard.comm.transport import Direction
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.report.exchange import Exchange
 from fullshard.schedule.unit import Unit, unit_of
-
-_LEAST_STAGING = 64 * 2**10  # of messages, for each rank
-_DEPTH = 2  # rounds of messages under way
 
 
 @dataclass(frozen=True)
@@ -89,13 +84,14 @@ class GroupFacts:
         offload: what lies on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
         gradient: the buffer of its gradients, whole, in the dtype that travels.
         largest_gradient: of a parameter, as autograd makes it.
+        straight_gradients: those that are reduced where autograd made them, and not in the buffer.
         reduced: its reduced gradients, as ``param.grad`` has them.
         trained: elements of this rank's shard that an optimizer steps on.
         staged: the copy of the shard in the dtype and on the device of the computation, if it needs one.
         rested: what it keeps between forward and backward on the smaller mesh.
         gather_staging, reduce_staging: what its transport needs beside these, at most.
         gather_sent: what this rank sends in a gather.
-        rest_gather_sent: the same from the smaller mesh.
+        rest_gather_sent, rest_gather_staging: the same from the smaller mesh.
         reduce_sent: what it sends in a reduction.
         all_reduce_sent: what it sends to add up over replicas.
         reduce_read: what it reads of the other ranks of its host.
@@ -128,6 +124,7 @@ class GroupFacts:
     offload: str
     gradient: int
     largest_gradient: int
+    straight_gradients: int
     reduced: int
     trained: int
     staged: int
@@ -136,6 +133,7 @@ class GroupFacts:
     reduce_staging: int
     gather_sent: int
     rest_gather_sent: int
+    rest_gather_staging: int
     reduce_sent: int
     all_reduce_sent: int
     reduce_read: int
@@ -269,11 +267,13 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
     gradients, travelling = _gradient_sections(group)
     reduced = sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients)
     trained = sum(section.plan.shard_numel for section in gradients)
-    gather, reduce = _Exchange(group, "gather"), _Exchange(group, "reduce")
-    rest, over = 0, group.options.post_forward_mesh
+    gather, reduce = Exchange(group, "gather", data), Exchange(group, "reduce", data)
+    rest, rest_sent, rest_staging, over = 0, 0, 0, group.options.post_forward_mesh
     if over is not None:
         small = [Section(each.dtype, each.members, make_plan(each.plan.params, over.shard_size)) for each in sections]
-        rest = shard_bytes(small, group.compute_dtypes)
+        again = Exchange(group, "gather", over)
+        rest, rest_sent = shard_bytes(small, group.compute_dtypes), again.sent(small, group.compute_dtypes)
+        rest_staging = again.staging(small, group.compute_dtypes)
     keeps = unit.auto_reshard and unit.schedule is None and unit.modules[0] is model  # the root will
     needs_staging = memory.needs_staging and not shares
     replicas = data.replicate_size
@@ -300,6 +300,7 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
         largest_gradient=_largest_gradient(group),
+        straight_gradients=_straight_gradients(gradients, travelling),
         reduced=reduced,
         trained=trained,
         staged=shard_bytes(sections, group.compute_dtypes) if needs_staging else 0,
@@ -307,7 +308,8 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
         gather_staging=gather.staging(sections, group.compute_dtypes),
         reduce_staging=reduce.staging(gradients, travelling),
         gather_sent=gather.sent(sections, group.compute_dtypes) + (data.shard_size - 1) * own,
-        rest_gather_sent=rest * (over.shard_size - 1) if over is not None and not keeps else 0,
+        rest_gather_sent=0 if keeps else rest_sent,
+        rest_gather_staging=0 if keeps else rest_staging,
         reduce_sent=reduce.sent(gradients, travelling),
         all_reduce_sent=2 * shard_bytes(gradients, travelling) * (replicas - 1) // replicas,
         reduce_read=reduce.read(gradients, travelling),
@@ -319,84 +321,6 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
     )
 
 
-class _Exchange:
-    """How much an exchange of a group sends and stages, by its transport."""
-
-    def __init__(self, group: Group, direction: Direction) -> None:
-        self._direction = direction
-        self._gathers = direction == "gather"
-        self._transport = group.transport.private if self._gathers else group.reduce_transport
-        self._size, self._rank = group.data.shard_size, group.data.shard_rank
-        memory = group.memory
-        shares = memory.shared is not None or (memory.is_apart and memory.is_meta)
-        self._moves = self._size > 1 and not (self._gathers and shares)
-
-    def _kind(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> str:
-        if not self._moves or not sections:
-            return "nothing"
-        if self._transport.name != "p2p":
-            return self._transport.name if self._transport.name == "host" else "collective"
-        exact = self._gathers or all(dtype.itemsize >= 4 for dtype in dtypes)
-        small = self._size == 2 and exact and full_bytes(sections, dtypes) <= SMALL
-        return "collective" if small and self._transport.ends_processes else "p2p"
-
-    def _message(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-        numels = [section.plan.shard_numel for section in sections]
-        nbytes = starts(numels, dtypes)[-2] + numels[-1] * dtypes[-1].itemsize
-        return nbytes if not self._gathers or self._is_in_place(sections) else -(-nbytes // 16) * 16
-
-    @staticmethod
-    def _is_in_place(sections: Sequence[Section]) -> bool:
-        """Whether a collective works on the buffers themselves."""
-        return len(sections) == 1 and sections[0].plan.is_rank_major
-
-    def sent(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-        """Bytes that this rank sends, with the least that any algorithm needs."""
-        kind, peers = self._kind(sections, dtypes), self._size - 1
-        if kind == "collective":
-            return peers * self._message(sections, dtypes)
-        if kind != "p2p":
-            return 0
-        if self._gathers:
-            return peers * self._between(self._rank, sections, dtypes)
-        return sum(self._between(rank, sections, dtypes) for rank in range(self._size) if rank != self._rank)
-
-    def _rounds(self, owner: int, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> tuple[Round, ...]:
-        capacity = max(_LEAST_STAGING, STAGING // (_DEPTH * (self._size - 1)))
-        plans, itemsizes = tuple(each.plan for each in sections), tuple(dtype.itemsize for dtype in dtypes)
-        return plan_rounds(plans, itemsizes, owner, min(LARGE, capacity), capacity, self._direction)
-
-    def _between(self, owner: int, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-        """Bytes of what ``owner`` owns in the messages between it and another rank."""
-        found = 0
-        for each in self._rounds(owner, sections, dtypes):
-            pieces = [*each.straight, *(piece for piece, _ in each.whole)]
-            found += sum(piece.numel * dtypes[piece.section].itemsize for piece in pieces) + each.packed_bytes
-        return found
-
-    def read(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-        """Bytes that this rank reads in the memory of the others of its host."""
-        if self._kind(sections, dtypes) != "host":
-            return 0
-        pairs = zip(sections, dtypes, strict=True)
-        return (self._size - 1) * sum(section.plan.held(self._rank) * dtype.itemsize for section, dtype in pairs)
-
-    def staging(self, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-        """Bytes of staging, at most."""
-        kind, peers = self._kind(sections, dtypes), self._size - 1
-        if kind == "collective":
-            return 0 if self._is_in_place(sections) else self._size * self._message(sections, dtypes)
-        if kind != "p2p":
-            return 0
-        rounds = self._rounds(0, sections, dtypes)
-        exact = not self._gathers and all(dtype.itemsize >= 4 for dtype in dtypes)
-        senders = 1 if self._gathers else peers
-        turns = (
-            peers * each.nbytes - (each.packed_start if exact else 0) + senders * each.packed_bytes for each in rounds
-        )
-        return min(_DEPTH, len(rounds)) * max(turns, default=0)
-
-
 def _gradient_sections(group: Group) -> tuple[list[Section], list[torch.dtype]]:
     """The sections of the gradients, and the dtypes in which they travel."""
     trainable = [param.sharded.requires_grad for param in group.params]
@@ -405,8 +329,19 @@ def _gradient_sections(group: Group) -> tuple[list[Section], list[torch.dtype]]:
         sections = [section for section in group.sections if any(trainable[index] for index in section.members)]
         return sections, [chosen.alone(section.members[0]) for section in sections]
     found = chosen.together(index for index, trained in enumerate(trainable) if trained)
-    sections = [Section(home, tuple(members), group.plan(members)) for (home, _), members in found]
+    plans = [group.plan(members) for _, members in found]
+    if group.reduce_process_group is not None and group.reduce_transport.takes_messages:
+        plans = [plan.messages for plan in plans]
+    sections = [Section(home, tuple(members), plan) for ((home, _), members), plan in zip(found, plans, strict=True)]
     return sections, [travels for (_, travels), _ in found]
+
+
+def _straight_gradients(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+    found = 0
+    for section, dtype in zip(sections, dtypes, strict=True):
+        plan = section.plan
+        found += sum(plan.params[at].numel for at in plan.straight if plan.is_messages) * dtype.itemsize
+    return found
 
 
 def _largest_gradient(group: Group) -> int:

@@ -160,6 +160,7 @@ class Replay:
         self._values: set[int] = set()
         self._users: Counter[int] = Counter()
         self._collecting: set[int] = set()
+        self._straight: set[int] = set()
         self._reducing: list[int] = []
         self._temporary = 0
         self._children: dict[int, list[int]] = {}
@@ -171,14 +172,17 @@ class Replay:
 
     def _hold(self, temporary: int) -> Held:
         kinds = {
-            "parameters": [slot.nbytes for slot in self._parameters.slots],
-            "gradients": [slot.nbytes for slot in self._gradients.slots],
+            "full buffers": [slot.nbytes for slot in self._parameters.slots],
+            "gradient buffers": [slot.nbytes for slot in self._gradients.slots],
             "copies of shards": [slot.nbytes for slot in self._copies.slots],
             "messages": self._staging.sizes,
-            "parameters that rest": [self._groups[at].rested for at in self._rested],
+            "gradients as autograd made them": [self._groups[at].straight_gradients for at in self._straight],
+            "post-forward shards": [self._groups[at].rested for at in self._rested],
             "the gradient that autograd makes": [temporary] if temporary else [],
         }
-        return Held(tuple((kind, tuple(Counter(sizes).items())) for kind, sizes in kinds.items() if any(sizes)))
+        return Held(
+            tuple((kind, tuple(Counter(filter(None, sizes)).items())) for kind, sizes in kinds.items() if any(sizes))
+        )
 
     def _look(self) -> None:
         held = self._hold(self._temporary)
@@ -208,7 +212,7 @@ class Replay:
         self._state[at] = "gathering"
         if group.staged and at not in self._rested:
             self._copies.take(at, group.staged, True)
-        self._staging.lease("gather", at, group.gather_staging)
+        self._staging.lease("gather", at, group.rest_gather_staging if at in self._rested else group.gather_staging)
         if group.communicates:
             self._tell("gather", at, group.rest_gather_sent if at in self._rested else group.gather_sent)
         self._look()
@@ -329,7 +333,8 @@ class Replay:
         self._settle(group.gradient_buffers - 1)
         self._gradients.take(at, group.gradient, group.reshards)
         self._collecting.add(at)
-        self._temporary = group.largest_gradient
+        self._straight.add(at)
+        self._temporary = 0 if group.straight_gradients else group.largest_gradient
         self._look()
         self._temporary = 0
 
@@ -352,4 +357,5 @@ class Replay:
             at = self._reducing.pop(0)
             self._tell("settle", at)
             self._gradients.give_back(at)
+            self._straight.discard(at)
             self._staging.give_back("reduce", at)

@@ -131,10 +131,10 @@ def memory_text(phases: Sequence[Phase]) -> str:
     """The bytes of each phase, and of what they consist."""
     rows = []
     for phase in phases:
-        formula = " + ".join(
-            f"{what} {bytes_text(size)}" if count == 1 else f"{what} {count} x {bytes_text(size)}"
-            for what, count, size in phase.parts
-        )
+        found: dict[str, list[str]] = {}
+        for what, count, size in phase.parts:
+            found.setdefault(what, []).append(bytes_text(size) if count == 1 else f"{count} x {bytes_text(size)}")
+        formula = " + ".join(f"{what} {' + '.join(sizes)}" for what, sizes in found.items())
         rows.append([phase.name, bytes_text(phase.nbytes), formula])
     widths = [max(len(row[at]) for row in rows) for at in range(2)]
     lines = [f"{name:<{widths[0]}}  {total:>{widths[1]}}  {formula}".rstrip() for name, total, formula in rows]

@@ -1,0 +1,109 @@
+"""Estimated steps beside measured ones, on this machine: ``python -m benchmarks.estimates`` prints the table of
+``docs/explain.md``.
+
+Every number that an estimate is given is measured first, apart from the step: FLOP/s by the model without sharding on
+as many ranks at once, bandwidth and latency by tensors sent both ways between two ranks, or, where ranks share memory,
+by the sum of two tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fullshard
+from benchmarks.models import Work
+from benchmarks.ranks import run_ranks
+from fullshard.report.tables import seconds_text, table
+
+_SIZES = (
+    Work("small", blocks=4, width=256, sequence=64, vocabulary=512),
+    Work("medium", blocks=4, width=512, sequence=128, vocabulary=512),
+    Work("large", blocks=4, width=1024, sequence=64, vocabulary=512),
+)
+_ROUNDS = 15
+_BYTES = 8 * 2**20
+
+
+def main() -> None:
+    rows = []
+    for transport in ("p2p", "host"):
+        for work in _SIZES:
+            found = max(run_ranks(_measure, 2, work, transport), key=lambda each: float(each["measured"]))
+            rows.append(
+                [
+                    f"{transport}, {work.block_bytes / 2**20:.1f} MiB a block, {work.sequence} tokens",
+                    f"{found['flops'] / 1e9:.1f} G/s",
+                    f"{found['bandwidth'] / 1e9:.2f} GB/s",
+                    seconds_text(found["latency"]),
+                    seconds_text(found["computing"]),
+                    seconds_text(found["estimated"]),
+                    seconds_text(found["measured"]),
+                    f"{found['estimated'] / found['measured']:.2f}",
+                ]
+            )
+    head = ["W=2", "FLOP/s", "bandwidth", "latency", "alone", "estimated", "measured", "ratio"]
+    print(table(head, rows))
+
+
+def _measure(work: Work, transport: str) -> dict[str, Any]:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    rank, tokens = dist.get_rank(), work.sequence
+    alone = work.build()
+    model = fullshard.fully_shard_blocks(work.build())
+    explanation = fullshard.explain(model)
+    matrices = sum(param.numel for group in explanation.groups for param in group.parameters if param.is_matrix)
+    exchange = _added if transport == "host" else _sent
+    models = [lambda step, each=each: _train(each, work, rank, step) for each in (alone, model)]
+    computing, measured, large, small = _quarters([*models, exchange(_BYTES), exchange(4096)])
+    bandwidth = _BYTES / max(1e-9, large - small)
+    given = {"flops": 6 * matrices * tokens / computing, "bandwidth": bandwidth, "latency": small}
+    estimate = explanation.estimate(tokens=tokens, **given)
+    return {**given, "computing": computing, "estimated": estimate.step, "measured": measured}
+
+
+def _quarters(do: list[Callable[[int], object]]) -> list[float]:
+    """Seconds of each, which take turns: the lower quartile, after some rounds that do not count."""
+    seconds: list[list[float]] = [[] for _ in do]
+    for step in range(_ROUNDS + 3):
+        for each, found in zip(do, seconds, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            each(step)
+            found.append(time.perf_counter() - begin)
+    return [sorted(found[3:])[_ROUNDS // 4] for found in seconds]
+
+
+def _train(model: nn.Module, work: Work, rank: int, step: int) -> None:
+    model(work.batch(rank, step)).backward()
+    model.zero_grad()
+
+
+def _sent(nbytes: int) -> Callable[[int], object]:
+    here, there = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+    peer = 1 - dist.get_rank()
+
+    def exchange(_: int) -> None:
+        receives = dist.irecv(there, peer)
+        sends = dist.isend(here, peer)
+        assert receives is not None
+        assert sends is not None
+        receives.wait()
+        sends.wait()
+
+    return exchange
+
+
+def _added(nbytes: int) -> Callable[[int], object]:
+    here, there = (torch.zeros(nbytes // 4) for _ in range(2))
+    return lambda _: here.add_(there)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Writes what `docs/explain.md` shows, the tables and the picture: ``python docs/make_pictures.py``.
+
+Needs matplotlib and transformers. Each table stands in the page after a line ``<!-- NAME -->``.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+from torch import nn
+
+import fullshard
+
+DOCS = Path(__file__).parent
+_EXAMPLE = runpy.run_path(str(DOCS.parent / "examples" / "model.py"))
+
+
+def example() -> nn.Module:
+    """The model of ``examples/train.py``."""
+    model: nn.Module = _EXAMPLE["GPT"](_EXAMPLE["MODELS"]["small"])
+    return model
+
+
+def llama() -> nn.Module:
+    """Llama 3 with 8 B parameters, from its sizes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def shown(name: str, text: str, page: str) -> str:
+    """``page`` with another text in the block that follows the line of ``name``."""
+    changed, count = re.subn(rf"(<!-- {name} -->\n\n```\n).*?(```)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
+    assert count == 1, f"the page has {count} places for {name}"
+    return changed
+
+
+def main() -> None:
+    page = (DOCS / "explain.md").read_text()
+    small = fullshard.explain(example, ranks=4)
+    small.picture(DOCS / "groups.png")
+    page = shown("example", str(small), page)
+    page = shown("llama", str(fullshard.explain(llama, ranks=100_000)), page)
+    (DOCS / "explain.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
