@@ -51,6 +51,7 @@ def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> Non
     bad = {"seed": "initial values", "nan": "finite values"}.get(fault)
     for name in ("job", "versions", "process group", "network", "initial values", "finite values"):
         assert found[name].result == ("error" if name == bad else "ok"), found[name]
+    assert "blocks.0" in found["sharding"].text  # what explain() advises: the groups are small
     if fault == "slow":
         assert found["slow rank"].result == "warning"
         assert "Rank 1 is slow" in found["slow rank"].text
@@ -90,6 +91,9 @@ def test_of_errors_the_first_that_is_its_own_is_named() -> None:
     assert job.text == "Rank 1 failed first, in the forward of step 3: ValueError: bad batch"
     (job,) = [check for check in judge([told(0, lost), told(1)], 1) if check.name == "job"]
     assert "ended without a word: rank 1 was last in the forward of step 3" in job.text
+    launcher = Told([{"kind": "begin", "rank": "0", "pid": 7, "ranks": 1}, {**own, "rank": "0", "time": 0.0}])
+    (job,) = [check for check in judge([launcher, told(0), told(1)], 1) if check.name == "job"]
+    assert "ended without a word" in job.text
     torchrun = "api.py:1024] failed (exitcode: -9) local_rank: 1 (pid: 1) of binary: python"
     (job,) = [check for check in judge([told(0), told(1)], 1, errors=torchrun) if check.name == "job"]
     assert "rank 0" not in job.text

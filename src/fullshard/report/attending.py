@@ -30,6 +30,7 @@ from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import verify_values
 from fullshard.report.environment import Check, check_environment
+from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
 from fullshard.schedule import finite, hooks
@@ -156,6 +157,9 @@ class Attendance:
             self._tell_check(Check("initial values", "ok" if self._compared else "not checked", text))
         self._overrides.around(schedule.passes, "begin", self._begin_pass)
         self._detector = NonFiniteDetector(module, schedule)
+        with suppress(ValueError, RuntimeError):  # what cannot be explained is not told
+            for advice in explain(module).advice:
+                self._tell_check(Check("sharding", "ok", str(advice)))
         self._recording = record(module, self._steps)
 
     def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:

@@ -301,7 +301,7 @@ def judge(every: Sequence[Told], status: int, ending: str = "", errors: str = ""
         errors: the end of its error output.
     """
     looked = [each for each in every if each.of("place")]
-    checks = list(_end_of(every, status, ending, errors))
+    checks = list(_end_of(looked or every, status, ending, errors))  # launchers and workers are no ranks
     if not looked and not (status and not ending):
         text = "No rank sharded a model with fullshard."
         advice = "For a program of torch's FSDP start: fullshard doctor -- fullshard run torchrun ..."
@@ -310,10 +310,9 @@ def judge(every: Sequence[Told], status: int, ending: str = "", errors: str = ""
     told.sort(key=lambda line: float(line["time"]))
     spread = [line for line in told if line["check"]["name"] == "finite values"][1:]  # from the first one
     checks += [Check(**line["check"]) for line in told if line not in spread]
-    # What all ranks found to be fine is said once.
     bad = {check.name for check in checks}
-    fine = {line["check"]["name"]: Check(**line["check"]) for e in looked for line in e.of("check") if _is_fine(line)}
-    checks += [check for name, check in fine.items() if name not in bad]
+    fine = [Check(**line["check"]) for each in looked for line in each.of("check") if _is_fine(line)]
+    checks += [check for check in fine if check.name not in bad]
     return [*checks, *_steps_of(looked)]
 
 
