@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
 from fullshard.comm.waits import WAITS, Waits
 from fullshard.report.recording import Span
 from fullshard.schedule.unit import unit_of
-from tests.fully_shard.cases import groups_of
+from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
 from tests.report.cases import recorded, sharded, trained
 
@@ -163,3 +164,16 @@ def test_what_cannot_be_recorded_is_refused(world: World) -> None:
         fullshard.record(model)
     fullshard.record(model).stop()
     assert groups_of(model)
+
+
+@ranks(1)
+def test_two_recordings_end_in_one_step(world: World) -> None:
+    """torch goes through the hooks after a step, and raises if one of them is removed before another meanwhile."""
+    one, other = sharded(), sharded()
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    recordings = [fullshard.record(one, steps=1), fullshard.record(other, steps=1)]
+    later = register_optimizer_step_post_hook(lambda *args: None)
+    (one(inputs()).sum() + other(inputs()).sum()).backward()
+    optimizer.step()
+    later.remove()
+    assert not any(recording.is_running for recording in recordings)

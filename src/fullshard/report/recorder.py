@@ -12,7 +12,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,19 @@ Point = Any
 
 #: Schedules that are being recorded.
 RUNNING: weakref.WeakSet[Schedule] = weakref.WeakSet()
+#: What is called after each step of an optimizer. A recording that ends in such a call takes itself out.
+_after_step: list[Callable[[Optimizer, Any, Any], None]] = []
+
+
+@cache
+def _follow_steps() -> None:
+    """Keep one hook for all recordings from now on: torch goes through its hooks, and none may be removed meanwhile."""
+
+    def tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for after in [*_after_step]:
+            after(optimizer, args, kwargs)
+
+    register_optimizer_step_post_hook(tell)
 
 
 class Clock:
@@ -195,7 +208,9 @@ class Recorder:
         for unit in (unit for unit in schedule.units if isinstance(unit, Unit)):
             self._watch_unit(unit, ", ".join(names.get(module, "?") for module in unit.modules))
         self._undo.append(register_optimizer_step_pre_hook(self._begin_optimizer).remove)
-        self._undo.append(register_optimizer_step_post_hook(self._end_optimizer).remove)
+        _follow_steps()
+        _after_step.append(self._end_optimizer)
+        self._undo.append(partial(_after_step.remove, self._end_optimizer))
         if self.clock.streams is None:
             self._undo.append(listen_to_waits(groups, self._waited))
         RUNNING.add(schedule)
