@@ -25,6 +25,8 @@ class Exchange:
         self._direction = direction
         self._gathers = direction == "gather"
         self._transport = group.transport.private if self._gathers else group.reduce_transport
+        if self._transport.name == "host" and not self._transport.compares_reductions:
+            self._transport = self._transport.private  # gradients are not in memory that ranks share
         self._size, self._rank = over.shard_size, over.shard_rank
         memory = group.memory
         shares = memory.shared is not None or (memory.is_apart and memory.is_meta)
