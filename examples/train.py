@@ -329,7 +329,6 @@ def start() -> None:
             raise
         sys.exit(2)  # every rank refuses alike: it is enough that one says so
     dist.destroy_process_group()
-    time.sleep(0.1)  # a thread of gloo needs the interpreter to drop the last tensor, and aborts if it has ended
 
 
 if __name__ == "__main__":

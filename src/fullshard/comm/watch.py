@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -56,6 +57,8 @@ _KNOWN = 64
 _FIRST_BEATS, _BEATS = 60, 30
 #: Seconds for which a rank that lost another one waits for news of it, and for a wait that was ended to raise.
 _NEWS, _GRACE = 3.0, 5.0
+#: Seconds at the end of a program: a thread of gloo needs the interpreter to drop the last tensor, and aborts without.
+_DROP = 0.1
 
 
 @dataclass
@@ -369,7 +372,10 @@ def start_watch() -> None:
     WAITS.thread = threading.current_thread()
     if _watch is not None and _watch.is_current:
         return
-    if not checks_are_on() or not dist.is_initialized() or not has_peers(dist.group.WORLD):
+    if not dist.is_initialized() or not has_peers(dist.group.WORLD):
+        return
+    _heed_end()
+    if not checks_are_on():
         return
     try:
         watch = Watch(default_store(), _watch)
@@ -377,16 +383,21 @@ def start_watch() -> None:
         _log.info("no watch over ranks: %s", error)
         return
     if _watch is None:
-        atexit.register(_end)
         _follow_errors()
     WAITS.verdict, WAITS.explain, WAITS.announce = None, watch.explain, watch.announce
     _watch = watch
     watch.thread.start()
 
 
+@cache
+def _heed_end() -> None:
+    atexit.register(_end)
+
+
 def _end() -> None:
     if _watch is not None:
         _watch.end()
+    time.sleep(_DROP)
 
 
 def _comes_from_another_rank(error: BaseException | None) -> bool:
