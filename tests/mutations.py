@@ -577,7 +577,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "self._scratch + number % _DEPTH * self._turn for",
+        "self._scratch + number % DEPTH * self._turn for",
         "self._scratch for",
         "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
     ),

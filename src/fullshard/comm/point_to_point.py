@@ -41,9 +41,9 @@ LARGE = 256 * 2**10
 #: time. More ranks, and larger groups, cost less by messages. Measured by ``benchmarks/exchanges.py``.
 SMALL = 2**18
 #: Bytes of staging for each rank in a round, however many ranks there are.
-_LEAST_STAGING = 64 * 2**10
+LEAST_STAGING = 64 * 2**10
 #: Rounds that are under way at once.
-_DEPTH = 2
+DEPTH = 2
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
@@ -147,8 +147,8 @@ class _Exchange:
                         total.write(self.shards, self.divisor)
                 except Exception as error:
                     failure = error  # the peers wait for the other rounds: raised when they have them
-            if index + _DEPTH < len(self.rounds):
-                self.post(self.rounds[index + _DEPTH])
+            if index + DEPTH < len(self.rounds):
+                self.post(self.rounds[index + DEPTH])
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
         if failure is not None:
@@ -194,13 +194,13 @@ class _MessageRoute:
                 pieces = [piece for i, plan in enumerate(plans) for piece in plan.pieces(self._rank, i)]
                 self._own = list(map(self._full, pieces)), list(map(self._source, pieces))
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
-        capacity = max(_LEAST_STAGING, staging // (_DEPTH * max(1, len(self._peers))))
+        capacity = max(LEAST_STAGING, staging // (DEPTH * max(1, len(self._peers))))
         large = min(large, capacity)
         #: In which what each rank owns is sent by it (gather) or to it.
         self._rounds = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
         self._count = max(map(len, self._rounds))
         self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
-        self._nbytes = self._scratch + min(_DEPTH, self._count) * self._turn  # of staging
+        self._nbytes = self._scratch + min(DEPTH, self._count) * self._turn  # of staging
         self._bound: dict[int, list[_BoundRound]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
@@ -208,7 +208,7 @@ class _MessageRoute:
         lease = SHARED.lease(self._nbytes, CPU) if self._nbytes else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
         exchange = _Exchange(self, rounds, lease, shards, reduction.divisor)
-        for planned in rounds[:_DEPTH]:
+        for planned in rounds[:DEPTH]:
             exchange.post(planned)
         if self._own[0]:
             foreach_copy(*self._own)
@@ -217,7 +217,7 @@ class _MessageRoute:
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_BoundRound]:
         """The rounds in the memory of a lease, kept for the next time that it comes."""
-        starts = [self._scratch + number % _DEPTH * self._turn for number in range(self._count)]
+        starts = [self._scratch + number % DEPTH * self._turn for number in range(self._count)]
         rounds = self._bound[lease.index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
         return rounds
 

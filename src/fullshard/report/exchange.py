@@ -8,14 +8,11 @@ import torch
 
 from fullshard.buffer.sections import Section, align, full_bytes, starts
 from fullshard.comm.messages import Round, plan_rounds
-from fullshard.comm.point_to_point import LARGE, SMALL, STAGING
+from fullshard.comm.point_to_point import DEPTH, LARGE, LEAST_STAGING, SMALL, STAGING
 from fullshard.comm.sums import scratch_bytes
 from fullshard.comm.transport import Direction
 from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh
-
-_LEAST_STAGING = 64 * 2**10  # of messages, for each rank
-_DEPTH = 2  # rounds of messages under way
 
 
 class Exchange:
@@ -71,7 +68,7 @@ class Exchange:
         return sum(self._between(rank, sections, dtypes) for rank in range(self._size) if rank != self._rank)
 
     def _rounds(self, owner: int, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> tuple[Round, ...]:
-        capacity = max(_LEAST_STAGING, STAGING // (_DEPTH * (self._size - 1)))
+        capacity = max(LEAST_STAGING, STAGING // (DEPTH * (self._size - 1)))
         plans, itemsizes = tuple(each.plan for each in sections), tuple(dtype.itemsize for dtype in dtypes)
         return plan_rounds(plans, itemsizes, owner, min(LARGE, capacity), capacity, self._direction)
 
@@ -111,4 +108,4 @@ class Exchange:
             leaving = [self._rank] if self._gathers else peers
             turns.append(received + sum(align(now[owner].packed_bytes) for owner in leaving))
         scratch = 0 if self._gathers else max(map(scratch_bytes, dtypes, (section.dtype for section in sections)))
-        return scratch + min(_DEPTH, len(turns)) * max(turns, default=0)
+        return scratch + min(DEPTH, len(turns)) * max(turns, default=0)
