@@ -380,8 +380,8 @@ compiler_callback: Callable[[], object] = get_eval_frame_callback
 
 @contextmanager
 def pretended_world(size: int, rank: int) -> Iterator[None]:
-    """Be one rank of so many, with collectives that move nothing. What torch caches by mesh goes with it: a mesh of the
-    same ranks is equal to one of the pretended world, and would get its process groups."""
+    """Pretend that this process is one rank of ``size``; collectives move nothing. At the end the caches of torch that
+    have meshes are emptied: a real mesh of the same ranks equals a pretended one, and would get its process groups."""
     import torch.distributed.tensor.debug as debug
     import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
 

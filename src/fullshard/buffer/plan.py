@@ -233,7 +233,7 @@ class Plan:
 
     @property
     def cuts(self) -> list[int]:
-        """Into what a shard falls: its front with all that is packed, and each straight chunk; sizes, none 0."""
+        """The sizes of the parts of a shard: its front with all that is packed, then each straight chunk; none is 0."""
         starts = [*(self.shard_offsets[i] for i in self.straight), self.shard_numel]
         return [stop - start for start, stop in pairwise([0, *starts]) if start < stop]
 

@@ -271,7 +271,7 @@ class Watch:
     def _parted(self) -> str:
         """Where ranks went different ways, if they did, which the backend may have ended one of them for; or advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
-        return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".strip())
+        return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".rstrip(". "))
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
         """Where the ranks are, one sentence for each place."""

@@ -66,7 +66,7 @@ class Waited(NamedTuple):
 
 
 def waited(ranks: Sequence[RankRecording]) -> list[Waited]:
-    """Who waited for whom and for what."""
+    """The waits of all ranks: the rank that waited, the one that came last, and the communication."""
     communications: dict[object, dict[int, int]] = {}
     meetings: dict[object, dict[int, int]] = {}
     for rank in ranks:
