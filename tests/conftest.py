@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("tests.harness")
 # Only a first import is rewritten, so this one has to follow.
 from tests.harness import RankPool, failure_report  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
-from tests.harness.lanes import with_all_pairs  # noqa: E402
+from tests.harness.lanes import covering  # noqa: E402
 from tests.harness.rank import PRETENDED, run_test  # noqa: E402
 
 #: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
 
     Leave to the long lane what is slow, what runs torch's own library alone (it proves the tests, and not ours), and
-    of each test the cases whose values meet in pairs in other cases of it.
+    of each test the cases whose values meet in other cases of it.
     """
     files = {item.path: number for number, item in reversed(list(enumerate(items)))}
     items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
@@ -78,7 +78,10 @@ def _ranks_of(item: pytest.Item) -> int:
 
 
 def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """The cases of each test that the quick lane takes: of most tests with all pairs of values, of some all."""
+    """The cases of each test that the quick lane takes: of most with all pairs of values, of some all.
+
+    Four ranks on two cores are dear: of tests on so many, cases with all values.
+    """
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
@@ -87,7 +90,8 @@ def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             yield from cases
         else:
             values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-            yield from (cases[number] for number in with_all_pairs(values))
+            together = 1 if all(_ranks_of(case) > 3 for case in cases) else 2
+            yield from (cases[number] for number in covering(values, together))
 
 
 def _runs_torch(item: pytest.Item) -> bool:

@@ -127,12 +127,15 @@ def test_children_are_told_by_the_environment() -> None:
     assert run("-c", line + idle, FULLSHARD_PATCH="0").returncode == 0
 
 
-def test_an_installation_has_the_file_that_tells_children(tmp_path: Path) -> None:
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_an_installation_has_the_file_that_tells_children(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     """An editable installation, which the tests run from, too. Of a launcher and its ranks one process says so."""
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    done = run("-m", "fullshard", "run", *torchrun, str(script))
+    done = run("-m", "fullshard", "run", sys.executable, *launcher, str(script))
     assert done.stdout.startswith("fullshard.fully_shard "), done.stderr
     assert done.stderr.count("stands in for") == 1, done.stderr
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from tests.harness.lanes import with_all_pairs
+from tests.harness.lanes import covering
 
 
 def product(*sizes: int) -> list[dict[str, int]]:
@@ -14,12 +14,12 @@ def product(*sizes: int) -> list[dict[str, int]]:
 def test_one_or_two_parameters_are_taken_whole() -> None:
     for sizes in ((5,), (3, 4)):
         cases = product(*sizes)
-        assert with_all_pairs(cases) == list(range(len(cases)))
+        assert covering(cases) == list(range(len(cases)))
 
 
 def test_every_two_values_meet_in_few_cases() -> None:
     cases = product(4, 2, 2, 2, 3)
-    chosen = [cases[number] for number in with_all_pairs(cases)]
+    chosen = [cases[number] for number in covering(cases)]
     for one, other in itertools.combinations("abcde", 2):
         assert {(case[one], case[other]) for case in chosen} == {(case[one], case[other]) for case in cases}
     assert 12 <= len(chosen) <= 16
@@ -27,8 +27,15 @@ def test_every_two_values_meet_in_few_cases() -> None:
 
 def test_values_that_never_meet_are_not_asked_for() -> None:
     cases = [case for case in product(2, 2, 2) if case["a"] != case["b"]]
-    assert with_all_pairs(cases) == [0, 1, 2, 3]
+    assert covering(cases) == [0, 1, 2, 3]
+
+
+def test_every_value_is_met_in_fewer_cases() -> None:
+    cases = product(4, 2, 3)
+    chosen = [cases[number] for number in covering(cases, together=1)]
+    assert [{case[name] for case in chosen} for name in "abc"] == [{0, 1, 2, 3}, {0, 1}, {0, 1, 2}]
+    assert len(chosen) == 4
 
 
 def test_a_test_without_parameters_is_taken() -> None:
-    assert with_all_pairs([{}]) == [0]
+    assert covering([{}]) == [0]

@@ -135,14 +135,35 @@ WAYS: dict[str, Callable[[World], None]] = {
 }
 
 
+#: The ways that the quick lane takes late too: each has lanes or waits that the others have not.
+LATE = (
+    "blocks",
+    "left unsharded",
+    "hybrid",
+    "gathered by hand",
+    "hook on a stream",
+    "recomputation",
+    "offload, accumulated",
+    "low gradients with a hook",
+    "extensions",
+    "reductions in flight",
+    "flat",
+)
+OTHERS = tuple(way for way in WAYS if way not in LATE)
+
+
 @ranks(2, timeout=240)
-@pytest.mark.parametrize("kind", ["checked", "late"])
-def test_every_way_to_train(world: World, kind: str) -> None:
-    for way, train in WAYS.items():
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [("checked", tuple(WAYS)), ("late", LATE), pytest.param("late", OTHERS, marks=pytest.mark.slow)],
+    ids=["checked", "late", "late, the others"],
+)
+def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> None:
+    for way in ways:
         torch.manual_seed(0)
         try:
             with pretended(kind):
-                train(world)
+                WAYS[way](world)
         except Exception as error:
             error.add_note(f"in the way that is called {way!r}")
             raise

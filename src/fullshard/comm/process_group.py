@@ -15,6 +15,9 @@ import torch.distributed as dist
 from fullshard.comm.waits import waiting
 from fullshard.torch_private import all_gather_single
 
+#: Bytes of an object that travel with its length, and bytes of that length.
+_SMALL, _LENGTH = 248, 8
+
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it.
@@ -38,20 +41,26 @@ def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Process
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
     """The objects of all ranks, in the order of ranks; every rank must call it.
 
+    Small objects travel in one collective. A second one brings what is left of the others.
+
     Args:
         mine: an object that can be pickled.
         process_group: the ranks; ``None`` for all.
     """
-    size = dist.get_world_size(process_group)
-    data = encoded(mine, process_group)
-    lengths = data.new_empty(size, dtype=torch.int64)
+    said = pickle.dumps(mine)
     with waiting("a comparison with the other ranks", process_group):
-        all_gather_single(lengths, lengths.new_tensor([data.numel()]), group=process_group)
-        longest = int(lengths.max())
-        padded, every = data.new_zeros(longest), data.new_empty(size * longest)
-        padded[: data.numel()] = data
-        all_gather_single(every, padded, group=process_group)
-    return [decoded(said[:length]) for said, length in zip(every.split(longest), lengths.tolist(), strict=True)]
+        heads = _gather(len(said).to_bytes(_LENGTH, "little") + said[:_SMALL], _LENGTH + _SMALL, process_group)
+        longest = max(int.from_bytes(head[:_LENGTH], "little") for head in heads) - _SMALL
+        rests = _gather(said[_SMALL:], longest, process_group) if longest > 0 else [b""] * len(heads)
+    return [pickle.loads(head[_LENGTH:] + rest) for head, rest in zip(heads, rests, strict=True)]
+
+
+def _gather(mine: bytes, nbytes: int, process_group: dist.ProcessGroup | None) -> list[bytes]:
+    """What each rank has, ``nbytes`` with zeros at the end."""
+    padded = _on_device(mine.ljust(nbytes, b"\0"), process_group)
+    every = padded.new_empty(dist.get_world_size(process_group) * nbytes)
+    all_gather_single(every, padded, group=process_group)
+    return list(map(_bytes, every.split(nbytes)))
 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:
@@ -68,11 +77,18 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source
 
 def encoded(value: Any, process_group: dist.ProcessGroup | None) -> torch.Tensor:
     """An object as bytes, on a device whose tensors the process group moves: the CPU, if it can be."""
-    devices = list(_backends(process_group))
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    return data.to("cpu" if "cpu" in devices else devices[0])
+    return _on_device(pickle.dumps(value), process_group)
 
 
 def decoded(data: torch.Tensor) -> Any:
+    return pickle.loads(_bytes(data))
+
+
+def _on_device(data: bytes, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    devices = list(_backends(process_group))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to("cpu" if "cpu" in devices else devices[0])
+
+
+def _bytes(data: torch.Tensor) -> bytes:
     data = data.cpu().contiguous()
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+    return ctypes.string_at(data.data_ptr(), data.numel())

@@ -66,6 +66,7 @@ class _Group:
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
         def end(schedule: Schedule, ahead: bool = False) -> None:
+            self.tell()
             (function if self._unit.phase is Phase.BACKWARD else self._end)(schedule, ahead)
 
         self._install("finish_backward", end)
