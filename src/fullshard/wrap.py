@@ -30,31 +30,19 @@ from typing import Any, cast
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "repeated_blocks",
-    "size_based_auto_wrap_policy",
-    "targets",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+__all__ = ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "lambda_auto_wrap_policy"]
+__all__ += ["repeated_blocks", "size_based_auto_wrap_policy", "targets", "transformer_auto_wrap_policy", "wrap"]
 
 Overrides = dict[str, Any]
+Chosen = dict[nn.Module, Overrides]
 Predicate = Callable[[nn.Module], bool]
-WrapFunction = Callable[..., bool]  # called with the keywords module, recurse and nonwrapped_numel
 
 
 class _Policy(ABC):
     """A policy that sees the whole tree at once. Named as PyTorch's base, from which users derive their own."""
 
     @abstractmethod
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
-    ) -> dict[nn.Module, Overrides]:
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
         """The modules of the tree to wrap, in any order, each with its keywords: ``root_kwargs``, changed or not."""
 
 
@@ -70,9 +58,7 @@ class CustomPolicy(_Policy):
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Overrides]) -> None:
         self._lambda_fn = lambda_fn
 
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides
-    ) -> dict[nn.Module, Overrides]:
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
         chosen = {}
         for name, module in root_module.named_modules():
             answer = self._lambda_fn(module) if module not in ignored_modules else False
@@ -118,10 +104,8 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wraps every module of the given classes; give them with ``functools.partial``.
-
-    What is outside of them, such as an embedding and the head tied to it, stays together in the root.
-    """
+    """Wraps every module of the given classes; give them with ``functools.partial``. What is outside of them, such as
+    an embedding and the head tied to it, stays together in the root."""
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -152,16 +136,14 @@ cast(Any, size_based_auto_wrap_policy).EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn
 cast(Any, size_based_auto_wrap_policy).FORCE_LEAF_MODULES = {nn.MultiheadAttention}
 
 
-# Not exported by PyTorch either, but public training code imports both by these names.
-
-
+# Not exported by PyTorch either, but public training code imports this one and the next.
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
     return recurse or isinstance(module, tuple(module_classes))
 
 
-def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]) -> bool:
+def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Any]) -> bool:
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -171,7 +153,7 @@ def targets(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     class_overrides: Mapping[type[nn.Module], Overrides] | None = None,
-) -> dict[nn.Module, Overrides]:
+) -> Chosen:
     """The submodules that ``policy`` picks, children before their parents, each with the keywords it wants differently.
 
     A module in several places appears once, and the root not at all: the caller handles it.
@@ -183,76 +165,46 @@ def targets(
         class_overrides: classes whose modules are wrapped whatever the policy says, with these keywords on top: how
             mixed precision leaves batch norm out.
     """
-    skipped = {inner for module in ignored_modules for inner in module.modules()}
-    forced = dict(class_overrides or {})
     if isinstance(policy, type) or not (hasattr(policy, "_run_policy") or callable(policy)):
         raise TypeError(
             f"auto_wrap_policy is {policy!r}; expected a ModuleWrapPolicy, a CustomPolicy, or a function "
             "(module, recurse, nonwrapped_numel) -> bool"
         )
+    skipped = {inner for module in ignored_modules for inner in module.modules()}
+    uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
+    chosen: Chosen = {}
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root_module, skipped, {})
-    else:
-        uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-        chosen = {module: {} for module in _ask(policy, root_module, skipped, uncounted, tuple(forced))}
-    ordered: dict[nn.Module, Overrides] = {}
-    for module in _post_order(root_module, {root_module}):
-        overriding = [] if module in skipped else [kw for cls, kw in forced.items() if isinstance(module, cls)]
-        if module is not root_module and (module in chosen or overriding):
-            ordered[module] = dict(chosen.get(module, {}))
-            for keywords in overriding:
-                ordered[module].update(keywords)
-    return ordered
-
-
-def _ask(
-    policy: WrapFunction,
-    root: nn.Module,
-    skipped: set[nn.Module],
-    uncounted: set[nn.Parameter],
-    forced: tuple[type[nn.Module], ...],
-) -> set[nn.Module]:
-    """The modules of a tree that a function wants. It is asked about a module where that is met first."""
-    taken_by: dict[nn.Module, set[nn.Parameter]] = {}  # the targets in a module, itself included
-    chosen: set[nn.Module] = set()
+        policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__)
+    found: Chosen = {}
+    visited: dict[tuple[nn.Module, bool], set[nn.Parameter]] = {}  # by whether the policy is asked; what targets took
 
     def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
         numel = sum(param.numel() for param in params)
         return bool(policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
-    def visit(module: nn.Module) -> set[nn.Parameter]:
-        if module in taken_by:
-            return taken_by[module]
-        taken_by[module] = taken = set()
+    def visit(module: nn.Module, asks: bool) -> set[nn.Parameter]:
+        if (module, asks) in visited:
+            return visited[module, asks]
+        visited[module, asks] = taken = set()
         own = set(module.parameters()) - uncounted
-        if is_wanted(module, True, own):
-            for child in module.children():
-                if child not in skipped:
-                    taken |= visit(child)
-            if module is not root and is_wanted(module, False, own - taken):
-                chosen.add(module)
-        else:
-            for inner in module.modules():  # some are wrapped even where the policy does not look
-                if isinstance(inner, forced) and inner not in skipped:
-                    taken |= set(inner.parameters()) - uncounted
-        if module in chosen or (module is not root and isinstance(module, forced)):
+        asks = asks and is_wanted(module, True, own)
+        for child in module.children():  # some are wrapped even where the policy does not look
+            if child not in skipped:
+                taken |= visit(child, asks)
+        overrides = [keywords for cls, keywords in (class_overrides or {}).items() if isinstance(module, cls)]
+        if module is not root_module and ((asks and is_wanted(module, False, own - taken)) or overrides):
             taken |= own
+            found[module] = dict(chosen.get(module, {}))
+            for keywords in overrides:
+                found[module].update(keywords)
         return taken
 
-    visit(root)
-    return chosen
+    visit(root_module, True)
+    return found
 
 
-def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Every module once, children before their parents, otherwise in the order of registration."""
-    for child in module.children():
-        if child not in seen:
-            seen.add(child)
-            yield from _post_order(child, seen)
-    yield module
-
-
-_wrapping: ContextVar[tuple[Callable[..., nn.Module], Overrides] | None] = ContextVar("fullshard_wrap", default=None)
+_wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("fullshard_wrap", default=None)
 
 
 @contextmanager
@@ -268,7 +220,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
     if _wrapping.get() is not None:
         raise NotImplementedError("enable_wrap inside enable_wrap: give wrap() the keywords that differ")
-    token = _wrapping.set((wrapper_cls, wrapper_kwargs))
+    token = _wrapping.set(partial(wrapper_cls, **wrapper_kwargs))
     try:
         yield
     finally:
@@ -277,17 +229,13 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """``module`` wrapped as :func:`enable_wrap` says, but for these keywords; as it is outside of that context."""
-    if (context := _wrapping.get()) is None:
-        return module
-    wrapper_cls, kwargs = context
-    return wrapper_cls(module, **{**kwargs, **wrap_overrides})
+    wrapper = _wrapping.get()
+    return module if wrapper is None else wrapper(module, **wrap_overrides)
 
 
-# Note: what a repeated block is
-#
 # Models keep the layers that they repeat in a ModuleList, Sequential or ModuleDict. So a *candidate* is a child of such
-# a container, found from the root without looking inside other candidates, and it is a block if another candidate is of
-# its class. Some details make this what a person would choose:
+# a container, found from the root without looking inside other candidates, and it is a *block* if another candidate is
+# of its class. Some details make this what a person would choose:
 #
 # - What cannot be called is looked through (lists of lists), and what does not repeat is looked into.
 # - A list may mix classes (attention and state-space layers): if one of its members repeats, all of them are blocks.
@@ -305,11 +253,8 @@ _STAGE_SHARE = 2 / 3  # of a stage's parameters are in its blocks; the rest chan
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, such as the layers of a transformer or the bottlenecks of a ResNet.
 
-    They are the outermost that repeat: neither the experts of a layer nor its sub-layers. Both stacks of an
-    encoder-decoder are found.
-
-    Returns:
-        Blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
+    They are the outermost that repeat, neither the experts of a layer nor its sub-layers, in the order of registration
+    and each once; of an encoder-decoder those of both stacks; an empty list if nothing repeats.
     """
     found = (_find_blocks(model, may_be_block) for may_be_block in (_is_composite, _has_matrix, _has_params))
     return next(filter(None, found), [])
