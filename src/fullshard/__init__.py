@@ -20,34 +20,13 @@ from fullshard.module import GradientReductionHandle as GradientReductionHandle
 from fullshard.module import UnshardHandle as UnshardHandle
 from fullshard.module import register_fsdp_forward_method as register_fsdp_forward_method
 from fullshard.module import share_comm_ctx as share_comm_ctx
-from fullshard.policies import AllGather as AllGather
-from fullshard.policies import Comm as Comm
-from fullshard.policies import CPUOffloadPolicy as CPUOffloadPolicy
-from fullshard.policies import DataParallelMeshDims as DataParallelMeshDims
-from fullshard.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
-from fullshard.policies import OffloadPolicy as OffloadPolicy
-from fullshard.policies import ReduceScatter as ReduceScatter
-from fullshard.policies import ShardPlacementResult as ShardPlacementResult
+from fullshard.policies import *  # noqa: F403
 from fullshard.schedule.finite import NonFiniteDetector as NonFiniteDetector
 from fullshard.schedule.finite import NonFiniteError as NonFiniteError
 from fullshard.schedule.finite import detect_non_finite as detect_non_finite
 from fullshard.schedule.leave_out import leave_out as leave_out
 from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
-from fullshard.wrapper.settings import BackwardPrefetch as BackwardPrefetch
-from fullshard.wrapper.settings import CPUOffload as CPUOffload
-from fullshard.wrapper.settings import FullOptimStateDictConfig as FullOptimStateDictConfig
-from fullshard.wrapper.settings import FullStateDictConfig as FullStateDictConfig
-from fullshard.wrapper.settings import LocalOptimStateDictConfig as LocalOptimStateDictConfig
-from fullshard.wrapper.settings import LocalStateDictConfig as LocalStateDictConfig
-from fullshard.wrapper.settings import MixedPrecision as MixedPrecision
-from fullshard.wrapper.settings import OptimStateDictConfig as OptimStateDictConfig
-from fullshard.wrapper.settings import OptimStateKeyType as OptimStateKeyType
-from fullshard.wrapper.settings import ShardedOptimStateDictConfig as ShardedOptimStateDictConfig
-from fullshard.wrapper.settings import ShardedStateDictConfig as ShardedStateDictConfig
-from fullshard.wrapper.settings import ShardingStrategy as ShardingStrategy
-from fullshard.wrapper.settings import StateDictConfig as StateDictConfig
-from fullshard.wrapper.settings import StateDictSettings as StateDictSettings
-from fullshard.wrapper.settings import StateDictType as StateDictType
+from fullshard.wrapper.settings import *  # noqa: F403
 
 if TYPE_CHECKING:
     from fullshard import checkpoint as checkpoint

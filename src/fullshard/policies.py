@@ -24,11 +24,30 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+#: What :mod:`fullshard` has of these.
+__all__ = ["AllGather", "CPUOffloadPolicy", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ += ["ReduceScatter", "ShardPlacementResult"]
+
 S = TypeVar("S")
 
 
+class Checked:
+    """Data that checks its switches and its dtypes when it is made; it knows them by the types of its fields."""
+
+    def __post_init__(self) -> None:
+        for field, kind in type(self).__dataclass_fields__.items():  # type: ignore[attr-defined]
+            value, name = getattr(self, field), f"{type(self).__name__}.{field}"
+            if kind.type == "bool":
+                expect(isinstance(value, bool), name, value, "True or False")
+            elif kind.type == "torch.dtype | None" and value is not None:
+                wanted = "a floating-point torch.dtype such as torch.bfloat16, or None"
+                expect(isinstance(value, torch.dtype), name, value, wanted)
+                if not value.is_floating_point:
+                    raise ValueError(f"{name} is {value}, which is not floating-point; expected {wanted}")
+
+
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(Checked):
     """The dtypes of a module's computation and communication; the optimizer always sees the original dtype.
 
     Args:
@@ -58,17 +77,12 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        expect_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
-        expect_bools(self, "cast_forward_inputs")
+        super().__post_init__()
         override, name = self.param_dtype_override_fn, "MixedPrecisionPolicy.param_dtype_override_fn"
         expect(override is None or callable(override), name, override, "a function of a parameter, or None")
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
-        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``.
-
-        Raises:
-            ValueError: it says one that is neither the parameter's own nor ``param_dtype``.
-        """
+        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``."""
         said = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
         if said is None or said == self.param_dtype:
             return None
@@ -86,7 +100,7 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
+class CPUOffloadPolicy(OffloadPolicy, Checked):
     """Keeps parameters, gradients and optimizer state in CPU memory while they are not used.
 
     ``parameters=False``, which PyTorch's policy lacks, offloads the optimizer's state alone: it is copied to the device
@@ -96,10 +110,8 @@ class CPUOffloadPolicy(OffloadPolicy):
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
             pages are lost to other processes; say ``False`` where CPU memory is scarce.
         parameters: whether sharded parameters and their gradients rest on the CPU.
-        optimizer_state: whether the optimizer's state rests on the CPU.
-
-    Raises:
-        ValueError: if nothing is offloaded, or parameters without the state of the optimizer that steps on them.
+        optimizer_state: whether the optimizer's state rests on the CPU. A ValueError if it is not and parameters, on
+            which the optimizer steps, are, or nothing at all.
     """
 
     pin_memory: bool = True
@@ -107,7 +119,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     optimizer_state: bool = True
 
     def __post_init__(self) -> None:
-        expect_bools(self, "pin_memory", "parameters", "optimizer_state")
+        super().__post_init__()
         if not self.optimizer_state:
             raise ValueError(
                 "CPUOffloadPolicy(optimizer_state=False) offloads "
@@ -122,11 +134,8 @@ class DataParallelMeshDims:
 
     Args:
         shard: name of the dimension to shard over; several names act as one dimension made of all of them.
-        replicate: name of the dimension to replicate over; several act as one.
-
-    Raises:
-        ValueError: if no dimension is named, or one is named twice.
-        TypeError: for something that is not a name.
+        replicate: name of the dimension to replicate over; several act as one. A ValueError if no dimension is named,
+            or one twice; a TypeError for what is not a name.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -165,11 +174,9 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter.
-
-        Called before each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as
-        no two uses that overlap share it.
-        """
+        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter. Called before
+        each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as no two uses
+        that overlap share it."""
 
 
 class AllGather(Comm):
@@ -361,24 +368,6 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def expect_dtypes(policy: object, *fields: str) -> None:
-    """Refuse what is neither a floating-point dtype nor ``None``."""
-    for field in fields:
-        dtype, name = getattr(policy, field), f"{type(policy).__name__}.{field}"
-        expect(dtype is None or isinstance(dtype, torch.dtype), name, dtype, "a floating-point torch.dtype or None")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(
-                f"{name} is {dtype}, which is not floating-point; expected a dtype such as torch.bfloat16, or None"
-            )
-
-
-def expect_bools(policy: object, *fields: str) -> None:
-    """Refuse what is not a bool."""
-    for field in fields:
-        value = getattr(policy, field)
-        expect(isinstance(value, bool), f"{type(policy).__name__}.{field}", value, "True or False")
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

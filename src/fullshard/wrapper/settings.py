@@ -14,8 +14,14 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from fullshard.policies import as_setting, expect, expect_bools, expect_dtypes
+from fullshard.policies import Checked, as_setting, expect
 from fullshard.torch_private import BatchNorm
+
+#: What :mod:`fullshard` has of these.
+__all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "OptimStateKeyType", "ShardingStrategy", "StateDictType"]
+__all__ += ["FullOptimStateDictConfig", "FullStateDictConfig", "LocalOptimStateDictConfig", "LocalStateDictConfig"]
+__all__ += ["OptimStateDictConfig", "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"]
+__all__ += ["StateDictSettings"]
 
 
 class ShardingStrategy(Enum):
@@ -43,7 +49,7 @@ class BackwardPrefetch(Enum):
 
 
 @dataclass
-class MixedPrecision:
+class MixedPrecision(Checked):
     """The dtypes of computation and communication; the optimizer and checkpoints see the original ones.
 
     Args:
@@ -68,22 +74,14 @@ class MixedPrecision:
     _module_classes_to_ignore: Sequence[type[nn.Module]] = (BatchNorm,)
 
     def __post_init__(self) -> None:
-        expect_dtypes(self, "param_dtype", "reduce_dtype", "buffer_dtype")
-        expect_bools(self, "keep_low_precision_grads", "cast_forward_inputs", "cast_root_forward_inputs")
+        super().__post_init__()
         ignored, name = self._module_classes_to_ignore, "MixedPrecision._module_classes_to_ignore"
         are_classes = isinstance(ignored, Sequence) and all(isinstance(cls, type) for cls in ignored)
         expect(are_classes, name, ignored, "a sequence of module classes")
 
 
-class _Switches:
-    """Data of which every field is a bool."""
-
-    def __post_init__(self) -> None:
-        expect_bools(self, *self.__dataclass_fields__)  # type: ignore[attr-defined]
-
-
 @dataclass
-class CPUOffload(_Switches):
+class CPUOffload(Checked):
     """Whether sharded parameters and their gradients rest on the CPU, where then the optimizer runs."""
 
     offload_params: bool = False
@@ -101,7 +99,7 @@ class StateDictType(Enum):
 
 
 @dataclass
-class StateDictConfig(_Switches):
+class StateDictConfig(Checked):
     """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`."""
 
     offload_to_cpu: bool = False
@@ -124,7 +122,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 
 @dataclass
-class OptimStateDictConfig(_Switches):
+class OptimStateDictConfig(Checked):
     """The same for an optimizer's state dict, class by class."""
 
     offload_to_cpu: bool = True
@@ -178,13 +176,12 @@ class OptimStateKeyType(Enum):
 
 def settings_of(module: nn.Module) -> StateDictSettings:
     """The settings of the wrappers in ``module``, an AssertionError if they differ; the defaults if there are none."""
-    found = [each.__dict__["_settings"] for each in module.modules() if "_settings" in each.__dict__]
-    for other in found[1:]:
+    default = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    found = [each.__dict__["_settings"] for each in module.modules() if "_settings" in each.__dict__] or [default]
+    for other in found:
         if other != found[0]:
             raise AssertionError(
                 f"the wrappers in one {type(module).__name__} must have the same state dict settings, but there are "
                 f"{found[0]} and {other}: set them on the outermost one"
             )
-    if found:
-        return found[0]
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
+    return found[0]
