@@ -638,8 +638,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrapper/fsdp.py",
-        "group.options.reduce_gradients = reduces",
-        "group.options.reduce_gradients = True",
+        'self._groups_of_root("no_sync") if group.options.reduce_gradients]',
+        'self._groups_of_root("no_sync")]',
         "tests/parity/test_wrapper_gradients.py::test_a_hook_of_ones_own",
     ),
     Mutation(
@@ -656,8 +656,8 @@ MUTATIONS = (
     ),
     Mutation(
         "wrapper/state_dict.py",
-        "return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved",
-        "return moved",
+        "device, copy=True, memory_format",
+        "device, memory_format",
         "tests/checkpoint/test_optim_state_odd.py::test_nothing_is_shared_with_the_optimizer",
     ),
     Mutation(

@@ -166,7 +166,7 @@ class Parameters:
 
     def collect_state(self, contents: Contents, states: Mapping[Any, State], everyone: bool = False) -> None:
         """Adds states of an optimizer; ``everyone``: also values that belong to all of a parameter, on all ranks."""
-        expect(self.shown, states, "the model has no such parameter of the optimizer's")
+        expect(self.shown, states)
         for param, state in states.items():
             for place in self.shown[param]:
                 for key, value in state.items():
@@ -207,7 +207,7 @@ class Parameters:
                 contents.add(named(("optimizer", "param_groups", number, key)), value)
 
     def names_in(self, options: State) -> list[str]:
-        expect(self.shown, options["params"], "the model has no such parameter of the optimizer's")
+        expect(self.shown, options["params"])
         return [self.names[place][0] for param in options["params"] for place in self.shown[param]]
 
     def rest(self) -> State:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,16 @@ from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting, warn
+from fullshard.policies import CPUOffloadPolicy, OffloadPolicy, as_setting, expect, warn
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets
 from fullshard.wrapper import initialise
-from fullshard.wrapper.initialise import Ignored
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fullshard.wrapper.state_dict import StateDictMethods, paths_in
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
-
-_PREFETCH: dict[BackwardPrefetch | None, Literal["before", "after", "never"]] = {
-    BackwardPrefetch.BACKWARD_PRE: "before",
-    BackwardPrefetch.BACKWARD_POST: "after",
-    None: "never",
-}
 
 
 class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
@@ -111,8 +104,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warn(f"a {type(module).__name__} is never run itself: wrap its members")
         refuse_torchs(module)
-        nested: list[Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
-        self._ignored: Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
+        nested: list[initialise.Ignored] = [inner._ignored for inner in self.fsdp_modules(module)]
+        self._ignored: initialise.Ignored = initialise.ignored(module, ignored_modules, ignored_states, nested)
         strategy = as_setting(sharding_strategy, ShardingStrategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
         precision = as_setting(mixed_precision, MixedPrecision, "mixed_precision", MixedPrecision())
         self.mixed_precision, self.backward_prefetch = precision, backward_prefetch
@@ -145,16 +138,16 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         auto_reshard = self.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
         unit = WrappedUnit(self, device, precision, auto_reshard)
         unit.ignored, unit.extents, unit.buffers = {id(param) for param in kept}, extents, buffers
-        unit.prefetches_backward = _PREFETCH[self.backward_prefetch]
+        if self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            unit.prefetches_backward = "never" if self.backward_prefetch is None else "after"
         unit.prefetches_forward = forward_prefetch or is_host(device)
         if found:
             home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-            keeps = precision.keep_low_precision_grads
-            add_group(
-                unit, fragments, data, GroupOptions(unit.mp_policy, policy, auto_reshard, keep_computed_dtype=keeps)
-            )
+            group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
+            group_options.keep_computed_dtype = precision.keep_low_precision_grads
+            add_group(unit, fragments, data, group_options)
         borrow(unit)
         attach(unit)
 
@@ -214,10 +207,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
-
-        All ranks must call it. A ValueError inside :meth:`summon_full_params`, or in a forward or backward.
-        """
+        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change. All
+        ranks must call it. A ValueError inside :meth:`summon_full_params`, or in a forward or backward."""
         self._unit.recover()
         if self._is_summoned or self._unit.phase is not Phase.IDLE:
             raise ValueError("apply() gathers full parameters: call it between steps, outside of summon_full_params")
@@ -235,12 +226,9 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`.
-
-        Raises:
-            NotImplementedError: options that exclude one another or the wrappers' settings.
-            AssertionError: in a forward or backward, or inside of another one.
-        """
+        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`. A
+        NotImplementedError for options that exclude one another or the wrappers' settings; an AssertionError in a
+        forward or backward, or inside of another one."""
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         refused = {
             "writeback with rank0_only: ranks would be left with different parameters": writeback and rank0_only,
@@ -270,25 +258,20 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
-
-        A RuntimeError if this is not the root.
-        """
-        groups = self._groups_of_root("no_sync")
-        before = [group.options.reduce_gradients for group in groups]
+        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it. A
+        RuntimeError if this is not the root."""
+        groups = [group for group in self._groups_of_root("no_sync") if group.options.reduce_gradients]
         for group in groups:
             group.options.reduce_gradients = False
         try:
             yield
         finally:
-            for group, reduces in zip(groups, before, strict=True):
-                group.options.reduce_gradients = reduces
+            for group in groups:
+                group.options.reduce_gradients = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
-
-        All ranks must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root.
-        """
+        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``. All ranks
+        must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root."""
         groups = [group for group in self._groups_of_root("clip_grad_norm_") if group.data.shard_group is not None]
         process_group = groups[-1].data.shard_group if groups else None
         sharded = dict.fromkeys(param.sharded for group in groups for param in group.params)
@@ -296,19 +279,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         return clip_local_shards(sharded, whole, max_norm, norm_type, process_group, self._unit.device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by ``hook``, here and in all modules inside.
-
-        It is called with ``state``, the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced
-        one; for ``NO_SHARD`` without the latter, to reduce in place. It divides and sums.
-
-        Raises:
-            AssertionError: this is not the root; a hook was registered before; a hybrid strategy.
-            ValueError: the hook cannot be called.
-        """
+        """Reduce gradients by ``hook``, here and in all modules inside. It is called with ``state``, the gradient (1-D,
+        whole) and the tensor that takes this rank's part of the reduced one; for ``NO_SHARD`` without the latter, to
+        reduce in place. It divides and sums. An AssertionError if this is not the root, a hook was registered before,
+        or the strategy is hybrid; a ValueError if it cannot be called."""
         if not self.check_is_root():
             raise AssertionError("register_comm_hook must be called on the root, which tells the modules inside of it")
-        if not callable(hook):
-            raise ValueError(f"a communication hook must be callable, got {hook!r}")
+        expect(callable(hook), "the communication hook", hook, "a function", ValueError)
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
                 raise AssertionError(f"communication hooks do not know the two groups of {each.sharding_strategy}")
@@ -330,7 +307,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     __deepcopy__, free_buffers = FSDPModule.__deepcopy__, FSDPModule.free_buffers
 
 
-def _auto_wrap(root: nn.Module, policy: Any, kept: Ignored, options: dict[str, Any]) -> None:
+def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any]) -> None:
     """Wrap the modules inside of ``root`` that a policy wants, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):

@@ -6,10 +6,9 @@ ranks, and neither groups nor hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +20,14 @@ from fullshard.device import default_device_type
 from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of
-from fullshard.policies import warn
+from fullshard.policies import expect, warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import after_accumulation, plain_parts, replicated
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Ignored:
+class Ignored(NamedTuple):
     """Modules and tensors that sharding leaves alone; :func:`materialize` replaces the tensors that it makes here."""
 
     modules: set[nn.Module]
@@ -38,20 +36,14 @@ class Ignored:
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
-    """What a constructor's arguments say to ignore, with all inside of it that is not sharded already, and ``nested``,
-    what the sharded modules inside of ``module`` ignore.
-
-    Raises:
-        ValueError: both are given; elements of other types or of two types; sharded modules among them.
-        TypeError: an argument that cannot be iterated over.
-    """
+    """What arguments say to ignore, with all inside of it that is not sharded, and what ``nested`` instances ignore."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states are both given: give ignored_states, which takes either")
-    name = "ignored_modules" if ignored_states is None else "ignored_states"
-    given = ignored_modules if ignored_states is None else ignored_states
-    if given is not None and not isinstance(given, Iterable):
-        raise TypeError(f"{name} must be an iterable, got {type(given).__name__}")
-    elements = [] if given is None else list(given)
+    name, given = "ignored_states", ignored_states
+    if ignored_states is None:
+        name, given = "ignored_modules", () if ignored_modules is None else ignored_modules
+    expect(isinstance(given, Iterable), name, given, "an iterable")
+    elements = list(given)
     kinds = (nn.Module,) if ignored_states is None else (nn.Module, nn.Parameter)
     if not any(all(isinstance(element, kind) for element in elements) for kind in kinds):
         expected = " or all ".join(f"nn.{kind.__name__}" for kind in kinds)
@@ -90,13 +82,7 @@ def compute_device(
     params: Iterable[Tensor], device_id: int | torch.device | str | None, device_type: str | None = None
 ) -> torch.device:
     """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device of that type.
-
-    Parameters that are sharded already, and may be offloaded, do not count.
-
-    Raises:
-        ValueError: parameters lie on another device than ``device_id``.
-        RuntimeError: parameters lie on several devices, and ``device_id`` does not say which one counts.
-    """
+    Parameters that are sharded already, and may be offloaded, do not count."""
     lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
@@ -113,12 +99,7 @@ def compute_device(
     return torch.device(device.type) if device.type == "cpu" else device
 
 
-def materialize(
-    modules: list[nn.Module],
-    param_init_fn: Callable[[nn.Module], object] | None,
-    device: torch.device,
-    but: Ignored | None = None,
-) -> None:
+def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.device, but: Ignored | None = None) -> None:
     """Give memory and values to parameters and buffers on the meta device, if there are any.
 
     ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
@@ -128,10 +109,6 @@ def materialize(
     Args:
         modules: :func:`managed_modules`, the root first.
         but: tensors that are no reason to initialize a module. Those of an initialized module are replaced in it.
-
-    Raises:
-        ValueError: ``param_init_fn`` is not callable.
-        RuntimeError: it left tensors on meta.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")
@@ -220,11 +197,9 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
 def sync_module_states(
     params: Iterable[Tensor], buffers: Iterable[Tensor], data: DataMesh, device: torch.device
 ) -> None:
-    """Let all ranks of a mesh have the values of its first one. Each of them must call it.
-
-    Tensors may have any dtype and layout, and lie elsewhere than on ``device``, on which they travel. A buffer travels
-    once, however many calls have it: instances that contain one another all have the inner one's.
-    """
+    """Let all ranks of a mesh have the values of its first one. Each of them must call it. Tensors may have any dtype
+    and layout, and lie elsewhere than on ``device``, on which they travel. A buffer travels once, however many calls
+    have it: instances that contain one another all have the inner one's."""
     new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
     for buffer in new:
         buffer._fullshard_synced = True  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.process_group import gather_objects
 from fullshard.group.mesh import DataMesh, data_mesh
-from fullshard.policies import warn
+from fullshard.policies import expect, warn
 from fullshard.wrapper.settings import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -27,22 +27,12 @@ _data_mesh = lru_cache(maxsize=64)(DataMesh)
 
 
 def strategy_and_mesh(
-    strategy: ShardingStrategy,
-    process_group: Any,
-    device_mesh: DeviceMesh | None,
-    has_auto_wrap_policy: bool,
-    device_type: str,
+    strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, has_policy: bool, device_type: str
 ) -> tuple[ShardingStrategy, DataMesh]:
-    """The strategy that counts, and the mesh over which it shards and replicates.
-
-    The mesh is the same object for the same groups. All ranks must call it: a hybrid strategy without groups makes
-    them, of the ranks of a node and across nodes; one with a pair of groups gathers which ranks they have.
-    ``has_auto_wrap_policy`` says whether one call makes all instances, so that they get the same groups.
-
-    Raises:
-        ValueError: both a group and a mesh, or one that does not fit the strategy; a hybrid strategy with neither these
-            nor a policy; a world that does not divide into nodes; no default process group.
-    """
+    """The strategy that counts, and the mesh over which it shards and replicates, the same object for the same groups.
+    All ranks must call it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one
+    with a pair of groups gathers which ranks they have. ``has_policy`` says whether one call makes all
+    instances, so that they get the same groups."""
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():
@@ -55,7 +45,7 @@ def strategy_and_mesh(
             raise ValueError(f"process_group must be a ProcessGroup that has this rank for {strategy}, got {group!r}")
         mesh = _mesh_of(device_type, dist.group.WORLD, group)
     elif process_group is None:
-        if not has_auto_wrap_policy:
+        if not has_policy:
             raise ValueError(
                 f"{strategy} without an auto_wrap_policy needs process_group or device_mesh: make a mesh of nodes by "
                 f"ranks once, and give it to each instance"
@@ -76,11 +66,11 @@ def strategy_and_mesh(
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
         warn("NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same", FutureWarning)
-    shard_group, replicate_group = data.shard_group, data.replicate_group
-    if strategy is ShardingStrategy.NO_SHARD:  # of a hybrid mesh with one rank to shard over, replicas remain
-        mesh = mesh[mesh.mesh_dim_names[0]] if mesh.ndim == 2 and mesh.mesh_dim_names else mesh
-        shard_group, replicate_group = None, mesh.get_group()
-    return strategy, _data_mesh(mesh, shard_group, replicate_group)
+    if strategy is not ShardingStrategy.NO_SHARD:
+        return strategy, _data_mesh(mesh, data.shard_group, data.replicate_group)
+    if mesh.ndim == 2 and mesh.mesh_dim_names:  # of a hybrid mesh with one rank to shard over, replicas remain
+        mesh = mesh[mesh.mesh_dim_names[0]]
+    return strategy, _data_mesh(mesh, None, mesh.get_group())
 
 
 @lru_cache(maxsize=64)
@@ -93,8 +83,7 @@ def _mesh_of(device_type: str, made_in: object, *groups: dist.ProcessGroup) -> D
 
 def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
     """The dims of a user's mesh that a strategy uses, with names if there are two."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    expect(isinstance(mesh, DeviceMesh), "device_mesh", mesh, "a DeviceMesh", ValueError)
     if strategy in HYBRID:
         if mesh.ndim != 2:
             raise ValueError(f"{strategy} expects a device_mesh of 2 dims, replicate by shard, got {mesh}")

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from fullshard.policies import warn
 from fullshard.wrapper.optim_state import Key, expect, local_state, shown_parameters, whole_state, with_groups
-from fullshard.wrapper.settings import OptimStateKeyType, StateDictType, settings_of
+from fullshard.wrapper.settings import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, settings_of
 
 StateDict = dict[str, Any]
+Optim = Optimizer | None
 ProcessGroup = dist.ProcessGroup | None
 #: Parameters, or parameter groups, as they were given to an optimizer.
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -50,13 +51,11 @@ class OptimStateMethods:
             optim_state_dict: in place of ``optim.state_dict()``.
             group: the ranks of the model, as by default.
         """
-        settings = settings_of(model)
-        state_dict = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        params = _params(model, optim, _is_named(state_dict))
-        as_dtensors = settings.state_dict_type is not StateDictType.FULL_STATE_DICT
-        config = settings.optim_state_dict_config
-        new = optim if optim_state_dict is None and as_dtensors else None
-        return whole_state(model, params, state_dict, as_dtensors, config.rank0_only, config.offload_to_cpu, group, new)
+        state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
+        keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
+        is_named = isinstance(next(iter(keys or state_dict["state"]), None), str)
+        params, config = _params(model, optim, is_named), settings_of(model).optim_state_dict_config
+        return whole_state(model, params, state_dict, config, group, new)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -92,20 +91,17 @@ class OptimStateMethods:
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
         params = _given(model, optim, optim_input, "full_optim_state_dict", "optim_state_dict")
-        return whole_state(model, params, optim.state_dict(), False, rank0_only, to_cpu=True, process_group=group)
+        return whole_state(model, params, optim.state_dict(), FullOptimStateDictConfig(True, rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
         """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
         params = _given(model, optim, None, "sharded_optim_state_dict", "optim_state_dict")
-        return whole_state(model, params, optim.state_dict(), as_dtensors=True, to_cpu=True, process_group=group)
+        return whole_state(model, params, optim.state_dict(), OptimStateDictConfig(), group)
 
     @staticmethod
     def shard_full_optim_state_dict(
-        full_optim_state_dict: StateDict,
-        model: nn.Module,
-        optim_input: OptimInput = None,
-        optim: Optimizer | None = None,
+        full_optim_state_dict: StateDict, model: nn.Module, optim_input: OptimInput = None, optim: Optim = None
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has."""
         params = _given(model, optim, optim_input, "shard_full_optim_state_dict")
@@ -124,7 +120,7 @@ class OptimStateMethods:
         full_optim_state_dict: StateDict | None,
         model: nn.Module,
         optim_input: OptimInput = None,
-        optim: Optimizer | None = None,
+        optim: Optim = None,
         group: Any | None = None,
     ) -> StateDict:
         """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has."""
@@ -137,7 +133,7 @@ class OptimStateMethods:
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
         optim_input: OptimInput = None,
-        optim: Optimizer | None = None,
+        optim: Optim = None,
     ) -> StateDict:
         """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before."""
         params = _given(model, optim, optim_input)
@@ -150,7 +146,7 @@ class OptimStateMethods:
             return optim_state_dict
         new: dict[Any, Any] = {}
         shown = shown_parameters(model)
-        expect(shown, params.values(), "the model has no such parameter of the optimizer's")
+        expect(shown, params.values())
         for key, param in params.items():
             if len(shown[param]) > 1:
                 names = [place.name for place in shown[param]]
@@ -159,12 +155,7 @@ class OptimStateMethods:
             new.update({key: [name]} if wanted is str else {name: [key]})
         expect(new, optim_state_dict["state"], problem := "the optimizer has no such parameter of the state dict's")
         state = {new[key][0]: value for key, value in optim_state_dict["state"].items()}
-        return with_groups(optim_state_dict, state, new, problem, sorted)
-
-
-def _is_named(state_dict: StateDict) -> bool:
-    keys = [key for group in state_dict.get("param_groups", ()) for key in group["params"]] or state_dict["state"]
-    return isinstance(next(iter(keys), None), str)
+        return with_groups(optim_state_dict, state, new, problem)
 
 
 def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[Key, nn.Parameter]:
@@ -173,16 +164,12 @@ def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[
     if not is_named:
         return dict(enumerate(params))
     names = {param: name for name, param in model.named_parameters()}
-    expect(names, params, "the model has no such parameter of the optimizer's")
+    expect(names, params)
     return {names[param]: param for param in params}
 
 
 def _given(
-    model: nn.Module,
-    optim: Optimizer | None,
-    optim_input: OptimInput,
-    old: str = "",
-    new: str = "optim_state_dict_to_load",
+    model: nn.Module, optim: Optim, optim_input: OptimInput, old: str = "", new: str = "optim_state_dict_to_load"
 ) -> dict[Key, nn.Parameter]:
     """The same from what was given to the optimizer, of all parameters if nothing is told. Warns of an ``old`` call."""
     if old:

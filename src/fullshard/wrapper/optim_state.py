@@ -36,6 +36,7 @@ from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
 from fullshard.tree import tensors
+from fullshard.wrapper.settings import FullOptimStateDictConfig, OptimStateDictConfig
 from fullshard.wrapper.state_dict import all_of, given_out, own_copy, whole_as_before
 from fullshard.wrapper.unit import WrappedUnit
 
@@ -57,11 +58,9 @@ class Place:
 
 
 def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
-    """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order.
-
-    That is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose
-    modules are not below ``root`` are left out.
-    """
+    """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order. That
+    is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose modules
+    are not below ``root`` are left out."""
     paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
     units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
     groups = dict.fromkeys(group for unit in units for group in unit.groups)
@@ -114,18 +113,15 @@ def _is_flat(model: nn.Module) -> bool:
     return kinds == {False}
 
 
-def expect(known: Collection[Any], keys: Iterable[Any], problem: str) -> None:
+def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> None:
     """A KeyError unless all keys are known."""
+    problem = problem or "the model has no such parameter of the optimizer's"
     if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
         raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
 
 
 def with_groups(
-    state_dict: Mapping[str, Any],
-    state: Any,
-    known: Mapping[Any, Sequence[Any]],
-    problem: str,
-    order: Callable[[Any], list[Any]] = list,
+    state_dict: Mapping[str, Any], state: Any, known: Mapping[Any, Sequence[Any]], problem: str, sort: bool = True
 ) -> dict[str, Any]:
     """A state dict of ``state`` with the parameter groups of another, if that has any. Each of their keys becomes those
     that are ``known`` for it; a KeyError if there are none."""
@@ -134,7 +130,8 @@ def with_groups(
     groups = copy.deepcopy(state_dict["param_groups"])
     for options in groups:
         expect(known, options["params"], problem)
-        options["params"] = order({new: None for key in options["params"] for new in known[key]})
+        keys = dict.fromkeys(new for key in options["params"] for new in known[key])
+        options["params"] = sorted(keys) if sort else list(keys)
     return {"state": state, "param_groups": groups}
 
 
@@ -143,38 +140,35 @@ def whole_state(
     model: nn.Module,
     params: Mapping[Key, nn.Parameter],
     state_dict: Mapping[str, Any],
-    as_dtensors: bool = False,
-    rank0_only: bool = False,
-    to_cpu: bool = False,
+    config: OptimStateDictConfig,
     process_group: dist.ProcessGroup | None = None,
     new: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """``state_dict`` with the names and the shapes of the model without sharding.
+    """``state_dict`` with the names and the shapes of the model without sharding, whole or in rows as ``config`` says.
 
     All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.wrapper.optim_methods`.
 
     Args:
         params: what the keys of ``state_dict`` stand for.
-        as_dtensors: parts are given out as DTensors, in rows, and not as whole tensors.
-        rank0_only: ranks but the first get an empty dict.
-        new: the optimizer, if zeros are given out as its state where no rank has made a step with it.
+        new: the optimizer, if DTensors of zeros are its state where no rank has made a step with it.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
-    saves = not rank0_only or dist.get_rank(process_group) == 0
-    expect(shown, params.values(), "the model has no such parameter of the optimizer's")
+    saves = not config.rank0_only or dist.get_rank(process_group) == 0
+    as_dtensors, to_cpu = not isinstance(config, FullOptimStateDictConfig), config.offload_to_cpu
+    expect(shown, params.values())
     mine: dict[str, State] = {}
     for key, param in params.items():
         if key in states:
             mine.update(_split(param, shown[param], states[key]))
     places = {place.name: place for inside in shown.values() for place in inside}
     agreed = _agree(places, mine, _is_flat(model), process_group)
-    if new is not None and not agreed:
+    if new is not None and as_dtensors and not agreed:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # imports torch's FSDP
 
         before = dict(new.state)
         get_optimizer_state_dict(model, new)  # gives the optimizer a state, as torch does before it loads one
-        made = whole_state(model, params, new.state_dict(), as_dtensors, rank0_only, to_cpu, process_group)
+        made = whole_state(model, params, new.state_dict(), config, process_group)
         new.state.clear()
         new.state.update(before)
         for tensor in tensors(made.get("state")):
@@ -198,7 +192,8 @@ def whole_state(
             warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it")
             saved[key] = value
     known = {key: [place.name for place in shown[param]] for key, param in params.items()}
-    return with_groups(state_dict, saved, known, "the optimizer has no such parameter of its own parameter groups")
+    problem = "the optimizer has no such parameter of its own parameter groups"
+    return with_groups(state_dict, saved, known, problem, sort=False)
 
 
 def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
@@ -223,10 +218,8 @@ def _agree(
     told: dict[str, State] = {}
     for name, state in mine.items():
         param = places[name].param
-        if param is None:
-            told[name] = {}
-        elif flat or _holds_some(param):
-            told[name] = {key: _told(key, value, param) for key, value in state.items()}
+        if param is None or flat or _holds_some(param):
+            told[name] = {} if param is None else {key: _told(key, value, param) for key, value in state.items()}
     everyone: list[dict[str, State]] = gather_objects(told, process_group)
     missing = {rank: sorted(everyone[0].keys() - theirs.keys()) for rank, theirs in enumerate(everyone)}
     if flat and any(missing.values()):
@@ -266,11 +259,9 @@ def _gathered(
     for (group, key), names in parts.items():
         dtypes = {index: agreed[name][key].dtype for index, name in names.items()}
         held = [local_tensor(mine.get(names.get(index, ""), {}).get(key)) for index in range(len(group.params))]
-        # The states of a section go in one dtype, to which all of them can turn and return.
-        found = [[dtypes[index] for index in section.members if index in dtypes] for section in group.sections]
-        travels = [
-            reduce(torch.promote_types, some or [section.dtype])
-            for some, section in zip(found, group.sections, strict=True)
+        travels = [  # the states of a section in one dtype, to which all of them can turn and return
+            reduce(torch.promote_types, [dtypes[i] for i in section.members if i in dtypes] or [section.dtype])
+            for section in group.sections
         ]
         wholes = gather(group, held, travels)
         for index, name in names.items():
@@ -320,7 +311,7 @@ def local_state(
     loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in names)
     known = {name: key for name, key in names.items() if key}
     problem = "the optimizer to load into has no such parameter of a parameter group"
-    return with_groups(state_dict, loaded, known, problem, sorted)
+    return with_groups(state_dict, loaded, known, problem)
 
 
 def _identity(state: Any) -> Any:

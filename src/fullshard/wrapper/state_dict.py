@@ -23,6 +23,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fullshard import torch_private
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
@@ -32,24 +33,8 @@ from fullshard.group.module_parameters import FullGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
-from fullshard.torch_private import (
-    altered_spec,
-    is_sharded_tensor,
-    local_of,
-    make_dtensor,
-    sharding_spec,
-    spec_of,
-    whole_of_sharded_tensor,
-)
-from fullshard.wrapper.settings import (
-    CONFIGS,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    settings_of,
-)
+from fullshard.wrapper import settings as kinds
+from fullshard.wrapper.settings import CONFIGS, StateDictSettings, StateDictType, settings_of
 from fullshard.wrapper.unit import WrappedUnit
 
 _PREFIX = f"{WRAPPED_NAME}."
@@ -89,18 +74,12 @@ class StateDictMethods(nn.Module):
     def set_state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
+        state_dict_config: kinds.StateDictConfig | None = None,
+        optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold.
-
-        Returns:
-            what was set before.
-
-        Raises:
-            RuntimeError: a configuration of another type.
-            AssertionError: the wrappers in ``module`` have different settings.
-        """
+        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold. Returns
+        what was set before. A RuntimeError for a configuration of another type; an AssertionError if the wrappers in
+        ``module`` have different settings."""
         warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
             "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
@@ -124,56 +103,51 @@ class StateDictMethods(nn.Module):
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
+        state_dict_config: kinds.StateDictConfig | None = None,
+        optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """:meth:`set_state_dict_type` for the time of a context."""
-        # It warns of this line, and so once in a program, not once for each line of users.
-        before = StateDictMethods.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
+        configs = state_dict_config, optim_state_dict_config
+        with _settings_kept(module):
+            # It warns of this line, and so once in a program, not once for each line of users.
+            StateDictMethods.set_state_dict_type(module, state_dict_type, *configs)
             yield
-        finally:
-            for wrapper in _wrappers(module):
-                wrapper._settings = before
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it."""
         self._check_idle("state_dict")
-        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        config = self._settings.state_dict_config
         with ExitStack() as shown:
             for group in self._groups:
                 if isinstance(group.summoned, _Saved):
                     continue  # by a module around this one, which has a parameter of this group too
                 group.check_in()
                 group.reshard()
-                if not isinstance(config, _InPlace) and _kind_for(group, kind) is not StateDictType.LOCAL_STATE_DICT:
-                    shown.callback(_Saved(group, _values(group, kind, config)).close)
+                if not isinstance(config, _InPlace) and not _is_local(config, group):
+                    shown.callback(_Saved(group, _values(group, config)).close)
             saved = super().state_dict(*args, **kwargs)
         self._finish(saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return saved
 
     def _finish(self, saved: Any, prefix: str) -> None:
         """Finish the state dict that the module has made: local shards, buffers, and ranks that keep nothing."""
-        kind, config = self._settings.state_dict_type, self._settings.state_dict_config
+        config, unit = self._settings.state_dict_config, self._unit
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
-        places = [(at, f"{path}.{at[1]}") for at in self._unit.buffers for path in paths.get(at[0], ())]
-        buffers = {prefix + plain_name(key): at for at, key in places}
+        buffers = {prefix + plain_name(f"{path}.{at[1]}"): at for at in unit.buffers for path in paths.get(at[0], ())}
         if any(_is_dropped(config, group) for group in self._groups):
             whole = [key for group in self._groups for key in _keys(group, paths, prefix)]
             for key in (*whole, *buffers, *[key for key in saved if key.startswith(prefix + FLAT_NAME)]):
                 saved.pop(key, None)
             return
         for group in self._groups:
-            if _kind_for(group, kind) is StateDictType.LOCAL_STATE_DICT:
+            if _is_local(config, group):
                 for key in _keys(group, paths, prefix):
                     saved.pop(key, None)
-                for number in range(len(group.memory.shards)) if group in self._unit.groups else ():
+                for number in range(len(group.memory.shards)) if group in unit.groups else ():
                     local = _local_shard(group, number)
                     saved[prefix + flat_name(number)] = local.cpu() if config.offload_to_cpu else local
         for key in buffers.keys() & saved.keys():
-            dtype = self._unit.buffer_dtypes.get(buffers[key], saved[key].dtype)
+            dtype = unit.buffer_dtypes.get(buffers[key], saved[key].dtype)
             saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,10 +196,9 @@ class StateDictMethods(nn.Module):
             full = group.summoned
             if full is None:
                 self._loaded.append(full := _Loaded(group, blank))
-            if is_flat:
-                values.update((name, blank[index].detach()) for name, index in plain.items())
-            elif self._loads_local and not is_own:  # loaded by the unit to which it belongs, before this one or after
-                values.update((name, full.shown()[index].detach()) for name, index in plain.items())
+            if is_flat or (self._loads_local and not is_own):  # then its own unit loads it, before this one or after
+                shown = blank if is_flat else full.shown()
+                values.update((name, shown[index].detach()) for name, index in plain.items())
 
     def _after_loading(self, incompatible: Any) -> None:
         """Keep this rank's part of what was loaded."""
@@ -245,22 +218,28 @@ def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [each for each in module.modules() if isinstance(each, StateDictMethods)]
 
 
-class _InPlace(LocalStateDictConfig):
+@contextmanager
+def _settings_kept(module: nn.Module) -> Iterator[None]:
+    before = {wrapper: wrapper._settings for wrapper in _wrappers(module)}
+    try:
+        yield
+    finally:
+        for wrapper, settings in before.items():
+            wrapper._settings = settings
+
+
+class _InPlace(kinds.LocalStateDictConfig):
     """Local shards, and of groups that nothing shards the parameters where they lie, under whichever names."""
 
 
 @contextmanager
 def in_place(module: nn.Module) -> Iterator[None]:
     """State dicts of ``module`` copy no parameter: for what they hold beside parameters."""
-    before = {wrapper: wrapper._settings for wrapper in _wrappers(module)}
-    for wrapper in before:
-        local = StateDictType.LOCAL_STATE_DICT
-        wrapper._settings = StateDictSettings(local, _InPlace(), CONFIGS[local][1]())
-    try:
+    with _settings_kept(module):
+        for wrapper in _wrappers(module):
+            local = StateDictType.LOCAL_STATE_DICT
+            wrapper._settings = StateDictSettings(local, _InPlace(), CONFIGS[local][1]())
         yield
-    finally:
-        for wrapper, settings in before.items():
-            wrapper._settings = settings
 
 
 class _Saved(FullGroup):
@@ -273,57 +252,56 @@ class _Loaded(FullGroup):
     is_left_by_errors = True
 
 
-def _kind_for(group: Group, kind: StateDictType) -> StateDictType:
-    """The kind of state dict to make: ``kind``, or a full one where nothing is sharded."""
-    return kind if group.data.shard_group is not None else StateDictType.FULL_STATE_DICT
+def _is_local(config: kinds.StateDictConfig, group: Group) -> bool:
+    """Whether a state dict gets the local shards of a group. Where nothing is sharded, all kinds are full."""
+    return isinstance(config, kinds.LocalStateDictConfig) and group.data.shard_group is not None
 
 
-def _is_dropped(config: StateDictConfig, group: Group) -> bool:
+def _is_dropped(config: kinds.StateDictConfig, group: Group) -> bool:
     """Whether this rank's state dict gets nothing of a group's module."""
     return config.rank0_only and group.data.shard_rank != 0
 
 
-def _values(group: Group, kind: StateDictType, config: StateDictConfig) -> dict[int, nn.Parameter]:
+def _values(group: Group, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
     """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
     if group.summoned is None:
         whole = gather(group, [param.held for param in group.params])
     else:
         whole = {index: local_tensor(full) for index, full in group.summoned.shown().items()}
-    if _is_dropped(config, group):
-        return {}
-    as_rows, to_cpu = _kind_for(group, kind) is StateDictType.SHARDED_STATE_DICT, config.offload_to_cpu
+    as_rows = isinstance(config, kinds.ShardedStateDictConfig) and group.data.shard_group is not None
     values = {}
-    for index, value in whole.items():
-        param = group.params[index]
-        values[index] = nn.Parameter(given_out(value, param, as_rows, to_cpu), param.sharded.requires_grad)
+    for index, value in whole.items() if not _is_dropped(config, group) else ():
+        given = given_out(value, group.params[index], as_rows, config.offload_to_cpu)
+        values[index] = nn.Parameter(given, group.params[index].sharded.requires_grad)
     return values
 
 
 def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
     """The entry of a state dict for a whole value of ``param``, in its own memory: this rank's rows of it as a DTensor,
     or all of it, also beside tensor parallel."""
-    if as_rows:
-        rows = own_copy(param.rows_of(whole), to_cpu)
-        return make_dtensor(rows, altered_spec(param.spec, dtype=whole.dtype))
-    return own_copy(all_of(param.as_before(whole)), to_cpu)
+    if not as_rows:
+        return own_copy(all_of(param.as_before(whole)), to_cpu)
+    spec = torch_private.altered_spec(param.spec, dtype=whole.dtype)
+    return torch_private.make_dtensor(own_copy(param.rows_of(whole), to_cpu), spec)
 
 
 def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
-    moved = tensor.to("cpu") if to_cpu else tensor
-    return moved.clone(memory_format=torch.contiguous_format) if moved is tensor else moved
+    device = torch.device("cpu") if to_cpu else tensor.device
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def all_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
-    if is_sharded_tensor(tensor):
+    if torch_private.is_sharded_tensor(tensor):
         with waiting("the whole of a ShardedTensor", tensor._process_group):  # type: ignore[attr-defined]
-            return whole_of_sharded_tensor(tensor)
+            return torch_private.whole_of_sharded_tensor(tensor)
     if not isinstance(tensor, DTensor):
         return tensor
-    groups = zip(tensor.device_mesh.get_all_groups(), tensor.placements, strict=True)
+    mesh, spec = tensor.device_mesh, torch_private.spec_of(tensor)
+    groups = zip(mesh.get_all_groups(), tensor.placements, strict=True)
     cut = next((group for group, placement in groups if not placement.is_replicate()), None)
     with waiting("the whole of a DTensor", cut) if cut is not None else nullcontext():
-        return make_dtensor(local_of(tensor).to(tensor.device_mesh.device_type), spec_of(tensor)).full_tensor()
+        return torch_private.make_dtensor(local_tensor(tensor).to(mesh.device_type), spec).full_tensor()
 
 
 def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
@@ -336,25 +314,22 @@ def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tens
 
 def _local_shard(group: Group, number: int) -> DTensor:
     """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
-    data, section, shard = group.data, group.sections[number], group.memory.shards[number]
+    data, plan, shard = group.data, group.sections[number].plan, group.memory.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
-    spec = sharding_spec(data.mesh, placements, torch.Size((section.plan.end,)), (1,), section.dtype)
-    give_own_storage(local := shard.detach()[: section.plan.held(data.shard_rank)])
-    return make_dtensor(local, spec)
+    spec = torch_private.sharding_spec(data.mesh, placements, torch.Size((plan.end,)), (1,), shard.dtype)
+    give_own_storage(local := shard.detach()[: plan.held(data.shard_rank)])
+    return torch_private.make_dtensor(local, spec)
 
 
 def _load_local(group: Group, values: Any, prefix: str) -> None:
     """Copy local shards from ``values`` to those of the group, and take them out."""
     for number in range(len(group.memory.shards)):
-        local = local_of(_local_shard(group, number))
-        held = values.pop(prefix + flat_name(number), None)
-        if held is None:
-            continue
-        held = local_tensor(held)
+        local, name = local_tensor(_local_shard(group, number)), prefix + flat_name(number)
+        held = local_tensor(values.pop(name, local))
         if held.shape != local.shape:
             raise RuntimeError(
-                f"'{plain_name(prefix + flat_name(number))}' has {held.numel()} elements for this rank, which holds "
-                f"{local.numel()}: a local state dict loads only into the sharding of which it was made"
+                f"'{plain_name(name)}' has {held.numel()} elements for this rank, which holds {local.numel()}: a local "
+                f"state dict loads only into the sharding of which it was made"
             )
         local.copy_(held)
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.comm.transport import PLAIN_SUM, Direction, Reduction, Route, Transfer, Transport
+from fullshard.comm.transport import Direction, Transfer, Transport
 from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
@@ -33,13 +33,11 @@ class WrappedUnit(Unit):
 
     def __init__(self, wrapper: nn.Module, device: torch.device, precision: MixedPrecision, auto_reshard: bool) -> None:
         dtypes = precision.param_dtype, precision.reduce_dtype, None
-        self._policy = MixedPrecisionPolicy(*dtypes, precision.cast_forward_inputs)
-        super().__init__((wrapper,), device, self._policy, auto_reshard)
-        self.precision = precision
+        super().__init__((wrapper,), device, MixedPrecisionPolicy(*dtypes, precision.cast_forward_inputs), auto_reshard)
+        self.precision, self._policy = precision, self.mp_policy
         self.buffers: list[tuple[nn.Module, str]] = []
         #: The original dtypes of buffers that were cast, by module and name, which state dicts restore.
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._in_full = False
         self.failed = False
 
     def __repr__(self) -> str:
@@ -64,11 +62,10 @@ class WrappedUnit(Unit):
 
     def recover(self) -> None:
         """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
-        schedule = self.schedule
-        root = None if schedule is None else schedule.root
-        if schedule is None or not isinstance(root, WrappedUnit) or running_backward() >= 0:
+        if (schedule := self.schedule) is None or running_backward() >= 0:
             return
-        if root.failed or schedule.is_in_backward:
+        root = schedule.root
+        if isinstance(root, WrappedUnit) and (root.failed or schedule.is_in_backward):
             schedule.reset()
             root.failed = False
 
@@ -91,9 +88,8 @@ class WrappedUnit(Unit):
 
     def _compute_in_full(self, full: bool) -> None:
         """Compute in the original dtypes from now on, or in those of the settings again."""
-        if full is self._in_full:
+        if full is (self.mp_policy is not self._policy):
             return
-        self._in_full = full
         self.mp_policy = MixedPrecisionPolicy() if full else self._policy
         if not full:
             self._cast_buffers()
@@ -112,24 +108,14 @@ class _HookTransport(Transport):
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def _route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-    ) -> Route:
-        return _HookRoute(transfers, self._hook)
+    def _route(self, direction: Direction, transfers: Sequence[Transfer], *_: object) -> Any:
+        return SimpleNamespace(start=partial(self._start, transfers))
 
-
-@dataclass
-class _HookRoute:
-    transfers: Sequence[Transfer]
-    hook: Callable[..., Any]
-
-    def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *__: torch.Tensor
-    ) -> Pending:
-        for (_, full, _), shard in zip(self.transfers, shards, strict=True):
+    def _start(self, transfers: Sequence[Transfer], shards: Sequence[torch.Tensor], *__: object) -> Pending:
+        for (_, full, _), shard in zip(transfers, shards, strict=True):
             # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
             reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
-            self.hook(full.detach(), reduced)
+            self._hook(full.detach(), reduced)
             shard.copy_(reduced)
         return Done()
 
