@@ -52,9 +52,8 @@ def summon_full_params(
         raise ValueError("writeback with rank0_only would leave the ranks with different parameters: choose one")
     if with_grads and offload_to_cpu:
         raise ValueError("with_grads with offload_to_cpu is not supported: gradients stay on the compute device")
-    units = dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None)
-    if not recurse:
-        units = {unit: None for unit in units if module in unit.modules}
+    modules = module.modules() if recurse else (module,)
+    units = dict.fromkeys(unit for each in modules if (unit := unit_of(each)) is not None)
     for unit in units:
         if unit.phase is not Phase.IDLE:
             phase = unit.phase.name.lower()
@@ -99,9 +98,6 @@ def gather(
 
     Returns:
         the whole tensors by the index of their parameter, in the parameter's shape, on the compute device.
-
-    Raises:
-        RuntimeError: parameters are still on the meta device.
     """
     if group.memory.has_meta:
         group.memory.refuse_meta()
@@ -119,7 +115,7 @@ def gather(
         found.update(whole_views(group.params, section, full))
     if transfers and group.data.shard_group is None:
         foreach_copy(fulls, shards)
-    elif transfers and group.data.shard_group is not None:
+    elif group.data.shard_group is not None:
         group.transport.private.gather_route(transfers, group.data.shard_group, 2 * group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:

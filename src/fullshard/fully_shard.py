@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import policies
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
 from fullshard.device import CPU, compute_device, move_to_device
@@ -29,15 +30,7 @@ from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.module import sharded_class
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
-from fullshard.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    InvalidShardPlacement,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    as_setting,
-    as_shard_placement,
-)
+from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import replicated
@@ -45,6 +38,8 @@ from fullshard.wrap import repeated_blocks, targets
 
 #: Parameters, with every place where they stand.
 _Found = dict[nn.Parameter, list[Location]]
+#: What a user says about a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
+_PlacementFn = Callable[[nn.Parameter], Any] | None
 
 if TYPE_CHECKING:
     from fullshard.module import ShardedModule
@@ -57,7 +52,7 @@ class ShardOptions(TypedDict, total=False):
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    shard_placement_fn: _PlacementFn
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: set[nn.Parameter] | None
@@ -77,7 +72,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: _PlacementFn = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
@@ -131,8 +126,7 @@ def fully_shard(
     offload_policy = as_setting(offload_policy, OffloadPolicy, "offload_policy")
     dims = None if dp_mesh_dims is None else as_setting(dp_mesh_dims, DataParallelMeshDims, "dp_mesh_dims")
     mesh = default_mesh() if mesh is None else mesh
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
     data = data_mesh(mesh, dims)
     device = compute_device(mesh.device_type)
     theirs = replicated(modules)
@@ -173,14 +167,13 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
     """Let the modules of ``unit`` hold ``params`` sharded over ``data``; all its ranks must call it."""
     originals = [param.sharded for param in params]
-    policy = options.mp_policy
     for param in params:
-        param.overridden_dtype = policy.overridden_dtype(param.sharded, param.name)
-    options.mp_policy = replace(policy, param_dtype_override_fn=None)
+        param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
+    options.mp_policy = replace(options.mp_policy, param_dtype_override_fn=None)
     tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    rests_on_cpu = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
+    rests_on_cpu = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
     if rests_on_cpu and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
             f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
@@ -198,11 +191,9 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
 
 
 def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule:
-    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line.
-
-    The blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
-    ResNet. ``options`` are those of :func:`fully_shard`. Every rank must call it.
-    """
+    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line. The
+    blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
+    ResNet. ``options`` are those of :func:`fully_shard`. Every rank must call it."""
     for block in repeated_blocks(model):
         if unit_of(block) is None:
             fully_shard(block, **options)
@@ -231,11 +222,7 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 
 def refuse_torchs(module: nn.Module) -> None:
     """Refuse a module that contains one that torch's own FSDP has sharded. It is known by the name of its class:
-    fullshard imports nothing of torch's FSDP.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    fullshard imports nothing of torch's FSDP."""
     theirs = replicated([module])
     for name, inner in module.named_modules():
         for cls in type(inner).__mro__ if inner is module or inner not in theirs else ():
@@ -259,13 +246,11 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
     if isinstance(choice, bool):
         return choice, None
     size = data.shard_size
-    if choice < 1 or choice > size or size % choice != 0:
+    if choice < 1 or size % choice != 0:
         raise ValueError(
             f"reshard_after_forward={choice} must be a factor of the {size} ranks over which parameters are sharded"
         )
-    if choice == 1:
-        return False, None
-    return True, None if choice == size else smaller_mesh(data, choice)
+    return choice > 1, smaller_mesh(data, choice) if 1 < choice < size else None
 
 
 def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
@@ -306,19 +291,17 @@ def _check_parameters(params: _Found, data: DataMesh | None, device: torch.devic
             )
 
 
-def _by_mesh(
-    params: _Found, data: DataMesh, shard_placement_fn: Callable[[nn.Parameter], Any] | None
-) -> dict[DataMesh, list[ShardedParameter]]:
-    """The parameters of each mesh; one mesh unless ``shard_placement_fn`` names others."""
+def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:
+    """The parameters of each mesh; one mesh unless ``placement_fn`` names others."""
     groups: dict[DataMesh, list[ShardedParameter]] = {}
     meshes: dict[DeviceMesh, DataMesh] = {}
     for param, locations in params.items():
         place, placement = data, None
-        if shard_placement_fn is not None:
+        if placement_fn is not None:
             try:
-                result = as_shard_placement(shard_placement_fn(param))
-            except InvalidShardPlacement as error:
-                raise InvalidShardPlacement(f"for parameter '{locations[0].full_name}': {error}") from error
+                result = policies.as_shard_placement(placement_fn(param))
+            except policies.InvalidShardPlacement as error:
+                raise policies.InvalidShardPlacement(f"for parameter '{locations[0].full_name}': {error}") from error
             placement = result.placement
             if result.device_mesh is not None and result.device_mesh != data.mesh:
                 if data.shard_group is None:
@@ -333,18 +316,15 @@ def _by_mesh(
 
 
 def borrow(unit: Unit) -> None:
-    """Show parameters that these modules use and another group has already, and hold that group.
-
-    Where a module keeps parameters outside of those that it registers, they are shown there too.
-    """
+    """Show parameters that these modules use and another group has already, and hold that group. Where a module keeps
+    parameters outside of those that it registers, they are shown there too."""
     for module in managed_modules(unit.modules):
         if isinstance(module, nn.MultiheadAttention):  # reads the parameters of its projection and never runs it
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
             unit.borrowed += [group for each in dict.fromkeys(inner) for group in each.groups]
         registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
         for where, param in [*registered, *kept_apart(module)]:
-            owner = owner_of(param) if param is not None else None
-            if owner is None:
+            if (owner := owner_of(param)) is None:
                 continue
             group, index = owner
             assert isinstance(group, Group)

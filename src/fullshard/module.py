@@ -21,7 +21,7 @@ from fullshard.comm.collective import CollectiveTransport, process_group_memory,
 from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
 from fullshard.group.group import Group
-from fullshard.policies import AllGather, ReduceScatter, warn
+from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
 from fullshard.schedule.schedule import Observer, Schedule
 from fullshard.schedule.unit import Unit, unit_of
@@ -58,11 +58,8 @@ class UnshardHandle(_Handle):
 
 
 class GradientReductionHandle(_Handle):
-    """Reductions that ``finalize_backward(async_op=True)`` started.
-
-    Once they are waited for, the gradients may be used, and the next forward may run. ``wait()`` raises a RuntimeError
-    if ``reset_iter_state()`` was called before.
-    """
+    """Reductions that ``finalize_backward(async_op=True)`` started. Once they are waited for, gradients may be used,
+    and the next forward may run. ``wait()`` raises a RuntimeError if ``reset_iter_state()`` was called before."""
 
 
 class FSDPModule:
@@ -82,11 +79,8 @@ class FSDPModule:
             unit.schedule.reshard(group) if unit.schedule is not None else group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
-
-        Args:
-            async_op: return a handle at once; forward waits for it too.
-        """
+        """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive. With ``async_op`` it
+        returns a handle at once; forward waits for it too."""
         unit = _unit(self)
         schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
@@ -97,13 +91,9 @@ class FSDPModule:
         return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
 
     def reset_iter_state(self) -> None:
-        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
-
-        What was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too.
-
-        Raises:
-            RuntimeError: the module is not the root.
-        """
+        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank. What
+        was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too. A
+        RuntimeError if the module is not the root."""
         schedule = _root_schedule(self, "reset_iter_state")
         if schedule is not None:
             schedule.reset()
@@ -114,11 +104,8 @@ class FSDPModule:
         _schedule(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether a step ends with ``finalize_backward()`` and not with its last backward. Call it on the root.
-
-        Raises:
-            RuntimeError: the module is not the root; in a backward, or after one that was not finalized.
-        """
+        """Whether a step ends with ``finalize_backward()`` and not with its last backward. A RuntimeError if the module
+        is not the root; in a backward, or after one that was not finalized."""
         _expect_bool("set_manual_backward_finalization", enabled)
         schedule = _root_schedule(self, "set_manual_backward_finalization")
         if schedule is not None:
@@ -129,10 +116,8 @@ class FSDPModule:
         """Complete, after the backwards of a step, the reductions and reshardings that they left. Call it on the root.
 
         Before the first forward it does nothing. If several backwards come before, all but the last as a rule run with
-        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced.
-
-        Args:
-            async_op: return a handle at once, to be waited for before gradients are used or a forward begins.
+        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced. ``async_op``
+        returns a handle at once, to be waited for before gradients are used or a forward begins.
 
         Raises:
             RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
@@ -154,10 +139,9 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool):
-            raise TypeError(f"the gradient divide factor must be a number, got {factor!r}")
-        if not 0 < factor < math.inf:
-            raise ValueError(f"the gradient divide factor must be positive and finite, got {factor}")
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        expect(is_number, "the gradient divide factor", factor, "a number")
+        expect(0 < factor < math.inf, "the gradient divide factor", factor, "a positive and finite number", ValueError)
         for group in _unit(self).groups:
             group.options.divide_factor = factor
 
@@ -176,21 +160,16 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
+        expect(is_int, "max_input_buffers", max_input_buffers, "an int")
+        expect(max_input_buffers > 0, "max_input_buffers", max_input_buffers, "a positive int", ValueError)
         for group in _groups(self, recurse):
             group.options.max_gradient_buffers = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.
-
-        Args:
-            stream: where to run it; not with native HSDP, whose all-reduce has a stream.
-        """
-        if not callable(hook):
-            raise TypeError(f"the all-reduce hook must be callable with a tensor, got {hook!r}")
+        """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one. It
+        runs on ``stream``; not with native HSDP, whose all-reduce has a stream."""
+        expect(callable(hook), "the all-reduce hook", hook, "a function of a tensor")
         for group in _unit(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
@@ -213,14 +192,11 @@ class FSDPModule:
         _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
-
-        For CUDA graphs, which read and write where they did when they were captured. Costs the memory of each group.
-        """
-        _expect_bool("set_keep_unsharded_storage", keep)
+        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded: for CUDA
+        graphs, which read and write where they did when they were captured. It costs the memory of each group."""
+        _set(self, recurse, "set_keep_unsharded_storage", keep_unsharded_storage=keep)
         for unit in _units(self, recurse):
             for group in unit.groups:
-                group.options.keep_unsharded_storage = keep
                 group.full.buffer.keep_memory(keep)
             if unit.schedule is not None:
                 unit.schedule.size_slots()
@@ -238,10 +214,8 @@ class FSDPModule:
         _unit(self).backward_prefetch = _all_sharded(modules)
 
     def set_prefetch_limit(self, groups: int) -> None:
-        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none.
-
-        Each costs the memory of one group.
-        """
+        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none. Each
+        costs its memory."""
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
             raise ValueError(f"the prefetch limit counts groups and must be 0 or more, got {groups!r}")
         _schedule(self).prefetch_limit = groups
@@ -259,10 +233,8 @@ class FSDPModule:
         _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate what collectives read and write, for zero-copy transfers, if it can.
-
-        Where its backend has no allocator, as gloo's has none, nothing changes.
-        """
+        """Let the process group allocate what collectives read and write, for zero-copy transfers. Where its backend
+        has no allocator, as gloo's has none, nothing changes."""
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _native_groups(self, "set_allocate_memory_from_process_group_for_comm"):
             if allocating_backend(group.data.shard_group, group.device) is not None:
@@ -278,10 +250,8 @@ class FSDPModule:
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, so that reductions and gathers share no communicator.
-
-        All ranks that shard together must call it alike.
-        """
+        """Reduce over a process group of its own, so that reductions and gathers share no communicator. All ranks that
+        shard together must call it alike."""
         _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in _groups(self, recurse):
@@ -296,10 +266,8 @@ class FSDPModule:
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:
-        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
-
-        The staging of transports is freed too, which all models of the process share. Every rank must call it.
-        """
+        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes. The staging
+        of transports is freed too, which all models of the process share. Every rank must call it."""
         return _schedule(self).free_buffers()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
@@ -352,13 +320,8 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather parameters before it runs and free them after it.
-
-    Does nothing if ``module`` is not sharded, so that one program can run both ways.
-
-    Raises:
-        ValueError: the module has no such method.
-    """
+    """Let a method other than ``forward`` gather parameters before it runs and free them after it. Does nothing if
+    ``module`` is not sharded, so that one program can run both ways. A ValueError if it has no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -441,8 +404,7 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
 
 def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
     for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected modules to which fully_shard was applied, got {type(module)}: {module}")
+        expect(isinstance(module, FSDPModule), "a module", module, "one to which fully_shard was applied", ValueError)
     return list(dict.fromkeys(_unit(module) for module in modules))
 
 

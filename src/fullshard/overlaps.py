@@ -41,11 +41,8 @@ class Span(NamedTuple):
 
 
 def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Span]:
-    """Return the spans of ``params``, which are about to be sharded.
-
-    Raises:
-        ValueError: in ``modules`` a trained parameter and another tensor, sharded already or not, lie in one memory.
-    """
+    """The spans of ``params``, which are about to be sharded. A ValueError if in ``modules`` a trained parameter and
+    another tensor, sharded already or not, lie in one memory."""
     names = {module: name for root in modules for name, module in root.named_modules()}
     units = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit is not None]
     found = {

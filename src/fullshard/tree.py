@@ -83,11 +83,9 @@ def tensors(tree: object) -> list[Tensor]:
 
 
 def reachable_tensors(tree: object) -> list[Tensor]:
-    """The tensors in ``tree``, those in sets and in attributes of plain objects among them.
-
-    Such tensors can be seen and not replaced. Modules, functions and classes are passed by, and so is what lies behind
-    more than :data:`_MOST_OBJECTS` objects: a result may refer to all of a program.
-    """
+    """The tensors in ``tree``, those in sets and in attributes of plain objects among them. Such tensors can be seen
+    and not replaced. Modules, functions and classes are passed by, and so is what lies behind more than
+    :data:`_MOST_OBJECTS` objects: a result may refer to all of a program."""
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
     if flat is not None:
         return list(flat)
@@ -135,12 +133,10 @@ def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
 
 
 class _Kind(NamedTuple):
-    """How the containers of one class come apart and together.
-
-    ``open`` gives the values to walk and whatever else ``build`` needs to know. Where it ``fills``, ``build`` is given
-    an empty object of the class, so that a container can be referred to before it is complete; otherwise it is given
-    the old container and makes a new one, and there are no such references.
-    """
+    """How the containers of one class come apart and together. ``open`` gives the values to walk and whatever else
+    ``build`` needs to know. Where it ``fills``, ``build`` is given an empty object of the class, so that a container
+    can be referred to before it is complete; otherwise it is given the old container and makes a new one, and there are
+    no such references."""
 
     open: Callable[[Any], tuple[Iterable[Any], Any]]
     build: Callable[[Any, list[Any], Any], Any]

@@ -91,12 +91,9 @@ FSDPModule._get_fsdp_state = lambda module: state_of(_unit(module), module)  # t
 
 @when_sharded
 def _mark(unit: Unit) -> None:
-    """Mark what was sharded.
-
-    ``_is_fsdp_managed_module`` tells transformers to generate in step with the other ranks, and Dynamo not to guard
-    parameters; Dynamo wants ``_fsdp_use_orig_params`` beside it. ``_fsdp_flattened`` on the parameters of a wrapper
-    tells Lightning that the optimizer was made after wrapping.
-    """
+    """Mark what was sharded. ``_is_fsdp_managed_module`` tells transformers to generate in step with the other ranks,
+    and Dynamo not to guard parameters; Dynamo wants ``_fsdp_use_orig_params`` beside it. ``_fsdp_flattened`` on the
+    parameters of a wrapper tells Lightning that the optimizer was made after wrapping."""
     for module in managed_modules(unit.modules):
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
     if any(group.is_flat for group in unit.groups):

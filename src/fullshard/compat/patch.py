@@ -54,14 +54,9 @@ _bound: list[tuple[dict[str, Any], str, Any]] = []
 
 def patch() -> int:
     """Let torch's names stand for fullshard's from now on; returns how many names were bound.
-
     ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
-    in every module that holds one of them. Each rank calls it, before a model is sharded. A second call changes
-    nothing. Enums keep torch's members and values.
-
-    Raises:
-        RuntimeError: a model is sharded already, by whichever library.
-    """
+    in every module that holds one of them. Each rank calls it, before a model is sharded: a RuntimeError if one is, by
+    whichever library. A second call changes nothing. Enums keep torch's members and values."""
     if _bound:
         return len(_bound)
     _refuse_sharded("patch")
@@ -75,21 +70,14 @@ def patch() -> int:
                 if id(value) in ours:
                     _bound.append((vars(module), name, value))
                     vars(module)[name] = ours[id(value)]
-    _log.info(
-        "fullshard %s stands in for the FSDP of torch %s: %d names bound",
-        fullshard.__version__,
-        torch.__version__,
-        len(_bound),
-    )
+    found = fullshard.__version__, torch.__version__, len(_bound)
+    _log.info("fullshard %s stands in for the FSDP of torch %s: %d names bound", *found)
     return len(_bound)
 
 
 def unpatch() -> None:
-    """Give torch's names back what they stood for. What was imported in between keeps what it has.
-
-    Raises:
-        RuntimeError: a model is sharded.
-    """
+    """Give torch's names back what they stood for. What was imported in between keeps what it has. A RuntimeError if a
+    model is sharded."""
     if _bound:
         _refuse_sharded("unpatch")
         for names, name, theirs in _bound:
@@ -103,11 +91,9 @@ def is_patched() -> bool:
 
 
 def patch_and_say() -> None:
-    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses.
-
-    That fullshard stands in for torch's FSDP is said once, by the first process that finds it out: launchers, ranks and
-    their workers start each other, and tell so in ``FULLSHARD_PATCH``.
-    """
+    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses. That
+    fullshard stands in for torch's FSDP is said once, by the first process that finds it out: launchers, ranks and
+    their workers start each other, and tell so in ``FULLSHARD_PATCH``."""
     said = os.environ.get("FULLSHARD_PATCH") == _SAID
     if said:
         patch()
