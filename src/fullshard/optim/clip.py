@@ -51,17 +51,14 @@ def clip_local_shards(
     sharded = list(sharded)
     parts, rest = ([param.grad for param in params if param.grad is not None] for params in (sharded, whole))
     total, besides = _norm(parts, p, device), _norm(rest, p, device)
-    if p == math.inf:
-        # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
-        total = torch.maximum(total, besides).abs()
-        if sharded:
-            with waiting("the norm of the gradients", process_group):
-                dist.all_reduce(total.view(torch.int32), dist.ReduceOp.MAX, process_group)
-    else:
-        total = total**p
-        if sharded:
-            with waiting("the norm of the gradients", process_group):
-                dist.all_reduce(total, group=process_group)
+    # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
+    is_largest = p == math.inf
+    total = torch.maximum(total, besides).abs() if is_largest else total**p
+    if sharded:
+        said, op = (total.view(torch.int32), dist.ReduceOp.MAX) if is_largest else (total, dist.ReduceOp.SUM)
+        with waiting("the norm of the gradients", process_group):
+            dist.all_reduce(said, op, process_group)
+    if not is_largest:
         total = (total + besides**p) ** (1 / p)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     grads = parts + rest

@@ -1,7 +1,6 @@
 """Gradient scaling for sharded gradients: a step that overflows on one rank is skipped by all.
 
-Owns the agreement of the ranks on whether a gradient is infinite or NaN. How the loss is scaled, a step skipped and the
-scale adapted is ``torch.amp.GradScaler``'s, and the same on all ranks once they agree.
+Owns the agreement of the ranks on whether a gradient is infinite or NaN; all else is ``torch.amp.GradScaler``'s.
 """
 
 from __future__ import annotations

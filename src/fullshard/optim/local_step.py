@@ -1,9 +1,7 @@
 """Steps of optimizers on the local tensors of sharded parameters, and not on DTensors one by one.
 
-An optimizer whose arithmetic is element by element comes to the same on each rank's own part. Each of its parameters
-that is a DTensor has a *twin* here, a plain parameter over the same memory, and a step is run by a *stand-in*: an
-optimizer of the same class and the same attributes, whose ``param_groups`` hold the twins and whose ``state`` is keyed
-by them::
+Each parameter that is a DTensor has a *twin* here, a plain parameter over the same memory. A step is run by a
+*stand-in*: an optimizer of the same class and attributes, which has the twins in place of the DTensors::
 
     the user's optimizer                     the stand-in, for the length of a step
     param_groups[0]["params"]   DTensors     twins, with local gradients
@@ -12,11 +10,8 @@ by them::
     state[DTensor]["step"]          ────▶    the same tensor
 
 Torch lets a hook before a step replace the arguments of the step, of which the optimizer itself is the first. So the
-user's optimizer is never altered, and an exception inside of a step leaves nothing to put right. New state is shown as
-DTensors over the same memory after the step.
-
-What never changes between two steps is prepared once. What a user may change (parameters, what they hold, state,
-gradients, options) is compared with what it was, by identity, before each step.
+user's optimizer is never altered, and an exception inside of a step leaves nothing to put right. What a user may change
+is compared with what it was, by identity, before each step; all else is prepared once.
 """
 
 from __future__ import annotations
@@ -32,37 +27,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from fullshard import torch_private
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import local_tensor
-from fullshard.torch_private import (
-    STEP_HOOKS,
-    DTensorSpec,
-    altered_spec,
-    choose_grad_dtype,
-    chosen_grad_dtype,
-    lend_gradients,
-    local_of,
-    make_dtensor,
-    reorder,
-    spec_of,
-)
+from fullshard.torch_private import local_of, spec_of
 
 #: The classes of torch that compute element by element. Exactly these: a subclass may do anything.
-_ELEMENTWISE = {
-    torch.optim.ASGD,
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-}
+_ELEMENTWISE = {ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD}
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
 #: Names of state that is one number for a parameter, also where the parameter is a scalar itself.
@@ -102,9 +75,9 @@ def local_step(optimizer: O) -> O:
 
 
 #: A parameter that a step sees as plain: the DTensor, its local tensor, the twin, and the spec of gradient and state.
-_Lent = tuple[DTensor, torch.Tensor, nn.Parameter, DTensorSpec]
+_Lent = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
 #: What a stand-in has of its own.
-_OF_STAND_INS = ("param_groups", "state", *STEP_HOOKS)
+_OF_STAND_INS = ("param_groups", "state", *torch_private.STEP_HOOKS)
 
 
 class _LocalStep:
@@ -112,17 +85,19 @@ class _LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._running: weakref.ref[Optimizer] | None = None
-        self._by_twin: dict[Any, _Lent] = {}
+        self._by_param: dict[Any, _Lent] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
-        reorder(optimizer.register_step_post_hook(self._after), last=False)  # the user's own hooks look at the state
+        after = optimizer.register_step_post_hook(self._after)
+        torch_private.reorder(after, last=False)  # the user's own hooks look at the state
         optimizer.register_load_state_dict_post_hook(self._forget)
 
     def _forget(self, optimizer: Optimizer | None = None) -> None:
         """Take the state anew at the next step. Memory of state that was replaced is not kept until then."""
         self._state: defaultdict[Any, Any] = defaultdict(dict)
         self._theirs: Mapping[Any, Any] | None = None
-        self._seen = self._seen_here = _Seen({})
+        self._seen: list[Any] = []  # what was in the state, for the user and here
+        self._seen_here: list[Any] = []
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._running is not None:
@@ -136,7 +111,7 @@ class _LocalStep:
             self._take_back()
             return None
         stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in STEP_HOOKS})
+        stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
         stand_in.state = self._state
         stand_in.param_groups = [
             {**group, "params": params} for group, params in zip(optimizer.param_groups, self._stand_ins, strict=True)
@@ -149,13 +124,13 @@ class _LocalStep:
         """Give the twins what the parameters have; returns whether all of it can be given."""
         groups = [group["params"] for group in optimizer.param_groups]
         is_known = len(groups) == len(self._groups) and all(map(_same, groups, self._groups))
-        if not is_known or not lend_gradients(self._by_param.values()):
+        if not is_known or not torch_private.lend_gradients(self._by_param.values()):
             self._build(groups)  # also where the parameters hold other tensors
-            if not lend_gradients(self._by_param.values()):
+            if not torch_private.lend_gradients(self._by_param.values()):
                 return False
         if not self._by_param:
             return False
-        known = optimizer.state is self._theirs and self._seen.is_still(optimizer.state)
+        known = optimizer.state is self._theirs and _same(_objects(optimizer.state), self._seen)
         return known or self._take_state(optimizer)
 
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
@@ -163,8 +138,7 @@ class _LocalStep:
         self._take_back()
         self._forget()
         self._groups = [list(group) for group in groups]
-        self._by_param: dict[Any, _Lent] = {}
-        self._by_twin = {}
+        self._by_param = {}
         lent: dict[Any, _Lent] = {}
         for param in chain.from_iterable(groups):
             if isinstance(param, DTensor) and param not in lent:
@@ -177,9 +151,9 @@ class _LocalStep:
                     spec = owner[0].params[owner[1]].spec
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
-                choose_grad_dtype(twin, chosen_grad_dtype(param))
+                torch_private.choose_grad_dtype(twin, torch_private.chosen_grad_dtype(param))
                 lent[param] = param, local, twin, spec
-        self._by_param, self._by_twin = lent, {each[2]: each for each in lent.values()}
+        self._by_param = lent
         self._stand_ins = [[lent[param][2] if param in lent else param for param in group] for group in groups]
 
     def _take_state(self, optimizer: Optimizer) -> bool:
@@ -197,7 +171,7 @@ class _LocalStep:
                 if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
                     return False
                 mine[name] = local_tensor(value)
-        self._theirs, self._seen, self._seen_here = optimizer.state, _Seen(optimizer.state), _Seen(self._state)
+        self._theirs, self._seen, self._seen_here = optimizer.state, _objects(optimizer.state), _objects(self._state)
         return True
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -219,25 +193,24 @@ class _LocalStep:
         self._running = None
         self._take_back()
         was_replaced = optimizer.state is not self._theirs  # after an exception
-        if not was_replaced and not self._seen_here.is_still(self._state):
+        if not was_replaced and not _same(here := _objects(self._state), self._seen_here):
             self._bring_home(optimizer.state)
-            self._seen, self._seen_here = _Seen(optimizer.state), _Seen(self._state)
+            self._seen, self._seen_here = _objects(optimizer.state), here
 
     def _take_back(self) -> None:
         """Take the gradients from the twins: they live as long as the user keeps them, and no longer."""
-        for twin in self._by_twin:
+        for _, _, twin, _ in self._by_param.values():
             twin.grad = None
 
     def _bring_home(self, theirs: dict[Any, Any]) -> None:
         """Show the state as the step left it. What the step did not replace stays the same object."""
-        before = dict(theirs)
+        before, by_twin = dict(theirs), {each[2]: each for each in self._by_param.values()}
         theirs.clear()
         for key, mine in self._state.items():
-            if key not in self._by_twin:
+            if key not in by_twin:
                 theirs[key] = mine
                 continue
-            lent = self._by_twin[key]
-            param = lent[0]
+            param, *_ = lent = by_twin[key]
             if isinstance(mine, dict):
                 entry = before.get(param, {})
                 shown = {name: _shown(name, value, entry.get(name), lent) for name, value in mine.items()}
@@ -257,22 +230,13 @@ def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
         return param
     if not isinstance(value, torch.Tensor) or value.shape != local.shape or (not value.ndim and name in NUMBERS):
         return value
-    return make_dtensor(value, altered_spec(spec, dtype=value.dtype))
+    return torch_private.make_dtensor(value, torch_private.altered_spec(spec, dtype=value.dtype))
 
 
-class _Seen:
-    """The objects that were in a state, to tell whether one was replaced. It is asked twice in every step."""
-
-    def __init__(self, state: Mapping[Any, Any]) -> None:
-        self._all = list(state.values())
-        self._entries = [entry for entry in self._all if isinstance(entry, dict)]
-        self._values = self._inside()
-
-    def is_still(self, state: Mapping[Any, Any]) -> bool:
-        return _same(state.values(), self._all) and _same(self._inside(), self._values)
-
-    def _inside(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._entries)))
+def _objects(state: Mapping[Any, Any]) -> list[Any]:
+    """What is in a state, to tell whether something was replaced. Not a line of Python is run for each."""
+    entries = list(state.values())
+    return [*entries, *chain.from_iterable(map(dict.values, filter(dict.__instancecheck__, entries)))]
 
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:
@@ -288,4 +252,4 @@ def prepare_step(optimizer: Optimizer) -> None:
     if optimizer not in _steps and type(optimizer) in _ELEMENTWISE:
         _steps[optimizer] = _LocalStep(optimizer)
     if (step := _steps.get(optimizer)) is not None:
-        reorder(step.handle, last=True)  # the user's own hooks may change gradients and options
+        torch_private.reorder(step.handle, last=True)  # the user's own hooks may change gradients and options

@@ -36,7 +36,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
     if not groups:
         return
-    _count_writes(groups)  # after a step that raises no hook is called
+    for group in groups:  # after a step that raises no hook is called
+        group.writes += 1
     for clock in {id(group.clock): group.clock for group in groups}.values():
         clock.steps += running_backward() < 0  # where it steps for the parameters of which this rank has a part
     _move_state(optimizer, groups, up=True)
@@ -45,14 +46,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
-    _count_writes(groups)
-    _move_state(optimizer, groups, up=False)
-
-
-def _count_writes(groups: list[GroupContext]) -> None:
-    """Count what a step writes: foreach optimizers on DTensors leave no trace in any version."""
-    for group in groups:
+    for group in groups:  # foreach optimizers on DTensors leave no trace of what they write in any version
         group.writes += 1
+    _move_state(optimizer, groups, up=False)
 
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
