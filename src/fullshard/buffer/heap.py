@@ -1,10 +1,9 @@
 """How much freed memory the C library keeps for the next step.
 
-Autograd allocates every gradient, and frees it as soon as it was taken; reduced gradients live from backward to
-``zero_grad()``. glibc returns large pieces to the system at once, and the top of its heap beyond a threshold, and the
-system clears each page again when it is touched in the next step: a fifth of the processor time of a step that moves
-much. Owns the two thresholds while there are trees of modules that need other ones. Both are documented settings of
-``mallopt(3)``.
+Autograd allocates every gradient, and frees it as soon as it was taken. glibc returns large pieces to the system at
+once, and the top of its heap beyond a threshold, and the system clears each page again when it is touched in the next
+step: a fifth of the processor time of a step that moves much. Owns the two thresholds (of ``mallopt(3)``) while there
+are trees of modules that need other ones.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import ctypes
 import gc
 import os
 import weakref
+from typing import Any
 
+_libc: Any = ctypes.CDLL(None) if os.name == "posix" else None
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 #: The largest that glibc takes on 64 bits; larger pieces always come from the system. It raises the threshold to this
 #: by itself in a program that frees such pieces, and that of what it keeps to twice as much. So there is no way back to
@@ -68,12 +69,10 @@ def _settle() -> None:
 
 def return_freed() -> None:
     """Give what the heap keeps back to the system: ``malloc_trim(3)``, where the C library has it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    if hasattr(_libc, "malloc_trim"):
+        _libc.malloc_trim(0)
 
 
 def set_option(option: int, value: int) -> bool:
     """``mallopt(3)``; returns whether the C library has it and took the value."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    return mallopt is not None and bool(mallopt(option, value))
+    return hasattr(_libc, "mallopt") and bool(_libc.mallopt(option, value))

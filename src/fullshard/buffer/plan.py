@@ -1,11 +1,8 @@
 """Where the parameters of a group lie, and which part of them each rank owns.
 
-A :class:`Plan` is integer arithmetic: it knows shapes and a number of ranks, no memory, no dtype and no process group.
-It owns two maps, both in elements, from parameters to the *full buffer* that every rank sees while a group is gathered
-and to the *shard* that each rank keeps. Together they are a list of strided copies, each a :class:`Piece`: buffers turn
-it into memory, and transports into messages.
-
-The full buffer is parameter-major in every layout, so that an unsharded parameter is a view of it. Two layouts cut it::
+A :class:`Plan` knows shapes and a number of ranks, no memory, no dtype and no process group. It maps parameters, in
+elements, to the *full buffer* that every rank sees while a group is gathered and to the *shard* that each rank keeps.
+Together these are a list of strided copies, each a :class:`Piece`. Two layouts cut the full buffer::
 
     three parameters a (4 rows), b (3 rows), c (2 rows) over two ranks; '.' is padding, digits name the owner
 
@@ -19,11 +16,9 @@ The full buffer is parameter-major in every layout, so that an unsharded paramet
     shard of 0     a0 a1 a2 a3 b0
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
-A worked example of *even*: b has 3 rows of 5 elements. ``torch.chunk`` gives rank 0 two rows and rank 1 one row, so b
-takes 10 elements in each shard (12 with the alignment), of which rank 1 uses 5.
-
-a is the chunks of the ranks end to end. If its chunks are large, a is *straight*: a collective can read and write it
-where it lies. Straight chunks come last in a shard, behind the *packed* ones, which travel together.
+If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If the chunks of
+a, which lie end to end, are large, a is *straight*: a collective can read and write it where it lies. Straight chunks
+come last in a shard, behind the *packed* ones, which travel together.
 """
 
 from __future__ import annotations
@@ -49,17 +44,11 @@ STRAIGHT = 2**16
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter as a Plan sees it.
+    """One parameter as a Plan sees it."""
 
-    Args:
-        name: how errors call it.
-        shape: its full shape; ``()`` for a scalar.
-        dim: the dim along which *even* cuts it. ``None`` keeps the whole parameter on every rank, as for a scalar.
-    """
-
-    name: str
+    name: str  # how errors call it
     shape: tuple[int, ...]
-    dim: int | None = 0
+    dim: int | None = 0  # along which *even* cuts it; ``None`` keeps all of it on every rank, as for a scalar
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -84,10 +73,8 @@ class ParamShape:
 
     def chunk_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
         """The shape of that chunk; 0 along ``dim`` for a rank that holds nothing."""
-        if self.dim is None:
-            return self.shape
         start, stop = self.chunk(rank, world_size)
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return self.shape if self.dim is None else (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
 #: The size of a dim, its stride in the full buffer and its stride in shards.
@@ -98,26 +85,17 @@ _Dim = tuple[int, int, int]
 class Piece:
     """Elements that lie regularly in the full buffer and in a shard, or in the shards of all ranks: a strided copy.
 
-    Everything is in elements. Shapes have as few dims as both sides allow: most pieces are contiguous and have one.
-    Of 3 rows of 8 elements, cut along dim 1 over 4 ranks, rank 2 has ``Piece((3, 2), 4, (8, 1), 0, (2, 1))``.
-
-    Args:
-        shape: of the elements.
-        full_start: where the first lies in the full buffer.
-        full_stride: strides in the full buffer.
-        shard_start: where the first lies in the shard; if it is one of all ranks, in the shard of rank 0.
-        shard_stride: strides in the shard, or from rank to rank in memory with the shards of all ranks.
-        is_kept: whether every rank has all of it, so that a gather takes nothing from other ranks.
-        section: which section of a group it belongs to, where there are several plans.
+    Shapes have as few dims as both sides allow: most pieces are contiguous and have one. Of 3 rows of 8 elements, cut
+    along dim 1 over 4 ranks, rank 2 has ``Piece((3, 2), 4, (8, 1), 0, (2, 1))``.
     """
 
     shape: tuple[int, ...]
     full_start: int
     full_stride: tuple[int, ...]
-    shard_start: int
-    shard_stride: tuple[int, ...]
-    is_kept: bool = False
-    section: int = 0
+    shard_start: int  # if it is one of all ranks, in the shard of rank 0
+    shard_stride: tuple[int, ...]  # if it is one of all ranks, from rank to rank in memory with the shards of all
+    is_kept: bool = False  # whether every rank has all of it, so that a gather takes nothing from other ranks
+    section: int = 0  # which section of a group it belongs to, where there are several plans
 
     @property
     def numel(self) -> int:
@@ -157,29 +135,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Plan:
-    """Offsets of ``params`` in the full buffer and in the shards of ``world_size`` ranks. Made by :func:`make_plan`.
-
-    Attributes:
-        full_offsets: start of each parameter in the full buffer.
-        full_numel: size of the full buffer; ``world_size * shard_numel`` in *flat*.
-        shard_offsets: start of each parameter's chunk in every shard (*even* only; empty in *flat*).
-        shard_numel: size of a shard, the same for every rank.
-        is_messages: whether the full buffer has the shards of all ranks end to end, without straight parameters, which
-            lie elsewhere.
-        straight: which parameters are the chunks of all ranks end to end and large, in the order of shards, where they
-            come last.
-    """
+    """Where parameters begin in the full buffer and in the shards of all ranks. Made by :func:`make_plan`."""
 
     params: tuple[ParamShape, ...]
     world_size: int
     layout: LayoutName
     full_offsets: tuple[int, ...]
-    full_numel: int
-    shard_offsets: tuple[int, ...]
-    shard_numel: int
+    full_numel: int  # ``world_size * shard_numel`` in *flat*
+    shard_offsets: tuple[int, ...]  # the same in every shard; empty in *flat*
+    shard_numel: int  # the same for every rank
     alignment: int
-    straight: tuple[int, ...] = ()
-    is_messages: bool = False
+    straight: tuple[int, ...] = ()  # the straight parameters, in the order of shards, where they come last
+    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is straight
 
     @property
     def end(self) -> int:
@@ -199,19 +166,16 @@ class Plan:
     def pieces_of_all(self, pitch: int) -> tuple[Piece, ...]:
         """What all ranks own of the full buffer, when their shards begin ``pitch`` elements apart.
 
-        At most two pieces for each parameter, whatever the number of ranks: ``torch.chunk`` gives some ranks chunks of
-        equal size, at most one rank a smaller one and the rest none. Parameters of one shape at equal distances, as
-        norms and projections often are, are one piece.
+        At most two pieces for each parameter: ``torch.chunk`` gives some ranks chunks of equal size, at most one rank a
+        smaller one and the rest none. Parameters of one shape at equal distances, as norms often are, are one piece.
         """
         return tuple(_joined(_pieces(self, range(self.world_size), pitch)))
 
     @property
     def is_rank_major(self) -> bool:
         """Whether the shards of all ranks, end to end, are the full buffer."""
-        same = all(
-            (piece.full_start, piece.full_stride) == (piece.shard_start, piece.shard_stride)
-            for piece in self.pieces_of_all(self.shard_numel)
-        )
+        pieces = self.pieces_of_all(self.shard_numel)
+        same = all((p.full_start, p.full_stride) == (p.shard_start, p.shard_stride) for p in pieces)
         return same and self.full_numel == self.world_size * self.shard_numel
 
     def is_whole(self, param: ParamShape) -> bool:
@@ -240,7 +204,7 @@ class Plan:
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part.
 
-        In *flat* that is a run of elements, of one dim; or all of the parameter, where one rank keeps everything.
+        In *flat* that is a run of elements, or all of the parameter where one rank keeps everything.
         """
         param = self.params[index]
         if self.layout == "even":
@@ -285,7 +249,7 @@ def make_plan(
         world_size: number of ranks, at least 1.
         layout: ``"even"`` or ``"flat"``, see the module's docstring.
         alignment: elements, at least 1, to a multiple of which each parameter starts in the full buffer and the size of
-            a shard is rounded up (*even*); chunks in it start on multiples of :data:`CHUNK_ALIGNMENT`.
+            a shard is rounded up (*even*).
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")

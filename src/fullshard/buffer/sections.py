@@ -21,16 +21,10 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Section:
-    """Parameters of one dtype.
+    """Parameters of one dtype."""
 
-    Args:
-        dtype: the dtype in which they are stored.
-        members: which of the group's parameters they are, in the order of ``plan.params``.
-        plan: where they lie.
-    """
-
-    dtype: torch.dtype
-    members: tuple[int, ...]
+    dtype: torch.dtype  # in which they are stored
+    members: tuple[int, ...]  # which of the group's parameters they are, in the order of ``plan.params``
     plan: Plan
 
 

@@ -1,12 +1,8 @@
-"""A full buffer in memory that the ranks of a host share.
+"""A full buffer in memory that the ranks of a host share: it consists of their shards, so nothing has to be gathered.
 
-It is always there and consists of the shards of all ranks, so nothing has to be gathered. This rank reads it through a
-mapping of its own, whose writes are not shared: no other rank sees a write to an unsharded parameter, and a reshard
-throws it away.
-
-Between passes other ranks write to the buffer. So parameters that are unsharded by hand lie in a copy
-(:meth:`SharedBuffer.be_private`): this rank writes each page as it is, which makes the page its own. The values stay at
-their address.
+This rank reads it through a mapping of its own: no other rank sees a write to an unsharded parameter, and a reshard
+throws it away. Between passes other ranks write to the buffer. So parameters that are unsharded by hand lie in a copy
+(:meth:`SharedBuffer.be_private`): this rank writes each page as it is, which makes the page its own, at its address.
 """
 
 from __future__ import annotations
@@ -25,12 +21,8 @@ _USES = 64
 
 
 class SharedBuffer:
-    """A full buffer that ranks share; it is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
-
-    Args:
-        view: memory that all ranks map, as this one reads it.
-        start: where in it the buffer begins, in bytes.
-        nbytes: the size of the buffer.
+    """A full buffer that ranks share, ``start`` bytes into ``view``, which is memory that all of them map, as this one
+    reads it. It is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
     """
 
     takes_turns = False

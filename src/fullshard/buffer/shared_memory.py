@@ -1,16 +1,12 @@
 """Memory that several processes of a host map, and the numbers by which they tell each other where they are.
 
 A :class:`Segment` has no name in the file system: its owner makes it (``memfd``, with its space reserved, so that no
-limit of ``/dev/shm`` holds for it and no later access fails) and others open it through the owner's ``/proc``. The
-system takes it back when the last process that maps it ends, however that ends. :class:`Counters` are one number for
-each process, which only that process writes. Others decide what is in a segment, and who may read it when.
+limit of ``/dev/shm`` holds for it and no later access fails) and others open it through the owner's ``/proc``. It is
+mapped without the ``mmap`` objects of Python, each of which keeps a file open (before 3.13 always). :class:`Counters`
+are one number for each process. Others decide what is in a segment, and who may read it when.
 
-It is mapped without the ``mmap`` objects of Python, each of which keeps a file open (before 3.13 always): a model of
-hundreds of groups would have more open files than many systems allow.
-
-A process that is forked from this one would go on to see what is written to memory that is shared, and its own writes
-would reach the others. So what this process holds in it is copied when it forks, and in the child that copy takes the
-place of the shared memory: the child sees, as with any other memory, what was there when it was forked.
+What this process holds in shared memory is copied when it forks, and in the child that copy takes the place of the
+shared memory: the child sees, as with any other memory, what was there when it was forked.
 """
 
 from __future__ import annotations
@@ -54,8 +50,8 @@ def can_share() -> bool:
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
-    calls = all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
-    return calls and os.access(_PAGEMAP, os.R_OK) and _tells_of_writes()
+    has_calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+    return has_calls and os.access(_PAGEMAP, os.R_OK) and _tells_of_writes()
 
 
 @cache
@@ -122,18 +118,17 @@ class Pages:
 
     def keep(self) -> None:
         """Copy the parts that a forked child must see. Children that are forked one after the other share a copy."""
-        if not self.own:
-            return
-        if self._copy is not None and not any(
-            _libc().memcmp(self._copy.start + at, self.start + at, nbytes) for at, nbytes in self.own
-        ):
-            return
-        self.forget_copy()
-        copy = Pages(-1, self.nbytes, _OF_PROCESS)
+        copy = self._copy
+        if copy is None or any(_libc().memcmp(copy.start + at, self.start + at, nbytes) for at, nbytes in self.own):
+            self.forget_copy()
+            if self.own:
+                self._copy = Pages(-1, self.nbytes, _OF_PROCESS)
+                self.copy_own(self._copy)
+                _copied.add(self)
+
+    def copy_own(self, other: Pages) -> None:
         for at, nbytes in self.own:
-            ctypes.memmove(copy.start + at, self.start + at, nbytes)
-        self._copy = copy
-        _copied.add(self)
+            ctypes.memmove(other.start + at, self.start + at, nbytes)
 
     def part(self) -> None:
         """Become memory of this process alone, in a forked child. If no copy could be made, a read ends the child."""
@@ -223,21 +218,17 @@ class Segment:
         With ``MAP_PRIVATE`` this process reads what others write, and its own writes go to copies of the pages.
         :meth:`was_written` tells of such pages, :meth:`discard_writes` lets go of them.
         """
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_ino != address.inode:
-                raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
-            return cls(Pages(fd, address.nbytes, flags), address)
-        finally:
-            os.close(fd)
+        file = File(os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC))
+        if os.fstat(file.fd).st_ino != address.inode:
+            raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
+        return cls(Pages(file.fd, address.nbytes, flags), address)
 
     def become(self, other: Segment) -> None:
         """Take the memory of ``other``, in which no tensor may lie; this process's own parts are copied there before.
 
         Tensors stay where they are.
         """
-        for at, nbytes in self.pages.own:
-            ctypes.memmove(other.pages.start + at, self.pages.start + at, nbytes)
+        self.pages.copy_own(other.pages)
         other.pages.move_to(self.pages)
         other._end.detach()
         _mapped.pop(other.pages.start, None)
@@ -273,10 +264,9 @@ class Counters:
     """A number for each of ``size`` processes, of which this one writes that of ``rank`` and reads the others."""
 
     def __init__(self, segment: Segment, start: int, rank: int, size: int) -> None:
-        step = _LINE // 8
-        self._numbers = segment.numbers(start, step * size)
-        self._mine = step * rank
-        self._others = [step * other for other in range(size) if other != rank]
+        self._lines = [segment.numbers(start + _LINE * each, 2) for each in range(size)]
+        self._mine = self._lines[rank]
+        self._others = [line for line in self._lines if line is not self._mine]
         self.value = 0
 
     @staticmethod
@@ -285,18 +275,18 @@ class Counters:
 
     def set(self, value: int) -> None:
         """Say that this process has come to ``value``. A process that reads the number sees what was written before."""
-        self.value = self._numbers[self._mine] = value
+        self.value = self._mine[0] = value
 
     def reached(self, value: int) -> bool:
         """Whether all the others have come to ``value``."""
-        return all(self._numbers[other] >= value for other in self._others)
+        return all(line[0] >= value for line in self._others)
 
     def of(self, rank: int) -> int:
-        return self._numbers[rank * _LINE // 8]
+        return self._lines[rank][0]
 
     def note(self, value: int) -> None:
         """Give another number to the processes that read the next number that is set."""
-        self._numbers[self._mine + 1] = value
+        self._mine[1] = value
 
     def noted(self, rank: int) -> int:
-        return self._numbers[rank * _LINE // 8 + 1]
+        return self._lines[rank][1]

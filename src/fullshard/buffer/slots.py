@@ -4,21 +4,12 @@ A :class:`SlotPool` owns the memory; a :class:`SlotBuffer` is one group's full b
 is in use. Its tensors are made once and keep their storage for good: taking a slot moves the slot's memory into that
 storage and giving it back moves it out, so that what autograd saved is right again wherever the values lie next time.
 
-::
+A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
+nothing. Where storages cannot exchange their memory (torch before 2.12), a slot is only a size: its taker frees the
+memory of its last holder and allocates anew.
 
-    pool          slot 1 [########]     slot 2 [########]
-    block 0       holds slot 1                                in use
-    block 1                             holds slot 2          gathered ahead
-    block 2       (the address of a slot it had, and no memory of its own)
-
-Nothing is allocated, freed or faulted in once every slot exists. A buffer that was given back keeps its slot, and its
-values, until somebody else needs it: taking it again then costs nothing. A buffer that keeps its memory shares it with
-no other, and its values stay at one address, as graphs of a device need. Where storages cannot exchange their memory
-(torch before 2.12), a slot is only a size: its taker frees the memory of its last holder and allocates anew.
-
-A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Memory
-that is freed and taken again at each exchange would be faulted in again by the kernel, at nine times the cost of
-copying it. So pieces stay, grow when a larger exchange comes, and serve the next one.
+A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
+stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
 """
 
 from __future__ import annotations
@@ -49,18 +40,13 @@ class Slot:
 
 
 class SlotPool:
-    """Memory for buffers that take turns.
-
-    Args:
-        device: where the memory lies.
-        allocate: makes 1-D uint8 tensors of a number of bytes.
-    """
+    """Memory for buffers that take turns: 1-D uint8 tensors, which ``allocate`` makes."""
 
     def __init__(self, device: torch.device, allocate: Allocate) -> None:
         self.device = device
         self.is_host = is_host(device)
         self._allocate = allocate
-        #: Slots that any buffer may take, the longest unused first.
+        #: Slots that any buffer may take: those that nobody holds first, then the longest unused.
         self.free: list[Slot] = []
         self.buffers: weakref.WeakSet[SlotBuffer] = weakref.WeakSet()
         #: Size of an ordinary slot: the largest buffer that takes turns. Larger ones have slots of their own size.
@@ -127,10 +113,10 @@ class SlotBuffer:
         self._stale: SlotPool | None = None  # where its address lies while it has no slot
         self.in_use = False
         with torch.inference_mode(False):
-            self._own = torch.empty(0, dtype=torch.uint8, device=pool.device)
-        self._storage = self._own.untyped_storage()
+            own = torch.empty(0, dtype=torch.uint8, device=pool.device)
+        self._storage = own.untyped_storage()
         #: Identifies the storage that all views of the buffer have.
-        self.storage_id = storage_id(self._own)
+        self.storage_id = storage_id(own)
         self._memory: torch.Tensor | None = None
         pool.buffers.add(self)
 
@@ -164,17 +150,13 @@ class SlotBuffer:
             if not self.keeps_memory:
                 pool.free.remove(slot)
             return slot.released
-        # One without a holder, or else the longest unused of those that are not too large.
-        for each in pool.free:
-            has_room = self.takes_turns and self.nbytes < each.nbytes <= max(2 * self.nbytes, pool.ordinary)
-            if (each.nbytes == self.nbytes or has_room) and (slot is None or each.holder is None):
-                slot = each
-                if each.holder is None:
-                    break
-        if slot is None:
-            slot = pool.make(self)
+        most = max(2 * self.nbytes, pool.ordinary) if self.takes_turns else self.nbytes
+        for slot in pool.free:
+            if self.nbytes <= slot.nbytes <= most:
+                pool.free.remove(slot)
+                break
         else:
-            pool.free.remove(slot)
+            slot = pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
         if not CAN_SWAP_MEMORY:
             slot.released.wait()  # before its memory is the allocator's
@@ -221,8 +203,10 @@ class SlotBuffer:
     def move(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
         if not self.in_use and pool is not self.pool:
-            if self.slot is not None and not self.keeps_memory:
+            if (slot := self.slot) is not None and not self.keeps_memory:
                 self.lose()
+                self.pool.free.remove(slot)
+                self.pool.free.insert(0, slot)
             self.pool = pool
             pool.buffers.add(self)
 

@@ -22,7 +22,7 @@ from fullshard.buffer.plan import Plan, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.device import PASSED, Lanes, Mark, is_capturing, is_host
+from fullshard.device import PASSED, Lane, Lanes, Mark, is_capturing, is_host
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -95,7 +95,7 @@ class CommContext:
     @cached_property
     def lanes(self) -> Lanes:
         """Made when something runs in them: on a device they are streams."""
-        return Lanes(self._device)
+        return Lanes(Lane(self._device), Lane(self._device), Lane(self._device))
 
     def pool(self, kind: str, transport: Transport) -> SlotPool:
         """The pool of buffers of a kind that ``transport`` moves."""
