@@ -30,10 +30,6 @@ class StoreConnection:
     """A connection to the store that does not wait for ever, as where the process of the store is stopped or busy.
 
     A request that is not answered in time is left to a thread. Nothing else is asked until it is answered.
-
-    Args:
-        store: is cloned.
-        rank: that asks, for the log.
     """
 
     def __init__(self, store: Any, rank: int) -> None:

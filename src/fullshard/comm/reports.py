@@ -24,45 +24,25 @@ _BEGUN = time.time()
 
 @dataclass
 class Report:
-    """What a rank lets the others know.
+    """What a rank lets the others know."""
 
-    Args:
-        rank: of the default process group.
-        process: its number.
-        host: identifies the space of process numbers.
-        number: of the default process group among those that the process has had.
-        beat: grows with each report.
-        written: when, in seconds of the clock of its host.
-        doing: see :class:`~fullshard.comm.waits.Position`.
-        passes: the same.
-        waits: what it waits for, and empty while it runs.
-        waits_for: the ranks on which that depends.
-        waited: seconds.
-        beside: what threads beside training wait for, and for how long, for people.
-        quiet: those of them in which nothing came from any rank.
-        connections: ends of its network connections, this one and the other, as they were lately.
-        ended: how its program ended; empty while it runs.
-        is_first: whether it did not end because of another rank.
-        verdict: why no wait will end, as this rank found out.
-    """
-
-    rank: int
+    rank: int  # of the default process group
     process: int
-    host: str
-    number: int = 1
-    beat: int = 0
-    written: float = 0.0
-    doing: str = ""
-    passes: dict[str, dict[str, str]] = field(default_factory=dict)
-    waits: str = ""
-    waits_for: list[int] = field(default_factory=list)
-    waited: float = 0.0
-    beside: str = ""
-    quiet: float = 0.0
-    connections: list[list[str]] = field(default_factory=list)
-    ended: str = ""
-    is_first: bool = True
-    verdict: str = ""
+    host: str  # identifies the space of process numbers
+    number: int = 1  # of the default process group among those that the process has had
+    beat: int = 0  # grows with each report
+    written: float = 0.0  # when, in seconds of the clock of its host
+    doing: str = ""  # see :class:`~fullshard.comm.waits.Position`
+    passes: dict[str, dict[str, str]] = field(default_factory=dict)  # the same
+    waits: str = ""  # what it waits for, and empty while it runs
+    waits_for: list[int] = field(default_factory=list)  # the ranks on which that depends
+    waited: float = 0.0  # seconds
+    beside: str = ""  # what threads beside training wait for, and for how long, for people
+    quiet: float = 0.0  # seconds of the wait in which nothing came from any rank
+    connections: list[list[str]] = field(default_factory=list)  # their two ends, this one first, as they were lately
+    ended: str = ""  # how its program ended; empty while it runs
+    is_first: bool = True  # whether it did not end because of another rank
+    verdict: str = ""  # why no wait will end, as this rank found out
 
     @property
     def place(self) -> str:
@@ -71,14 +51,9 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks, in a store.
+    """The reports of all ranks, in a store, under ``key`` and their rank: a new one every ``interval`` seconds.
 
-    Args:
-        store: where they are.
-        mine: this rank's, which :meth:`write` writes.
-        key: under which they are, followed by the rank.
-        interval: seconds between two reports of a rank.
-        former: processes and numbers of reports that were about an earlier process group. They may be there still.
+    The store may still have those of an earlier process group, of which ``former`` has the processes and numbers.
     """
 
     def __init__(

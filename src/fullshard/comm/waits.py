@@ -1,9 +1,7 @@
 """What this process waits for from other ranks, where others of its threads can see it.
 
-Whoever waits writes it down before and after. That costs a few attributes. The waits of the thread that trains, and
-those of threads beside it, as of a save in the background, stand apart. Owns the error for a rank that was lost. It
-leaves to :mod:`fullshard.comm.watch` to look at waits that last, to compare them with those of other ranks, and to say
-why one will never end.
+Whoever waits writes it down before and after, in a few attributes: the thread that trains apart from threads beside it.
+Owns the error for a rank that was lost, and leaves to :mod:`fullshard.comm.watch` to look at waits that last.
 """
 
 from __future__ import annotations
@@ -23,35 +21,23 @@ class LostRankError(RuntimeError):
 
 
 class Wait(NamedTuple):
-    """A wait for the ranks of a process group.
+    """A wait for the ranks of a process group."""
 
-    Args:
-        what: what is waited for.
-        process_group: whose ranks are waited for.
-        tag: of the exchange, if it is one of a group.
-    """
-
-    what: str
+    what: str  # for people
     process_group: dist.ProcessGroup | None
-    tag: int = -1
+    tag: int = -1  # of the exchange, if it is one of a group
 
 
 @dataclass
 class Position:
-    """Where the thread that trains is.
+    """Where the thread that trains is."""
 
-    Args:
-        doing: for people, such as "in the backward of step 3".
-        passes: what it communicated about last, by number: of each process group and each pass that may not have ended
-            everywhere the same on all ranks.
-        names: of the groups, by their tags.
-        unlike_before: where the pass that runs has left the order of the one before, for people.
-    """
-
-    doing: str = "before its first forward"
+    doing: str = "before its first forward"  # for people
+    #: What it communicated about last, by number: of each process group and each pass that may not have ended
+    #: everywhere, by a name that is the same on all ranks.
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    unlike_before: str = ""
+    names: dict[int, str] = field(default_factory=dict)  # of the groups, by their tags
+    unlike_before: str = ""  # where the pass that runs has left the order of the one before, for people
 
 
 class Waits:
@@ -59,28 +45,19 @@ class Waits:
 
     The exchanges of groups are the training's, in whichever thread autograd runs them: they set ``current`` and
     ``count`` themselves, without a call. All other waits go through :func:`waiting`, which looks at the thread.
-
-    Attributes:
-        current: what the training waits for now; ``None`` while it runs.
-        count: grows with each of its waits: one wait follows another for the same thing.
-        thread: that trains: the last one that sharded a model.
-        beside: what other threads wait for. Each wait is an object of its own.
-        joined: the one of these for which the training waits.
-        verdict: why no wait of this process will end, once that is known.
-        position: where it is.
-        announce: lets the other ranks know at once where it is, by the thread that trains.
-        explain: says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
     """
 
     def __init__(self) -> None:
-        self.current: Wait | None = None
-        self.count = 0
-        self.thread = threading.current_thread()
-        self.beside: dict[threading.Thread, Wait] = {}
-        self.joined: threading.Thread | None = None
-        self.verdict: str | None = None
-        self.position: Callable[[], Position] = Position
+        self.current: Wait | None = None  # what the training waits for now
+        self.count = 0  # grows with each of its waits: one wait follows another for the same thing
+        self.thread = threading.current_thread()  # that trains: the last one that sharded a model
+        self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
+        self.joined: threading.Thread | None = None  # the one of these for which the training waits
+        self.verdict: str | None = None  # why no wait of this process will end, once that is known
+        self.position: Callable[[], Position] = Position  # where it is
+        #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
+        #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
         self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
 
     def change(self, wait: Wait | None) -> Wait | None:
@@ -125,11 +102,7 @@ def checks_are_on() -> bool:
 
 
 def lost(wait: Wait, rank: str, error: object) -> LostRankError:
-    """What to raise when a wait has failed with ``error``: backends say that a rank was lost, not why.
-
-    Args:
-        rank: the other rank, as far as it is known.
-    """
+    """What to raise when a wait for ``rank`` has failed with ``error``: backends say that a rank was lost, not why."""
     why, said = WAITS.explain(wait.process_group), str(error).partition(". ")[0]
     return LostRankError(f"rank {dist.get_rank()} lost {rank} in {placed(wait)}. {why} ({said})")
 

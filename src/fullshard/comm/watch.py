@@ -1,7 +1,6 @@
 """A thread beside training that looks at what ranks wait for: it speaks when a wait is long, and ends a hopeless one.
 
-Once a second each rank writes its *report* to the store of the default process group: what it does, what it waits for,
-and what it communicated about in its last passes. A rank that waits reads the reports of the others::
+Once a second each rank writes its *report* to the store. A rank that waits reads the reports of the others::
 
     rank 0   waits for the gather of 'b' ──▶ reads ──▶ rank 1 was told something else ──▶ a verdict: all ranks raise
     rank 1   waits for the gather of 'a' ──▶ reads ──▶ finds the verdict of rank 0    ──▶
@@ -62,24 +61,17 @@ _DROP = 0.1
 
 
 @dataclass
-class _Beside:
-    """A wait of a thread beside training, since when it is known, and its age in seconds when a line was logged."""
+class _Known:
+    """A wait as the watch knows it."""
 
-    wait: Wait
-    since: float
-    warned: float = 0.0
-
-    def told(self, now: float) -> str:
-        return f"a thread beside training has waited {now - self.since:.0f} s for {describe(self.wait)}"
+    wait: Wait | None
+    since: float  # when it was seen first
+    warned: float = 0.0  # its age in seconds when a line was logged
+    number: int = -1  # among the waits of training
 
 
 class Watch:
-    """The watch of one process. Made by :func:`start_watch`.
-
-    Args:
-        store: of the default process group.
-        before: the watch over the one before it in this process.
-    """
+    """The watch of one process over its default process group, after that over one ``before``."""
 
     def __init__(self, store: Any, before: Watch | None = None) -> None:
         self.thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
@@ -92,17 +84,12 @@ class Watch:
         self._ending = threading.Event()
         self.shown = _OVER, True  # how the program has ended, when it does, and whether not because of another rank
         self._lock = threading.RLock()
-        self._mine: Report = Report(
-            self._rank, os.getpid(), host_id(), before._mine.number + 1 if before is not None else 1
-        )
+        number, former = (before._mine.number + 1, before._reports.all_so_far()) if before is not None else (1, ())
+        self._mine: Report = Report(self._rank, os.getpid(), host_id(), number)
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
-        self._reports: Reports = Reports(
-            self._store, self._mine, key, self._interval, before._reports.all_so_far() if before is not None else ()
-        )
-        self._seen: tuple[int, Wait | None] = -1, None  # the number of the last wait, and the wait
-        self._since = 0.0  # when it was seen first
-        self._warned = 0.0  # seconds of this wait at which a line was logged
-        self._beside: dict[threading.Thread, _Beside] = {}  # the waits of threads beside training
+        self._reports: Reports = Reports(self._store, self._mine, key, self._interval, former)
+        self._seen = _Known(None, 0.0)  # the last wait of training
+        self._beside: dict[threading.Thread, _Known] = {}  # the waits of threads beside it
         self._judged = 0.0  # when the verdict was found
         self._announced: dict[str, dict[str, str]] = {}  # the passes that were told at once
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
@@ -114,14 +101,10 @@ class Watch:
 
     def show(self, error: BaseException) -> None:
         """An error was shown to the user, which has ended the program, or a line at a prompt."""
-        self.shown = (
-            f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": "),
-            not _comes_from_another_rank(error),
-        )
-        program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)} & {
-            "<module>",
-            "_run_module_as_main",
-        }
+        how = f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": ")
+        self.shown = how, not _comes_from_another_rank(error)
+        program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+        program &= {"<module>", "_run_module_as_main"}
         if not program and not sys.flags.interactive and not hasattr(sys, "ps1"):
             self.end()  # no program is left; otherwise it says so at its end
 
@@ -143,8 +126,8 @@ class Watch:
     def _look(self) -> None:
         count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
         if wait is None or not self._is_same(count, wait):
-            self._seen, self._since, self._warned = (count, wait), now, 0.0
-        waited = now - self._since
+            self._seen = _Known(wait, now, number=count)
+        waited = now - self._seen.since
         self._look_beside(thread, now)
         self._tell(wait, waited)
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
@@ -159,31 +142,33 @@ class Watch:
                 self._tell(wait, waited)
         if WAITS.verdict is not None:
             self._end_wait(wait, reports, now)
-        elif self._is_due(waited, self._warned):
-            self._warned = waited
+        elif self._is_due(self._seen, now):
             _log.warning("Rank %d is %s. %s", self._rank, self._mine.place, self._others(reports))
 
     def _is_same(self, count: int, wait: Wait | None) -> bool:
         """Whether a wait is the one that was seen last."""
-        return count == self._seen[0] and wait is self._seen[1]
+        return count == self._seen.number and wait is self._seen.wait
 
     def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
         """Speak of long waits of threads beside training. They end training only when it waits for them."""
         waits = {thread: wait for thread, wait in WAITS.beside.copy().items() if thread != joined}
         known = {thread: each for thread, each in self._beside.items() if waits.get(thread) is each.wait}
-        self._beside = {thread: known.get(thread) or _Beside(wait, now) for thread, wait in waits.items()}
-        long = [each for each in self._beside.values() if now - each.since >= _READ]
-        self._mine.beside = "; ".join(each.told(now) for each in long)
-        for each in long:
-            if self._is_due(waited := now - each.since, each.warned):
-                each.warned = waited
-                reports = self._reports.read(self._others_of(each.wait))
+        self._beside = {thread: known.get(thread) or _Known(wait, now) for thread, wait in waits.items()}
+        long = [(each, waits[thread]) for thread, each in self._beside.items() if now - each.since >= _READ]
+        told = "a thread beside training has waited {:.0f} s for {}"
+        self._mine.beside = "; ".join(told.format(now - each.since, describe(wait)) for each, wait in long)
+        for each, wait in long:
+            if self._is_due(each, now):
+                reports = self._reports.read(self._others_of(wait))
                 here = f"{self._mine.place}; {self._mine.beside}"
                 _log.warning("Rank %d is %s. %s", self._rank, here, self._others(reports))
 
-    def _is_due(self, waited: float, warned: float) -> bool:
-        """Whether to log a line for a wait, which had lasted ``warned`` seconds when one was logged; 0 if none was."""
-        return waited >= self._warn_after and waited >= warned + (60 if warned else 0)
+    def _is_due(self, known: _Known, now: float) -> bool:
+        """Whether to log a line for a wait now, and again only a minute later."""
+        waited, before = now - known.since, known.warned
+        is_due = waited >= self._warn_after and waited >= before + (60 if before else 0)
+        known.warned = waited if is_due else before
+        return is_due
 
     def _others_of(self, wait: Wait) -> list[int]:
         """The ranks on which a wait depends."""
