@@ -1,8 +1,7 @@
 """Devices, lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
 
 A :class:`Lane` is a stream on devices that have streams and, on the CPU, the fact that communication runs by itself.
-A *mark* is a point in a lane that can be waited for. Nothing above this file knows which of the two it drives: it asks
-here for streams, and whether a device is the *host*, which has none.
+A *mark* is a point in a lane that can be waited for. The CPU is the *host*, which has no streams.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +30,6 @@ class Pending(Protocol):
         On a device with streams it is called at once, on the lane's stream, and only enqueues work; on CPU it is called
         when the result is needed, and blocks.
         """
-        ...
 
 
 class Done:
@@ -46,7 +44,6 @@ class Mark(Protocol):
 
     def wait(self) -> None:
         """Let work that follows on the current lane (CPU: in this thread) run after the mark. May be called again."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -156,15 +153,15 @@ def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
     current_stream(device).wait_stream(stream)
 
 
+@dataclass(slots=True, eq=False)
 class EventMark:
     """A point in a stream."""
 
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    event: torch.Event
+    device: torch.device
 
     def wait(self) -> None:
-        current_stream(self._device).wait_event(self._event)
+        current_stream(self.device).wait_event(self.event)
 
 
 class Lane:
@@ -173,11 +170,6 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device in HOSTS else _streams.make(device)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether its work is completed by the host."""
-        return self._stream is None
 
     def run(
         self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Sequence[Mark] | None = None
@@ -201,13 +193,12 @@ class Lane:
             return EventMark(self._stream.record_event(), self._device)
 
 
-class Lanes:
+class Lanes(NamedTuple):
     """The lanes of one tree of modules; several trees may share them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.gather = Lane(device)
-        self.reduce = Lane(device)
-        self.all_reduce = Lane(device)
+    gather: Lane
+    reduce: Lane
+    all_reduce: Lane
 
 
 def mark_now(device: torch.device) -> Mark:
@@ -245,9 +236,7 @@ def move_to_device(
                 param.grad.data = param.grad.to(device)
     for module in modules:
         for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            dtype = buffer_dtype if buffer.is_floating_point() else None
-            if not buffer.is_meta or dtype is not None:
+            if buffer is not None:
                 target = buffer.device if buffer.is_meta or isinstance(buffer, DTensor) else device
+                dtype = buffer_dtype if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=target, dtype=dtype or buffer.dtype)

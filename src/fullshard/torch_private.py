@@ -26,12 +26,13 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of  # if a dim was cut twice
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # every batch norm: mixed precision leaves them alone
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_subclass  # quantized weights
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BatchNorm", "DTensorSpec", "StridedShard", "is_traceable_subclass", "pytree", "symm_mem"]
+__all__ = ["BatchNorm", "DTensorSpec", "StridedShard", "box_of", "is_traceable_subclass", "pytree", "symm_mem"]
 
 
 def sharding_spec(
@@ -55,23 +56,13 @@ def altered_spec(
 
 
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
-
 #: The local tensor itself; ``to_local()`` gives a view that autograd follows.
 local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
-
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
 #: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
 make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
-
 #: While it is entered, attributes of DTensors are read in half the time: nobody looks for ``__torch_function__``.
 PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
-
-
-def box_of(mesh: DeviceMesh, placements: Sequence[Placement], shape: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and offsets of this rank's part where a dim was cut twice; checkpoints say where each part lies."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return compute_local_shape_and_global_offset(shape, mesh, placements)
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
@@ -122,19 +113,14 @@ def reorder(hook: RemovableHandle, last: bool) -> None:
 
 #: One mesh of several that come from one root mesh: data parallel beside tensor parallel.
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
-
 #: Several dims of a mesh as one, with a name.
 flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
-
 
 #: The number of the backward of which this thread runs a node, and -1 outside of any: a forward that runs inside is a
 #: recomputation.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-
-
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-
 #: Hooks that a user registered on a tensor, if any: they go with a parameter to the one that takes its place.
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 #: Those of ``register_post_accumulate_grad_hook``; we set gradients, so we call them.
@@ -143,7 +129,6 @@ post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrget
 #: Whether gradients of torch's own sharding travel, unless told otherwise, in the dtype of their parameter and not in
 #: that of the computation. Not a name that could be looked up: what a default means has changed.
 GRADIENTS_KEEP_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-
 #: What was assigned to ``grad_dtype`` of a parameter: a dtype, ``None`` ("any"), or nothing ("own", follows the dtype).
 GradDtype = torch.dtype | Literal["own", "any"]
 
@@ -203,10 +188,8 @@ def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
 
 #: The tensor of which this one is a view. Without it a hook on a view would be lost to an operation in place.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-
 #: Counts the writes in place to a tensor, as autograd does: values that are still in a slot may be stale.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-
 #: Sets these counters. Without it a saved tensor could be read while its memory holds something else. 0.7 µs for 8.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
@@ -264,7 +247,6 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
 PYTREE_NODES: dict[type, Any] = pytree.SUPPORTED_NODES
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
-
 #: Many copies (at least one) in one call, without waiting for the device; one by one they would cost the host most of a
 #: gather.
 foreach_copy: Callable[[Tensors, Tensors], object] = partial(torch._foreach_copy_, non_blocking=True)
@@ -278,11 +260,9 @@ foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # 
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # What these call. They look at their arguments for as long as a group of small parameters is copied.
 _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
-
 
 #: Writes what the ranks bring, its second argument, to its first. What it returns, if anything, is waited for.
 Collective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
@@ -336,10 +316,7 @@ class OpenGradScaler(torch.amp.GradScaler):
     def unscale_gradients(
         self, params: list[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply the gradients by ``inv_scale`` in place; returns 1 for each device where one was not finite, or 0.
-
-        ``found_inf`` is zero, on the device of the scale.
-        """
+        """Multiply the gradients by ``inv_scale`` in place; returns, by device, 1 if one was not finite and else 0."""
         optimizer: Any = SimpleNamespace(param_groups=[{"params": params}])
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
 
@@ -371,8 +348,6 @@ def port_of(store: Any) -> int:
 
 #: Whether a profiler records: ranges cost several times what they measure when none does.
 profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
 #: What ``torch.compile`` calls for every frame that this thread enters, ``None`` outside of it. Without it each hook
 #: would have to pay for being kept out of graphs in programs that compile nothing.
 compiler_callback: Callable[[], object] = get_eval_frame_callback

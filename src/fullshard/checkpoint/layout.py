@@ -143,7 +143,7 @@ def _layout_on(
         else:
             sharded += [-1, -1]
     cut_twice = len(set(sharded)) < len(sharded)
-    sizes, start = box_of(mesh, placements, shape) if cut_twice else (local, tuple(offsets))
+    sizes, start = box_of(shape, mesh, placements) if cut_twice else (local, tuple(offsets))
     copies = Copies((id(mesh), placements), number, count, math.prod(extent))
     return Layout(shape, ((start, sizes),) if math.prod(sizes) else (), copies)
 

@@ -451,7 +451,7 @@ class _PendingReduction:
                 return
         outputs = self._outputs
         mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
-        if group.comm.lanes.all_reduce.is_host:
+        if is_host(group.device):
             mark.wait()
         else:
             group.comm.reductions.add(HoldingMark(mark, outputs))

@@ -65,12 +65,10 @@ def watch_lanes(overrides: Overrides, context: CommContext, runner: Callable[...
     """Have ``runner`` called for what is run in the lanes of a context, with the name of the lane first; returns their
     streams, ``None`` for those of the host."""
     lanes = context.lanes
-    watched = Lanes.__new__(Lanes)
-    watched.gather = _WatchedLane(lanes.gather, partial(runner, "gather"))
-    watched.reduce = _WatchedLane(lanes.reduce, partial(runner, "reduce"))
-    watched.all_reduce = _WatchedLane(lanes.all_reduce, partial(runner, "all-reduce"))
-    overrides.put(context, "lanes", watched)
-    return [lane._stream for lane in (lanes.gather, lanes.reduce, lanes.all_reduce)]
+    names = ("gather", "reduce", "all-reduce")
+    watched = (_WatchedLane(lane, partial(runner, name)) for name, lane in zip(names, lanes, strict=True))
+    overrides.put(context, "lanes", Lanes(*watched))
+    return [lane._stream for lane in lanes]
 
 
 class _ToldWaits(Waits):
