@@ -316,7 +316,7 @@ MUTATIONS = (
     ),
     Mutation(
         "device.py",
-        "        current_stream(self._device).wait_event(self._event)\n",
+        "        current_stream(self.device).wait_event(self.event)\n",
         "        return\n",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
@@ -504,7 +504,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._dropped.set(self._dropped.value + 1)",
+        "self._ready.note(self._dropped)",
         "pass",
         "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),
@@ -540,14 +540,14 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/shared_memory.py",
-        "ctypes.memmove(other.pages.start + at, self.pages.start + at, nbytes)",
+        "self.pages.copy_own(other.pages)",
         "pass",
         "tests/comm/test_local_ranks.py::test_if_one_rank_cannot_nobody_shares",
     ),
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",
-        "all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)",
+        "all(full.dtype.itemsize >= 4 for full in fulls)",
         "True",
         "tests/comm/test_select.py::test_two_hosts_move_small_groups_by_collectives",
     ),

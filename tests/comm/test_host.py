@@ -55,7 +55,7 @@ def test_a_reduction_reads_in_place_and_sends_nothing(world: World) -> None:
         raise AssertionError("messages were exchanged")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PointToPointTransport, "reduce_route", refuse)
+        patch.setattr(PointToPointTransport, "_route", refuse)
         pending = start(transport, transfers)
         pending.finish()
         pending.wait()

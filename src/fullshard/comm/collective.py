@@ -29,7 +29,7 @@ from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Request, Route, Transfer, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
@@ -75,10 +75,9 @@ class CollectiveTransport(Transport):
             return self._all_gather.allocate((nbytes,), dtype=torch.uint8, device=device)
         return super().allocate(nbytes, device)
 
-    def _route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-    ) -> Route:
+    def _route(self, request: Request) -> Route:
         """The order of calls is enough: ``tag`` is only for errors."""
+        direction, transfers, process_group, tag = request
         comm = self._all_gather if direction == "gather" else self._reduce_scatter
         wait = Wait("an all-gather" if direction == "gather" else "a reduce-scatter", process_group, tag)
         return _CollectiveRoute(direction, transfers, process_group, comm, wait)

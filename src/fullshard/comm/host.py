@@ -1,8 +1,8 @@
 """Memory shared by the ranks of a host, for gloo on the CPU.
 
-A group's full buffer is one segment that all ranks map, and a rank's shard is its part of it, so that a gather moves
-nothing. A reduction reads the gradient buffers of the others in place. Owns the reductions and the order that they
-need; a :class:`~fullshard.comm.local_ranks.PassBarrier` keeps the order of parameters::
+A rank's shard is its part of a segment that all ranks map, so that a gather moves nothing. A reduction reads the
+gradient buffers of the others in place. Owns the reductions and the order that they need; a
+:class:`~fullshard.comm.local_ranks.PassBarrier` keeps the order of parameters::
 
     rank 0    gradients in a slot ── ready 7 ──▶ adds up its part of all slots 7 ── done 7 ──▶ slot 7 may be written
                                         │ waits for ready 7 of all                     │ waits for done 7 of all
@@ -27,17 +27,7 @@ from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
-from fullshard.comm.transport import (
-    PLAIN_SUM,
-    Direction,
-    Reduction,
-    Route,
-    SharedMemory,
-    StillRead,
-    Transfer,
-    Transport,
-    alias,
-)
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transport, alias
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY
@@ -53,12 +43,8 @@ _Key = tuple[int, int]
 
 
 class HostTransport(Transport):
-    """Reduces in memory that the ranks of ``process_group`` share. Made by :meth:`among`.
-
-    Args:
-        local_ranks: the ranks.
-        control: a segment of :meth:`control_bytes` that all of them map.
-        messages: moves what is not shared.
+    """Reduces in memory that ranks share, all of which map ``control``, and moves the rest by ``messages``. Made by
+    :meth:`among`.
     """
 
     name = "host"
@@ -72,10 +58,9 @@ class HostTransport(Transport):
         line = Counters.nbytes(size)
         self._ready = Counters(control, 0, rank, size)
         self.done = Counters(control, line, rank, size)
-        self._dropped = Counters(control, 2 * line, rank, size)
         count = _ENTRY * _AHEAD
-        self._entries = [control.numbers(3 * line + each * 8 * count, count) for each in range(size)]
-        self._number = 0
+        self._entries = [control.numbers(2 * line + each * 8 * count, count) for each in range(size)]
+        self._number = self._dropped = 0  # of reductions that this rank has started, and of slots that it has lost
         self._under_way: deque[_PendingHostReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
@@ -91,7 +76,7 @@ class HostTransport(Transport):
 
     @staticmethod
     def control_bytes(size: int) -> int:
-        return 3 * Counters.nbytes(size) + 8 * _ENTRY * _AHEAD * size
+        return 2 * Counters.nbytes(size) + 8 * _ENTRY * _AHEAD * size
 
     @classmethod
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
@@ -132,9 +117,7 @@ class HostTransport(Transport):
     def meet(self, memory: SharedMemory | None) -> bool:
         return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
 
-    def _route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-    ) -> Route:
+    def _route(self, request: Request) -> Route:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
         messages, and so does what is gathered: it lies in memory of this rank alone.
 
@@ -143,12 +126,11 @@ class HostTransport(Transport):
         Raises:
             RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
         """
-        if direction == "gather":
-            return self.private.gather_route(transfers, process_group, tag)
-        if self._address_of(transfer.full for transfer in transfers) is None:
-            return self.private.reduce_route(transfers, process_group, tag)
-        check_summable(transfers)
-        route = _HostReduceRoute(self, transfers, tag, self._scratch)
+        fulls = [transfer.full for transfer in request.transfers]
+        if request.direction == "gather" or self._address_of(fulls) is None:
+            return self.private._route(request)
+        check_summable(request.transfers)
+        route = _HostReduceRoute(self, request, self._scratch)
         self._routes.add(route)
         return route
 
@@ -161,9 +143,7 @@ class HostTransport(Transport):
         local_ranks, number = self.local_ranks, self._number
         local_ranks.wait(self.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
-        self._entries[local_ranks.rank][at] = number
-        for offset, value in enumerate((route.tag, route.subject, *slot), 1):
-            self._entries[local_ranks.rank][at + offset] = value
+        self._entries[local_ranks.rank][at : at + 7] = [number, route.tag, route.subject, *slot]
         self._ready.set(number)
         reading = _PendingHostReduction(self, route, number, shards, divisor)
         self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
@@ -190,7 +170,7 @@ class HostTransport(Transport):
         number = reading.number
         self.local_ranks.wait(self._ready, number, "a reduction", reading.route.tag)
         for rank in range(self.local_ranks.size):
-            dropped = self._dropped.of(rank)
+            dropped = self._ready.noted(rank)
             if dropped != self._purged[rank]:
                 self._forget_slots_of(rank)
                 self._purged[rank] = dropped
@@ -243,7 +223,8 @@ class HostTransport(Transport):
     def _forget(self, start: int, file: File | None) -> None:
         """Tell the other ranks that a slot of this one is gone."""
         self._slots.pop(start, None)
-        self._dropped.set(self._dropped.value + 1)
+        self._dropped += 1
+        self._ready.note(self._dropped)
         self._files.append((self._ready.value, file))
         self._close_files()
 
@@ -283,9 +264,9 @@ class _PendingHostReduction(StillRead):
 class _HostReduceRoute:
     """The parts of some buffers that this rank adds up."""
 
-    def __init__(self, transport: HostTransport, transfers: Sequence[Transfer], tag: int, scratch: Lease) -> None:
+    def __init__(self, transport: HostTransport, request: Request, scratch: Lease) -> None:
+        transfers, self.tag = request.transfers, request.tag
         self._transport = transport
-        self.tag = tag
         self.fulls = [alias(transfer.full) for transfer in transfers]
         self._plans = [transfer.plan for transfer in transfers]
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
@@ -311,7 +292,7 @@ class _HostReduceRoute:
             for piece in self._plans[section].pieces(self._transport.local_ranks.rank, section):
                 for block in blocks(piece):
                     terms = [block.of_full(each) for each in fulls]
-                    sums.append(Sum(block, terms, self._shard_dtypes[section], self._scratch.view))
+                    sums.append(Sum(block, terms, self._shard_dtypes[section], self._scratch))
         return sums
 
     def sums(self, slots: tuple[_Key, ...], opened: dict[_Key, Segment]) -> list[Sum]:

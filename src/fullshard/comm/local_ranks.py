@@ -1,7 +1,7 @@
-"""The ranks of a process group that share a host: whether they do, memory that all of them map, and waiting.
+"""The ranks of a process group that share a host.
 
-Owns the first meeting of the ranks, the making of shared segments, waits that are bounded and notice a rank that has
-ended, and the barrier between passes. Others decide what is shared.
+Owns their first meeting, the making of shared segments, waits that are bounded and notice a rank that has ended, and
+the barrier between passes. Others decide what is shared.
 """
 
 from __future__ import annotations
@@ -32,12 +32,7 @@ _ALIVE = 0.05
 
 
 class LocalRanks:
-    """The ranks of a process group, all on one host. Made by :func:`meet`.
-
-    Args:
-        process_group: theirs.
-        pids: their processes, in the order of ranks.
-    """
+    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`meet`."""
 
     def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
@@ -58,24 +53,19 @@ class LocalRanks:
     def share(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
-        Every rank must call it. What a rank has in its own parts of ``segment`` is there for all afterwards.
+        Every rank must call it. What a rank has in its own parts of ``segment`` is there for all afterwards, and
+        ``view`` shows the same, and writes to it to this rank alone. ``None`` is for a rank that has nothing yet.
 
-        Args:
-            segment: to be shared; ``None`` for a rank that has nothing yet.
-            view: to show the same, and writes to it to this rank alone.
-
-        Returns:
-            whether all ranks could; if not, nothing has changed.
+        Returns whether all ranks could; if not, nothing has changed.
 
         Raises:
             ValueError: the ranks ask for different sizes.
         """
         common: Segment | None = None
         look: Segment | None = None
-        nbytes = segment.address.nbytes if segment is not None else 0
+        nbytes, process_group = segment.address.nbytes if segment is not None else 0, self.process_group()
         with suppress(OSError):
             common = Segment.create(nbytes) if self.rank == 0 and nbytes else None
-        process_group = self.process_group()
         said = gather_objects((nbytes, common.address if common is not None else None), process_group)
         for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
@@ -98,11 +88,7 @@ class LocalRanks:
         return True
 
     def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
-        """Return when all the others have come to ``value``.
-
-        Args:
-            doing: what this rank does, for errors.
-            tag: of the exchange, if it is one of a group.
+        """Return when all the others have come to ``value``; ``doing`` and the ``tag`` of the exchange are for errors.
 
         Raises:
             LostRankError: a rank has ended before, the wait cannot end, or the timeout of the process group has passed.
@@ -164,13 +150,9 @@ class LocalRanks:
 class PassBarrier:
     """Keeps apart reading and writing of shared memory, in which each rank writes its own part.
 
-    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own::
-
-        rank 0   write ──▶ enter │ read ... read ──▶ leave │ write
-        rank 1   write ────▶ enter │ read ...... read ▶ leave │ write
-
-    Ranks number their passes, so that after a pass that an error cut short on some ranks the next one is right again; a
-    rank says ``8 * pass + 4 * has_left + 2 * kind_before + kind``, by a number at the beginning of ``segment``.
+    Between :meth:`enter` and :meth:`leave` every rank may read all of it, outside it may write what is its own. Ranks
+    number their passes, so that after a pass that an error cut short on some ranks the next one is right again; a rank
+    says ``8 * pass + 4 * has_left + 2 * kind_before + kind``, by a number at the beginning of ``segment``.
     """
 
     def __init__(self, local_ranks: LocalRanks, segment: Segment) -> None:
@@ -178,12 +160,7 @@ class PassBarrier:
         self._counters = Counters(segment, 0, local_ranks.rank, local_ranks.size)
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
-        """Wait until all ranks enter.
-
-        Args:
-            doing: what this rank does, for errors.
-            kind: 0 for a forward, 1 for a backward.
-            steps: how many steps of optimizers this rank has made.
+        """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after so many ``steps`` of optimizers.
 
         Raises:
             RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps``, has ended, or
@@ -232,8 +209,7 @@ def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
 
     Every rank must call it.
     """
-    mine = (os.getpid(), host_id(), can_share())
-    every: list[tuple[int, str, bool]] = gather_objects(mine, process_group)
+    every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
     for rank, (_, host, able) in enumerate(every):
         if not able:
             return f"rank {rank} runs on a system without memory that processes share in the way that is needed"

@@ -20,7 +20,6 @@ Pieces that need staging travel in rounds of bounded size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,18 +35,13 @@ class Staged(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """What travels between two ranks at a time. Sizes are in bytes."""
 
     straight: tuple[Piece, ...] = ()  # pieces that need no staging
     whole: tuple[Staged, ...] = ()  # pieces with messages of their own
     packed: tuple[Staged, ...] = ()  # pieces that share a message
     nbytes: int = 0  # the staging at the receiver, which that message ends
-
-    @property
-    def staged(self) -> tuple[Staged, ...]:
-        return self.whole + self.packed
 
     @property
     def packed_start(self) -> int:
@@ -82,7 +76,7 @@ def plan_rounds(
         choose(packed[0], is_large=True).append(packed.pop())
     rounds = list(_fill(whole, packed, itemsizes, large, capacity))
     if straight:
-        rounds[:1] = [replace(rounds[0] if rounds else Round(), straight=tuple(straight))]
+        rounds[:1] = [(rounds[0] if rounds else Round())._replace(straight=tuple(straight))]
     return tuple(rounds)
 
 

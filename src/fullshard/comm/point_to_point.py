@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.messages import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Route, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Copies, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -52,12 +53,11 @@ Message = tuple[list[torch.Tensor], int]
 
 
 class PointToPointTransport(Transport):
-    """Moves buffers by messages between ranks.
+    """Moves buffers by messages between ranks; small groups of two ranks by the transport ``native``, if there is one.
 
     Args:
         staging: bytes of staging for what an exchange receives from all ranks together.
         large: bytes from which a piece gets a message of its own.
-        native: gathers and reduces small groups of two ranks; ``None`` for messages whatever the size.
     """
 
     name = "p2p"
@@ -67,21 +67,16 @@ class PointToPointTransport(Transport):
         self._native = native
         self.ends_processes = native is not None
 
-    def _route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-    ) -> Route:
-        """Small groups of two ranks do not use ``tag``. ``Reduction.sum_only`` is always so.
-
-        Low precision is added in fp32, in the order of ranks, so that the result depends on no timing.
-        """
-        nbytes = sum(transfer.full.nbytes for transfer in transfers)
-        exact = direction == "gather" or all(transfer.full.dtype.itemsize >= 4 for transfer in transfers)
-        if self._native is not None and exact and process_group.size() == 2 and nbytes <= SMALL:
-            route = self._native.gather_route if direction == "gather" else self._native.reduce_route
-            return route(transfers, process_group, tag)
-        if direction == "reduce":
-            check_summable(transfers)
-        return _MessageRoute(direction, transfers, process_group, tag, *self._limits)
+    def _route(self, request: Request) -> Route:
+        """Low precision is added in fp32, in the order of ranks, so that the result depends on no timing."""
+        fulls = [transfer.full for transfer in request.transfers]
+        exact = request.direction == "gather" or all(full.dtype.itemsize >= 4 for full in fulls)
+        is_small = request.process_group.size() == 2 and sum(full.nbytes for full in fulls) <= SMALL
+        if self._native is not None and exact and is_small:
+            return self._native._route(request)
+        if request.direction == "reduce":
+            check_summable(request.transfers)
+        return _MessageRoute(request, *self._limits)
 
 
 @dataclass
@@ -98,18 +93,12 @@ class _BoundRound:
 
 @dataclass(eq=False)
 class _Exchange:
-    """Rounds of messages on their way.
-
-    Args:
-        route: whose messages they are.
-        rounds: in the memory of ``lease``.
-        shards: where a reduction writes its sums, divided by ``divisor``.
-    """
+    """Rounds of messages on their way."""
 
     route: _MessageRoute
     rounds: Sequence[_BoundRound]
-    lease: Lease
-    shards: Sequence[torch.Tensor]
+    lease: Lease  # has their memory
+    shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     divisor: float
     works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
 
@@ -156,27 +145,14 @@ class _Exchange:
 
 
 class _MessageRoute:
-    """How sections travel: a gather brings this rank's shards to all ranks, a reduction this rank's values to owners.
+    """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
-    Args:
-        staging: bytes for what is received from all ranks together.
-        large: bytes from which a piece gets a message of its own.
-    """
-
-    def __init__(
-        self,
-        direction: Direction,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup,
-        tag: int,
-        staging: int,
-        large: int,
-    ) -> None:
+    def __init__(self, request: Request, staging: int, large: int) -> None:
+        direction, transfers, self.process_group, self.tag = request
+        process_group = self.process_group
         self._gathers = direction == "gather"
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
-        self.wait = Wait(what, process_group, tag)
-        self.process_group = process_group
-        self.tag = tag
+        self.wait = Wait(what, process_group, self.tag)
         self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)
@@ -196,11 +172,11 @@ class _MessageRoute:
         itemsizes = tuple(dtype.itemsize for dtype in self._dtypes)
         capacity = max(LEAST_STAGING, staging // (DEPTH * max(1, len(self._peers))))
         large = min(large, capacity)
-        #: In which what each rank owns is sent by it (gather) or to it.
-        self._rounds = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
-        self._count = max(map(len, self._rounds))
-        self._turn = max((self._round_bytes(index) for index in range(self._count)), default=0)
-        self._nbytes = self._scratch + min(DEPTH, self._count) * self._turn  # of staging
+        every = [plan_rounds(plans, itemsizes, each, large, capacity, direction) for each in range(world_size)]
+        #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
+        self._rounds = list(zip_longest(*every, fillvalue=Round()))
+        self._turn = max(map(self._round_bytes, self._rounds), default=0)
+        self._nbytes = self._scratch + min(DEPTH, len(self._rounds)) * self._turn  # of staging
         self._bound: dict[int, list[_BoundRound]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
@@ -217,34 +193,30 @@ class _MessageRoute:
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_BoundRound]:
         """The rounds in the memory of a lease, kept for the next time that it comes."""
-        starts = [self._scratch + number % DEPTH * self._turn for number in range(self._count)]
-        rounds = self._bound[lease.index] = [self._make(number, lease, at) for number, at in enumerate(starts)]
-        return rounds
+        starts = [self._scratch + number % DEPTH * self._turn for number in range(len(self._rounds))]
+        bound = self._bound[lease.index] = list(map(self._make, self._rounds, repeat(lease), starts))
+        return bound
 
-    def _round(self, owner: int, index: int) -> Round:
-        return self._rounds[owner][index] if index < len(self._rounds[owner]) else Round()
+    def _arriving(self, rounds: Sequence[Round]) -> list[tuple[int, Round]]:
+        """Which rank sends what in a round."""
+        return [(peer, rounds[peer if self._gathers else self._rank]) for peer in self._peers]
 
-    def _arriving(self, index: int) -> list[tuple[int, Round]]:
-        """Which rank sends what."""
-        return [(peer, self._round(peer if self._gathers else self._rank, index)) for peer in self._peers]
-
-    def _leaving(self, index: int) -> list[tuple[list[int], Round]]:
+    def _leaving(self, rounds: Sequence[Round]) -> list[tuple[list[int], Round]]:
         """What is sent to which ranks."""
-        if self._gathers:
-            return [(self._peers, self._round(self._rank, index))]
-        return [([peer], self._round(peer, index)) for peer in self._peers]
+        own = [(self._peers, rounds[self._rank])]
+        return own if self._gathers else [([peer], rounds[peer]) for peer in self._peers]
 
-    def _round_bytes(self, index: int) -> int:
+    def _round_bytes(self, rounds: Sequence[Round]) -> int:
         """Bytes of staging of a round on this rank."""
-        arriving = self._arriving(index)
+        arriving, leaving = self._arriving(rounds), self._leaving(rounds)
         received = sum(align(each.nbytes) - (peer == self._first) * each.packed_start for peer, each in arriving)
-        return received + sum(align(leaving.packed_bytes) for _, leaving in self._leaving(index))
+        return received + sum(align(each.packed_bytes) for _, each in leaving)
 
-    def _make(self, index: int, lease: Lease, start: int) -> _BoundRound:
+    def _make(self, rounds: Sequence[Round], lease: Lease, start: int) -> _BoundRound:
         """A round whose staging begins ``start`` bytes into ``lease``."""
         bound = _BoundRound()
         starts: dict[int, int | None] = {}
-        for peer, arriving in self._arriving(index):
+        for peer, arriving in self._arriving(rounds):
             bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
             if peer == self._first:
                 bound.in_shards = [(piece, peer) for piece, _ in arriving.whole]
@@ -255,11 +227,12 @@ class _MessageRoute:
                 packed = lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,))
                 bound.receives.append(([packed], peer))
             if self._gathers:
-                bound.after[0].extend(self._full(piece) for piece, _ in arriving.staged)
-                bound.after[1].extend(self._staged(lease, start, *each) for each in arriving.staged)
+                staged = arriving.whole + arriving.packed
+                bound.after[0].extend(self._full(piece) for piece, _ in staged)
+                bound.after[1].extend(self._staged(lease, start, *each) for each in staged)
             starts[peer] = start
             start += align(arriving.nbytes)
-        for peers, leaving in self._leaving(index):
+        for peers, leaving in self._leaving(rounds):
             messages = [[self._source(piece)] for piece in (*leaving.straight, *(piece for piece, _ in leaving.whole))]
             if leaving.packed:
                 messages.append([lease.view(torch.uint8, start, (leaving.packed_bytes,))])
@@ -269,9 +242,9 @@ class _MessageRoute:
             bound.sends += [(message, peer) for peer in peers for message in messages]
             start += align(leaving.packed_bytes)
         if not self._gathers:
-            mine, of_whole = self._round(self._rank, index), {**starts, self._first: None}
-            for staged, begins in ((mine.whole, of_whole), (mine.packed, starts)):
-                for piece, offset in staged:
+            mine, of_whole = rounds[self._rank], {**starts, self._first: None}
+            for pieces, begins in ((mine.whole, of_whole), (mine.packed, starts)):
+                for piece, offset in pieces:
                     bound.sums += [self._sum(piece, block, offset, lease, begins) for block in blocks(piece)]
         return bound
 
@@ -284,7 +257,7 @@ class _MessageRoute:
             start = starts.get(rank)
             staged = None if start is None else self._staged(lease, start, block, offset)
             terms.append(self._full(block) if rank == self._rank else staged)
-        return Sum(block, terms, self._shard_dtypes[piece.section], lease.view)
+        return Sum(block, terms, self._shard_dtypes[piece.section], lease)
 
     def _full(self, piece: Piece) -> torch.Tensor:
         return piece.of_full(self._fulls[piece.section])

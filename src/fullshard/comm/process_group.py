@@ -20,10 +20,7 @@ _SMALL, _LENGTH = 248, 8
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it.
-
-    A process group may have several, one for each type of device.
-    """
+    """The name of the backend for ``device``, such as ``"gloo"``; empty if the group has none for it."""
     return _backends(process_group).get(device.type, "")
 
 
@@ -39,13 +36,9 @@ def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Process
 
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
-    """The objects of all ranks, in the order of ranks; every rank must call it.
+    """What every rank of the group (``None`` for all) brings, by rank; all of them must call it, with what pickles.
 
     Small objects travel in one collective. A second one brings what is left of the others.
-
-    Args:
-        mine: an object that can be pickled.
-        process_group: the ranks; ``None`` for all.
     """
     said = pickle.dumps(mine)
     with waiting("a comparison with the other ranks", process_group):
@@ -69,8 +62,7 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source
     length = data.new_tensor([data.numel()], dtype=torch.int64)
     with waiting(f"what rank {source} of the group sends", process_group):
         dist.broadcast(length, group=process_group, group_src=source)
-        if dist.get_rank(process_group) != source:
-            data = data.new_empty(int(length))
+        data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
         dist.broadcast(data, group=process_group, group_src=source)
     return decoded(data)
 

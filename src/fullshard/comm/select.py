@@ -1,7 +1,6 @@
-"""Which transport moves a group's buffers: chosen from facts, unless the user says otherwise.
+"""Which transport moves a group's buffers: chosen from facts, or by name with ``FULLSHARD_TRANSPORT``.
 
-Owns the choice and the instances. Groups share them, so that their staging exists once. ``FULLSHARD_TRANSPORT``
-overrides the choice with the name of a transport.
+Owns the choice and the instances. Groups share them, so that their staging exists once.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """The transport for buffers on ``device`` that move among the ranks of ``process_group``, all of which call it.
 
     On gloo and the CPU shared memory if all ranks are on one host, and messages between pairs of ranks otherwise, as
-    collectives copy and allocate several times what they move (but for small groups of two ranks, see
-    :data:`~fullshard.comm.point_to_point.SMALL`); the native collectives everywhere else.
+    collectives copy and allocate several times what they move; the native collectives everywhere else.
 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
@@ -63,8 +61,7 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if not fits:
         raise ValueError(
             f"FULLSHARD_TRANSPORT={wanted!r} needs buffers on the CPU and a process group with gloo, but this group "
-            f"uses {backend or 'no backend'!r} for buffers on {device}: "
-            f"unset it or use {CollectiveTransport.name!r}"
+            f"uses {backend or 'no backend'!r} for buffers on {device}: unset it or use {CollectiveTransport.name!r}"
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"

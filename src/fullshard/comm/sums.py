@@ -1,14 +1,13 @@
 """Sums of the values of all ranks: how they become means, and how they are added where no backend does it.
 
 Owns the choice of what is divided before values travel, by the backend and after (:func:`choose_scaling`), and sums
-block by block in a precision that does not depend on which rank is first: low precision is added in fp32, in the order
-of ranks. Transports bring the terms here.
+block by block: low precision is added in fp32, in the order of ranks. Transports bring the terms here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.plan import Piece
+from fullshard.buffer.slots import Lease
 from fullshard.comm.transport import Transfer
 from fullshard.torch_private import premultiplied_sum
 
@@ -76,25 +76,19 @@ class Sum:
     """One block of a shard: the sum of the terms of all ranks, in their order.
 
     Args:
-        block: where it is written.
         terms: as many as there are ranks, at least one of the first two a tensor; ``None`` for what is in the shard.
-        shard_dtype: of what is written.
-        scratch: tensors of a dtype, from a byte on, of a shape, in :func:`scratch_bytes` of memory.
+        scratch: begins with :func:`scratch_bytes` of memory that nobody else uses meanwhile.
     """
 
     def __init__(
-        self,
-        block: Piece,
-        terms: Sequence[torch.Tensor | None],
-        shard_dtype: torch.dtype,
-        scratch: Callable[[torch.dtype, int, tuple[int, ...]], torch.Tensor],
+        self, block: Piece, terms: Sequence[torch.Tensor | None], shard_dtype: torch.dtype, scratch: Lease
     ) -> None:
         dtype = next(term.dtype for term in terms if term is not None)
         sum_dtype = SUM_DTYPES[dtype]
         self.block, self.terms = block, terms
         #: Where to add them up, if not in the shard itself; where to convert each to the dtype of the sum.
-        self.total = scratch(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
-        self.term = scratch(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
+        self.total = scratch.view(sum_dtype, 0, block.shape) if sum_dtype != shard_dtype else None
+        self.term = scratch.view(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
         place = self.block.of_shard(shards[self.block.section])
@@ -121,11 +115,7 @@ def blocks(piece: Piece) -> Iterator[Piece]:
 
 
 def check_summable(transfers: Sequence[Transfer]) -> None:
-    """Refuse dtypes that cannot be added up.
-
-    Raises:
-        TypeError: names the dtype.
-    """
+    """Refuse dtypes that cannot be added up, by a TypeError."""
     for transfer in transfers:
         if transfer.full.dtype not in SUM_DTYPES:
             raise TypeError(

@@ -1,8 +1,7 @@
 """How buffers move between ranks: the interface that every transport fulfils.
 
-A transport owns two decisions, where buffers live (:meth:`Transport.allocate`) and how they travel. It is given what
-a :class:`~fullshard.buffer.plan.Plan` says of a group and leaves to its caller which group moves when, on which lane,
-and what becomes of the result.
+A transport decides where buffers live (:meth:`Transport.allocate`) and how they travel. It leaves to its caller which
+group moves when, on which lane, and what becomes of the result.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ from fullshard.device import Done, Pending
 
 
 class Transfer(NamedTuple):
-    """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies.
+    """One typed section of a group on its way: where it lies whole, and where this rank's part of it lies."""
 
-    Args:
-        plan: how the two correspond; ``plan.world_size`` is the size of the process group.
-        full: 1-D tensor of ``plan.full_numel`` elements.
-        shard: 1-D tensor of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary.
-    """
-
-    plan: Plan
-    full: torch.Tensor
-    shard: torch.Tensor
+    plan: Plan  # how the two correspond; its ``world_size`` is the size of the process group
+    full: torch.Tensor  # 1-D, of ``plan.full_numel`` elements
+    shard: torch.Tensor  # 1-D, of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary
 
 
 #: Shards to all ranks, or the values of all ranks to shards.
@@ -49,11 +42,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:
-    """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``.
-
-    Raises:
-        ValueError: names the first parameter of the plan, what was found and what the plan asks for.
-    """
+    """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``."""
     for transfer in transfers:
         plan, full, shard = transfer.plan, transfer.full, transfer.shard
         where = f"of the group of parameter '{plan.params[0].name}'" if plan.params else "of a group without parameters"
@@ -78,26 +67,27 @@ def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: b
 
 
 class Reduction(NamedTuple):
-    """How the ranks' values are combined: their sum divided by ``divisor``.
-
-    Args:
-        divisor: usually the number of ranks that hold different data.
-        sum_only: use only plain sums on the wire and scale apart (some zero-copy collectives can do nothing else).
-    """
+    """How the ranks' values are combined: their sum divided by ``divisor``."""
 
     divisor: float = 1.0
-    sum_only: bool = False
+    sum_only: bool = False  # only plain sums on the wire, and scaled apart: some zero-copy collectives can do no more
 
 
 #: What the ranks bring is added up, and not divided.
 PLAIN_SUM = Reduction()
 
 
-class Route(Protocol):
-    """How some shards get to all ranks, or the ranks' values of some buffers to the shards that they are added up in.
+class Request(NamedTuple):
+    """What a route is worked out for: at least one transfer, and the ranks and the tag of their messages."""
 
-    It is worked out once, for buffers that stay, and taken in every step.
-    """
+    direction: Direction
+    transfers: Sequence[Transfer]
+    process_group: dist.ProcessGroup
+    tag: int
+
+
+class Route(Protocol):
+    """How shards get to all ranks, or the values of full buffers to shards: worked out once, taken in every step."""
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
@@ -107,7 +97,6 @@ class Route(Protocol):
         Full buffers that are messages (``Plan.is_messages``) lack their ``straight`` parameters: these are given here,
         in the order of the transfers and of each plan, 1-D and contiguous, until the end, and may be overwritten.
         """
-        ...
 
 
 class Nowhere:
@@ -120,9 +109,6 @@ class Nowhere:
 class StillRead:
     """Communication (:class:`Pending`) whose buffers other ranks still read after its end."""
 
-    def finish(self) -> None:
-        raise NotImplementedError
-
     def wait(self) -> None:
         """Return when no rank reads them any more: they may be written again. Called after ``finish``."""
         raise NotImplementedError
@@ -130,19 +116,12 @@ class StillRead:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone.
-
-    Args:
-        segment: holds it.
-        view: the same, mapped to be read: a write goes to a copy of its page.
-        start: where in the segment it begins, in bytes.
-        barrier: when it may be read and written.
-    """
+    """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone."""
 
     segment: Segment
-    view: Segment
-    start: int
-    barrier: PassBarrier
+    view: Segment  # the same, mapped to be read: a write goes to a copy of its page
+    start: int  # where in both it begins, in bytes
+    barrier: PassBarrier  # when it may be read and written
 
     def tensor(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A 1-D tensor ``start`` bytes into the memory, with a storage and a version of its own."""
@@ -158,9 +137,10 @@ class SharedMemory:
 class Transport:
     """The transitions of a buffer that need other ranks. The defaults are for ranks that have memory of their own.
 
-    A route must be started by all ranks of ``process_group``, each with its own of equal plans and tags; to make one
+    A route must be started by all ranks of its process group, each with its own of equal plans and tags; to make one
     communicates nothing. From ``start`` on its buffers belong to the transport until ``finish`` returns (on a device
-    with streams: until the lane's stream has passed it).
+    with streams: until the lane's stream has passed it). A tag is a small non-negative integer, unique to the group and
+    the kind of exchange, so that messages of different groups are never taken for one another.
     """
 
     name: str
@@ -205,31 +185,27 @@ class Transport:
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
         """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``.
 
-        ``full`` and ``shard`` of one transfer have one dtype. Padding of ``full`` is left undefined. Parameters that
-        every rank keeps whole (``dim=None``) are taken from this rank's own shard.
+        Both have one dtype. Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken
+        from this rank's own shard.
 
         Raises:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
         """
         check_transfers(transfers, process_group.size(), one_dtype=True)
-        return self._route("gather", transfers, process_group, tag) if transfers else Nowhere()
+        return self._route(Request("gather", transfers, process_group, tag)) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
         """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
-        which the result is cast; every start brings its own shards. Their padding is left undefined. ``tag`` is a small
-        non-negative integer that is unique to the group and the kind of exchange, so that messages of different groups
-        are never taken for one another.
+        which the result is cast; every start brings its own shards. Their padding is left undefined.
 
         Raises:
             ValueError: a tensor does not fit its plan, or a plan the number of ranks.
             TypeError: a dtype that the transport cannot add up.
         """
         check_transfers(transfers, process_group.size(), one_dtype=False)
-        return self._route("reduce", transfers, process_group, tag) if transfers else Nowhere()
+        return self._route(Request("reduce", transfers, process_group, tag)) if transfers else Nowhere()
 
-    def _route(
-        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int
-    ) -> Route:
-        raise NotImplementedError(f"transport '{self.name}' does not {direction}")
+    def _route(self, request: Request) -> Route:
+        raise NotImplementedError(f"transport '{self.name}' does not {request.direction}")

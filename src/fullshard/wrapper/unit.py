@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from fullshard import tree
-from fullshard.comm.transport import Direction, Transfer, Transport
+from fullshard.comm.transport import Request, Transfer, Transport
 from fullshard.device import Done, Pending
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.schedule import Schedule
@@ -108,8 +108,8 @@ class _HookTransport(Transport):
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
 
-    def _route(self, direction: Direction, transfers: Sequence[Transfer], *_: object) -> Any:
-        return SimpleNamespace(start=partial(self._start, transfers))
+    def _route(self, request: Request) -> Any:
+        return SimpleNamespace(start=partial(self._start, request.transfers))
 
     def _start(self, transfers: Sequence[Transfer], shards: Sequence[torch.Tensor], *__: object) -> Pending:
         for (_, full, _), shard in zip(transfers, shards, strict=True):
