@@ -236,7 +236,8 @@ class Plan:
         chosen = tuple(indices)
         if self.layout == "flat" or chosen == tuple(range(len(self.params))):
             return self
-        return _select(self, chosen)
+        params, starts = [self.params[i] for i in chosen], [self.full_offsets[i] for i in chosen]
+        return _cut(replace(self, params=tuple(params), full_offsets=tuple(starts)))
 
 
 def make_plan(
@@ -263,7 +264,7 @@ def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutNa
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
     plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment)
     if layout == "even":
-        return _select(plan, tuple(range(len(params))))
+        return _cut(plan)
     if layout != "flat":
         raise ValueError(f"layout must be 'even' or 'flat', got {layout!r}")
     shard_numel = -(-plan.end // world_size)  # not aligned: so cuts fall where users of torch's wrapper expect them
@@ -271,30 +272,22 @@ def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutNa
 
 
 @lru_cache(maxsize=4096)
-def _select(plan: Plan, chosen: tuple[int, ...]) -> Plan:
-    """Some parameters of *even*, in a shard of their own; that of a single rank is the full buffer, if it has all."""
-    params = tuple(plan.params[i] for i in chosen)
-    full_offsets = tuple(plan.full_offsets[i] for i in chosen)
+def _cut(plan: Plan) -> Plan:
+    """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
-    numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in params]
-    straight = [i for i, numel in enumerate(numels) if _is_straight(params[i], numel, plan)]
-    packed = [i for i in range(len(params)) if i not in straight]
+    numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
+    large = [i for i, numel in enumerate(numels) if numel >= STRAIGHT and numel % plan.alignment == 0]
+    straight = [i for i in large if plan.world_size > 1 and plan.is_whole(plan.params[i])]
+    packed = [i for i in range(len(numels)) if i not in straight]
     fronts, end = _place((numels[i] for i in packed), alignment)
     backs, shard_numel = _place((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
     starts = dict(zip([*packed, *straight], fronts + backs, strict=True))
     return replace(
         plan,
-        params=params,
-        full_offsets=full_offsets,
-        shard_offsets=tuple(map(starts.__getitem__, range(len(params)))),
+        shard_offsets=tuple(map(starts.__getitem__, range(len(numels)))),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
         straight=tuple(straight),
     )
-
-
-def _is_straight(param: ParamShape, chunk: int, plan: Plan) -> bool:
-    """Whether the chunks of a parameter, each of so many elements, may move by themselves."""
-    return plan.world_size > 1 and chunk >= STRAIGHT and chunk % plan.alignment == 0 and plan.is_whole(param)
 
 
 def _place(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:

@@ -150,9 +150,9 @@ class SlotBuffer:
             if not self.keeps_memory:
                 pool.free.remove(slot)
             return slot.released
-        most = max(2 * self.nbytes, pool.ordinary) if self.takes_turns else self.nbytes
         for slot in pool.free:
-            if self.nbytes <= slot.nbytes <= most:
+            has_room = self.takes_turns and self.nbytes < slot.nbytes <= max(2 * self.nbytes, pool.ordinary)
+            if slot.nbytes == self.nbytes or has_room:
                 pool.free.remove(slot)
                 break
         else:

@@ -52,7 +52,7 @@ class HostTransport(Transport):
     compares_reductions = CAN_SWAP_MEMORY  # else gradients are no part of the slots that ranks share, but messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
-        self._messages = messages
+        self.private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
         line = Counters.nbytes(size)
@@ -69,10 +69,6 @@ class HostTransport(Transport):
         self._purged = [0] * size
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
-
-    @property
-    def private(self) -> Transport:
-        return self._messages
 
     @staticmethod
     def control_bytes(size: int) -> int:

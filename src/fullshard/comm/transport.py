@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -153,7 +154,7 @@ class Transport:
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 
-    @property
+    @cached_property
     def private(self) -> Transport:
         """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
         return self
