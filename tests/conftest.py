@@ -10,6 +10,7 @@ import gc
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 _RANKS = 4
 #: Folders of tests of which the quick lane takes every case: what they prove, others build on.
 _WHOLE = ("buffer", "comm")
+#: Tests of which it takes so many cases that each value is met.
+_EACH_VALUE = re.compile(r"^tests/(wrapper|checkpoint|optim|parity/test_wrapper_|test_interop)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +83,8 @@ def _ranks_of(item: pytest.Item) -> int:
 def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """The cases of each test that the quick lane takes: of most with all pairs of values, of some all.
 
-    Four ranks on two cores are dear: of tests on so many, cases with all values.
+    Of others cases with all values: four ranks on two cores are dear, and the wrapper and state dicts stand on what
+    the tests of `fully_shard` prove with all pairs.
     """
     tests: dict[Any, list[pytest.Item]] = {}
     for item in items:
@@ -90,7 +94,7 @@ def _cases(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             yield from cases
         else:
             values = [{name: id(value) for name, value in case.callspec.params.items()} for case in cases]
-            together = 1 if all(_ranks_of(case) > 3 for case in cases) else 2
+            together = 1 if _ranks_of(cases[0]) > 3 or _EACH_VALUE.search(cases[0].nodeid) else 2
             yield from (cases[number] for number in covering(values, together))
 
 
