@@ -211,19 +211,19 @@ MUTATIONS = (
         "tests/fully_shard/test_errors_in_step.py::test_a_reset_forgets_sums_over_some_of_the_ranks",
     ),
     Mutation(
-        "group/gradients.py",
+        "group/reduction.py",
         "output[part.plan.held(group.data.shard_rank) :].zero_()",
         "pass",
         "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
     ),
     Mutation(
-        "group/gradients.py",
+        "group/reduction.py",
         "self._pending if isinstance(self._pending, StillRead) else None",
         "None",
         "tests/fully_shard/test_shared_memory.py::test_gradients_stay_until_a_slow_rank_has_read_them",
     ),
     Mutation(
-        "group/gradients.py",
+        "group/reduction.py",
         "local.add_(partial.pop(index))",
         "partial.pop(index)",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_before_all_reduce_on_two_ranks",
@@ -285,9 +285,9 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/order.py",
-        "self._uses.clear()",
-        "pass",
-        "tests/fully_shard/test_errors_in_step.py::test_backward_twice_through_one_graph",
+        "islice(reversed(self.finished), at, None)",
+        "islice(self.finished, at, None)",
+        "tests/fully_shard/test_order.py::test_backward_gathers_one_group_ahead",
     ),
     Mutation(
         "schedule/passes.py",
@@ -460,7 +460,7 @@ MUTATIONS = (
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(
-        "group/gradients.py",
+        "group/reduction.py",
         "group.comm.reductions.add(HoldingMark(mark, outputs))",
         "group.comm.reductions.add(mark)",
         "tests/pretend/test_training.py::test_every_way_to_train",

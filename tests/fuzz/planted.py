@@ -14,11 +14,12 @@ import pytest
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
 from fullshard.device import Done
-from fullshard.group import gradients as gradients_module
+from fullshard.group import reduction as reduction_module
 from fullshard.group.full_buffer import GatheredBuffer
-from fullshard.group.gradients import Gradients, _PendingReduction
+from fullshard.group.gradients import Gradients
 from fullshard.group.group import Group
 from fullshard.group.memory import SharedChunks
+from fullshard.group.reduction import PendingReduction
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -51,7 +52,7 @@ def _stale_slot(patch: pytest.MonkeyPatch) -> None:
 
 def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
     """Gradients are summed and not averaged."""
-    patch.setattr(gradients_module, "Reduction", lambda divisor, sum_only: Reduction(1.0, sum_only))
+    patch.setattr(reduction_module, "Reduction", lambda divisor, sum_only: Reduction(1.0, sum_only))
 
 
 def _unpublished_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -61,12 +62,12 @@ def _unpublished_chunks(patch: pytest.MonkeyPatch) -> None:
 
 def _dropped_gradient(patch: pytest.MonkeyPatch) -> None:
     """Gradients that should be added to others are dropped."""
-    patch.setattr(gradients_module, "foreach_add", lambda sums, more: None)
+    patch.setattr(reduction_module, "foreach_add", lambda sums, more: None)
 
 
 def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
     """Gradients are not summed over replicas."""
-    patch.setattr(_PendingReduction, "start_all_reduce", lambda self: Done())
+    patch.setattr(PendingReduction, "start_all_reduce", lambda self: Done())
 
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:

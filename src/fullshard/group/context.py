@@ -33,14 +33,11 @@ class Clock:
     """The clock of a tree of modules: values gathered in an earlier epoch may have been written since."""
 
     epoch: int = 0
-    #: Is called when a backward reaches any of its groups.
-    begin_backward: Callable[[], None] = lambda: None
+    begin_backward: Callable[[], None] = lambda: None  # is called when a backward reaches any of its groups
     #: The optimizer's writes, for gathers that start before the current lane would have come to them.
     written: Mark = PASSED
-    #: Whether ranks that share memory read it now: in a forward or backward.
-    reading: bool = False
-    #: Steps of optimizers on the groups of the tree.
-    steps: int = 0
+    reading: bool = False  # whether ranks that share memory read it now: in a forward or backward
+    steps: int = 0  # steps of optimizers on the groups of the tree
     #: Is called before a group is gathered, or those of its parameters reduced, if other ranks are to know of it first.
     announce: Callable[[Any, frozenset[int]], None] | None = None
 
@@ -117,13 +114,7 @@ class CommContext:
 
 
 class State(Enum):
-    """Where the values of a group are, and which state may follow which.
-
-    ::
-
-        SHARDED ──unshard──▶ GATHERING ──wait──▶ UNSHARDED ──reshard──▶ SHARDED
-                                 ▲                    └────rest────▶ SHARDED_POST_FORWARD (sharded over a smaller mesh)
-                                 └──────────unshard────────────────────┘
+    """Where the values of a group are; ``LEGAL`` says which state may follow which.
 
     LEFT is UNSHARDED between a forward that left it so unasked and the next, which reshards first: it may have been
     written without a trace. There the modules of flat parameters show the sharded ones.
@@ -133,9 +124,18 @@ class State(Enum):
     GATHERING = auto()
     UNSHARDED = auto()
     LEFT = auto()
-    SHARDED_POST_FORWARD = auto()
+    SHARDED_POST_FORWARD = auto()  # sharded over a smaller mesh
 
     __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
+
+
+LEGAL = {
+    State.SHARDED: {State.GATHERING, State.UNSHARDED},
+    State.GATHERING: {State.UNSHARDED},
+    State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
+    State.LEFT: {State.UNSHARDED, State.SHARDED},
+    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
+}
 
 
 @dataclass
@@ -162,59 +162,41 @@ class GroupOptions:
     all_reduce_hook_stream: torch.Stream | None = None
 
 
+@dataclass(eq=False, repr=False)
 class GroupContext:
     """Parameters that are gathered in one call and reduced in one call, as each part of their group knows them.
 
-    Args:
-        params: the parameters, their values and their places.
-        modules: the modules that were sharded together.
-        data: the mesh over which they are sharded.
-        device: where they compute.
-        options: what the user chose.
-        transport: how their buffers move.
-        tag: tells its messages from those of other groups; the same on all ranks.
-
     Attributes:
-        sections: the parameters by stored dtype, without those that define how they are gathered.
-        compute_dtypes: in which each section is gathered.
         is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
         is_unsharded: whether the values of all ranks are there.
         shows_unsharded: whether the modules show the unsharded parameters.
     """
 
-    sections: tuple[Section, ...]
-    compute_dtypes: list[torch.dtype]
+    params: Sequence[ShardedParameter]
+    modules: Sequence[nn.Module]  # that were sharded together
+    data: DataMesh
+    device: torch.device  # where they compute
+    options: GroupOptions
+    transport: Transport
+    tag: int  # tells its messages from those of other groups; the same on all ranks
 
-    def __init__(
-        self,
-        params: Sequence[ShardedParameter],
-        modules: Sequence[nn.Module],
-        data: DataMesh,
-        device: torch.device,
-        options: GroupOptions,
-        transport: Transport,
-        tag: int,
-    ) -> None:
-        self.params = list(params)
-        self.modules = tuple(modules)
-        self.data = data
-        self.device = device
-        self.options = options
+    def __post_init__(self) -> None:
+        #: The parameters by stored dtype, without those that define how they are gathered.
+        self.sections: tuple[Section, ...] = ()
+        self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
+        offload = self.options.offload
         #: Whether parameters rest on the CPU.
-        self.offloads = isinstance(options.offload, CPUOffloadPolicy) and options.offload.parameters
-        self.transport = transport
-        self.reduce_transport = transport
-        self.reduce_process_group: dist.ProcessGroup | None = data.shard_group
+        self.offloads = isinstance(offload, CPUOffloadPolicy) and offload.parameters
+        self.reduce_transport = self.transport
+        self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""
-        self.tag = tag
         self.state = State.SHARDED
         self.is_unsharded = self.shows_unsharded = False
-        #: What modules show of each parameter between uses.
-        self.sharded: list[nn.Parameter] = []
+        self.sharded: list[nn.Parameter] = []  # what modules show of each parameter between uses
         self.may_share = True
         self.writes = 0  # to the shard, as far as they were noticed
         self.clock = Clock()
-        self.comm = CommContext(device)
+        self.comm = CommContext(self.device)
 
     @property
     def title(self) -> str:
@@ -230,7 +212,7 @@ class GroupContext:
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:
-                sections.setdefault((param.section, param.overridden_dtype), []).append(index)
+                sections.setdefault((param.stored_as, param.dtype, param.overridden_dtype), []).append(index)
         firsts = [self.params[members[0]] for members in sections.values()]
         self.sections = tuple(
             Section(first.dtype, tuple(members), self.plan(members))

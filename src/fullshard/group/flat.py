@@ -25,12 +25,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.buffer.plan import LayoutName, Plan
+from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section
 from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import ModuleParameters, Presentation
-from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter
 from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, version_of
 from fullshard.tree import tensors
 
@@ -108,11 +108,8 @@ _WITHOUT_VALUES = ("__get__", "__len__", "__repr__", "data_ptr", "dim", "is_floa
 
 
 class Fragment(ShardedParameter):
-    """A parameter of which each rank holds one run of elements.
-
-    Attributes:
-        home: the module on which a flat parameter is shown in place of this and others; ``None`` to show the fragment.
-    """
+    """A parameter of which each rank holds one run of elements. ``home`` is the module on which a flat parameter is
+    shown in place of this and others; ``None`` to show the fragment."""
 
     is_flat = True
 
@@ -127,8 +124,8 @@ class Fragment(ShardedParameter):
         super().__init__(param, locations, data, None)
         self.grad_dtype = "own"
         self.home = home
-        self.stored_as = self.dtype
-        self._alignment = 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
+        self.stored_as = self.dtype  # a cut never moves once it was made
+        self.layout = "flat", 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
         self._run = (0, 0)
         self._place: tuple[int, tuple[int, ...]] = (0, ())
@@ -137,14 +134,6 @@ class Fragment(ShardedParameter):
 
     def heed_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
-
-    @property
-    def layout(self) -> tuple[LayoutName, int]:
-        return "flat", self._alignment
-
-    @property
-    def section(self) -> object:
-        return self.stored_as, self.dtype  # a cut never moves once it was made
 
     def fit(self, plan: Plan, position: int) -> None:
         self._run = plan.fragment(position, self.data.shard_rank)
@@ -237,20 +226,13 @@ class Fragment(ShardedParameter):
         return twin
 
 
-#: Takes the gradient of a parameter, by its index, that autograd is about to add to what is there already.
-Receive = Callable[[int, torch.Tensor], torch.Tensor | None]
-
-
 class FlatModuleParameters(ModuleParameters):
-    """Shows the flat parameters of a group, or its fragments.
+    """Shows the flat parameters of a group, or its fragments, which lie in the ``shards`` of its sections.
 
-    Args:
-        group: whose parameters they are.
-        shards: of its sections.
-        receive: takes gradients of parameters that each rank shows whole at any time.
+    ``receive`` takes gradients, by the index of their parameter, of those that each rank shows whole at any time.
     """
 
-    def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Receive) -> None:
+    def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
         self._shards, self._receive = shards, receive
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         super().__init__(group)
@@ -284,16 +266,12 @@ class FlatModuleParameters(ModuleParameters):
             self.as_unsharded = Presentation(registered, self.as_unsharded.apart)
         self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
 
-    def gradient_views(
-        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
-    ) -> Iterable[tuple[int, torch.Tensor]]:
+    def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
         if self._flats:
             return [(indices[0], shard)]
         return [(index, part) for index, part in super().gradient_views(indices, plan, shard) if part.numel()]
 
-    def accumulate_gradients(
-        self, grads: Iterable[tuple[int, torch.Tensor]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         more = []
         for index, local in grads:  # that of a whole flat parameter comes for its first parameter
             sharded = self._group.params[index].sharded

@@ -12,10 +12,10 @@ from functools import partial
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard
 
+from fullshard import torch_private as private
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_views, shard_bytes, shard_views
 from fullshard.buffer.shared import SharedBuffer
@@ -28,17 +28,6 @@ from fullshard.group.memory import Memory, SharedChunks
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import register
 from fullshard.group.parameter import chunk_views, whole_views
-from fullshard.torch_private import (
-    PlainAttributes,
-    altered_spec,
-    foreach_copy,
-    is_traceable_subclass,
-    make_dtensor,
-    plain_parts,
-    running_backward,
-    set_versions,
-    version_of,
-)
 
 #: The version of leaves whose memory another group may have. Autograd refuses to read what it saved of them.
 RELEASED = 1 << 31
@@ -63,12 +52,16 @@ class PostForwardShard:
             transfers.append(Transfer(section.plan, full, shard))
             pieces = section.plan.pieces(mesh.shard_rank)
             if pieces:
-                foreach_copy([piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces])
+                private.foreach_copy(
+                    [piece.of_shard(shard) for piece in pieces], [piece.of_full(full) for piece in pieces]
+                )
             for index, local in chunk_views(group.params, section.members, section.plan, shard, mesh.shard_rank):
                 param = group.params[index]
                 if param.unsharded_spec is None:
                     placements = Replicate(), Replicate() if param.dim is None else Shard(param.dim)
-                    shown = make_dtensor(local, altered_spec(param.spec, mesh.mesh, placements, local.dtype))
+                    shown = private.make_dtensor(
+                        local, private.altered_spec(param.spec, mesh.mesh, placements, local.dtype)
+                    )
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
@@ -105,8 +98,8 @@ class FullBuffer:
     def version(self) -> int:
         """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
         group = self._group
-        with PlainAttributes():
-            versions = list(map(version_of, chain(group.sharded, self._memory.written)))
+        with private.PlainAttributes():
+            versions = list(map(private.version_of, chain(group.sharded, self._memory.written)))
         if versions != self._written:
             self._written = versions
             group.writes += 1  # a sum of versions could come back to what it was
@@ -132,9 +125,14 @@ class FullBuffer:
         if self._extensions is not None:
             self._extensions.arrive()
         leaves = {index: param.unsharded for index, param in enumerate(group.params) if param.unsharded is not None}
-        inside = [part for leaf in leaves.values() if is_traceable_subclass(leaf) for part in plain_parts(leaf)]
+        inside = [
+            part
+            for leaf in leaves.values()
+            if private.is_traceable_subclass(leaf)
+            for part in private.plain_parts(leaf)
+        ]
         self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
-        self._versions = tuple(map(version_of, self._leaves))
+        self._versions = tuple(map(private.version_of, self._leaves))
         self._released = (RELEASED,) * len(self._leaves)
         register(group, leaves.items())
 
@@ -146,21 +144,21 @@ class FullBuffer:
             self._make_leaves()
         elif self._extensions is not None:
             self._extensions.arrive()
-        set_versions(self._leaves, self._versions)
+        private.set_versions(self._leaves, self._versions)
         return is_first
 
     def let_read(self, may: bool) -> None:
         """Whether autograd may read what it saved of the leaves: whether the buffer has their values."""
-        set_versions(self._leaves, self._versions if may else self._released)
+        private.set_versions(self._leaves, self._versions if may else self._released)
 
     def accept_writes(self) -> None:
         """Let what was written to the leaves so far be no reason to gather."""
-        self._versions = tuple(map(version_of, self._leaves))
+        self._versions = tuple(map(private.version_of, self._leaves))
 
     def release(self) -> None:
         """Let the buffer go, and what was written to the leaves."""
         if self._group.is_unsharded:
-            versions = tuple(map(version_of, self._leaves))
+            versions = tuple(map(private.version_of, self._leaves))
             if versions != self._versions:
                 # What autograd saved after a write is gone with it: the versions of these leaves never come again.
                 changed = zip(self._versions, versions, strict=True)
@@ -175,7 +173,7 @@ class FullBuffer:
             self._values = None
         self.buffer.give_back()
         if self._memory.shared is None or not self._group.clock.reading:
-            set_versions(self._leaves, self._released)
+            private.set_versions(self._leaves, self._released)
 
     def rest(self, mesh: DataMesh) -> dict[int, nn.Parameter] | None:
         """Let the values rest on a smaller mesh, if they can; returns what stands for parameters there, by index."""
@@ -189,9 +187,6 @@ class FullBuffer:
 
     def _discard_writes(self) -> None:
         self._values = None
-
-    def publish(self, whatever: bool) -> None:
-        """Let ranks that share memory see this rank's chunks; only those that were written, if not ``whatever``."""
 
     def join(self) -> None:
         """Take memory from the pool that the group has now, where it comes from one."""
@@ -215,7 +210,7 @@ class GatheredBuffer(FullBuffer):
         clock, memory = self._group.clock, self._memory
         values = clock.epoch, self.version()
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        reuses = self.buffer.slot is not None and self._values == values and running_backward() >= 0
+        reuses = self.buffer.slot is not None and self._values == values and private.running_backward() >= 0
         ready = self.buffer.take()
         if reuses:
             return None
@@ -235,7 +230,8 @@ class GatheredBuffer(FullBuffer):
         """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
             return self._post_forward.route.start()
-        over, memory = self._group.data.shard_group, self._memory
+        group, memory = self._group, self._memory
+        over = group.data.shard_group
         if over is None:
             with torch.no_grad():
                 for full, shard in zip(self.views, memory.views, strict=True):
@@ -243,15 +239,11 @@ class GatheredBuffer(FullBuffer):
             return Done()
         if memory.needs_staging:
             self._staging = memory.stage(self._staging)
-        return (self._route or self._make_route(over)).start()
-
-    def _make_route(self, over: dist.ProcessGroup) -> Route:
-        """Make the route of the gather; where dtype or device differ, it reads the shard's copy in staging."""
-        group, memory = self._group, self._memory
-        shards = memory.staged_views if memory.needs_staging else memory.views
-        transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, shards))
-        self._route = group.transport.private.gather_route(transfers, over, 2 * group.tag)
-        return self._route
+        if self._route is None:
+            shards = memory.staged_views if memory.needs_staging else memory.views
+            transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, shards))
+            self._route = group.transport.private.gather_route(transfers, over, 2 * group.tag)
+        return self._route.start()
 
     def _end_gather(self) -> None:
         if self._staging is not None:
@@ -276,14 +268,14 @@ class MappedBuffer(FullBuffer):
     def is_current(self) -> bool:
         if not self._group.clock.reading or self._values is None or self._values[1] != self.version():
             return False
-        if self._versions == tuple(map(version_of, self._leaves)):
+        if self._versions == tuple(map(private.version_of, self._leaves)):
             self.buffer.be_shared()  # otherwise what was written shows until it is resharded
         return True
 
     def fill(self) -> Mark | None:
         """Nothing is gathered; but between passes, when other ranks may write to the buffer, the leaves show a copy."""
         if not self._group.clock.reading:
-            self.publish(whatever=True)
+            self._shared.publish(self.version, whatever=True)
             barrier, doing = self._shared.memory.barrier, f"unshard() of {self._group.title}"
             barrier.enter(doing)
             self.buffer.be_private()
@@ -291,10 +283,6 @@ class MappedBuffer(FullBuffer):
         self.buffer.take()
         self._values = self._group.clock.epoch, self.version()
         return PASSED
-
-    def publish(self, whatever: bool) -> None:
-        if self._shared.must_publish:
-            self._shared.publish(self.version(), whatever)
 
     def _discard_writes(self) -> None:
         self._values = None

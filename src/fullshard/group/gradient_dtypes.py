@@ -71,11 +71,7 @@ class GradientDtypes:
         return True
 
     def refuse_unknown(self) -> None:
-        """Raise if ranks on which gradients are missing could not know in which dtype these travel.
-
-        Raises:
-            ValueError: naming the parameters.
-        """
+        """Raise ValueError if ranks on which gradients are missing could not know in which dtype these travel."""
         if self.found:
             names = sorted(self._group.params[index].name for index in self.found)
             raise ValueError(

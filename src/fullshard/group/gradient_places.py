@@ -24,29 +24,18 @@ _dtype_of = attrgetter("dtype")
 
 
 class WholePlaces:
-    """Places of whole gradients, by the index of their parameter.
+    """Places of whole gradients, by the index of their parameter, in the ``fulls`` of the sections that are trained."""
 
-    Args:
-        params: of the group.
-        sections: of those that are trained.
-        fulls: the sections in the gradient buffer.
-
-    Attributes:
-        dtypes: the dtype in which each gradient travels.
-        views: the places.
-        straight: gradients that are not copied; ``kept`` are the parameters that have such.
-    """
-
-    kept: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()  # parameters whose gradients are not copied
 
     def __init__(
         self, params: Sequence[ShardedParameter], sections: Sequence[Section], fulls: Sequence[torch.Tensor]
     ) -> None:
         self.views: dict[int, torch.Tensor] = {}
-        self.straight: dict[int, torch.Tensor] = {}
+        self.straight: dict[int, torch.Tensor] = {}  # gradients that are not copied
         for section, full in zip(sections, fulls, strict=True):
             self.views.update(whole_views(params, section, full))
-        self.dtypes = {index: view.dtype for index, view in self.views.items()}
+        self.dtypes = {index: view.dtype for index, view in self.views.items()}  # in which each travels
 
     def write(self, grads: Grads) -> None:
         """Copy gradients to their places."""

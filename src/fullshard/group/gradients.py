@@ -1,7 +1,7 @@
-"""How the gradients of a group are taken, reduced and handed to the sharded parameters.
+"""How the gradients of a group are taken from autograd, kept and given to a reduction.
 
-Owns the buffer into which each gradient is copied when autograd has it, the reduction of those that arrived, and the
-hand-over of the reduced chunks to the sharded parameters. It leaves to the schedule when a group's backward has ended.
+Owns the buffer into which each gradient is copied when autograd has it, and the choice of those that a reduction takes.
+It leaves to the schedule when a group's backward has ended, and to the reduction what becomes of them.
 
 A gradient exists once: in the buffer, in the dtype in which it will travel. Small ones wait for one another before they
 are copied. Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
@@ -10,27 +10,22 @@ are copied. Between micro-batches without reduction the buffer stays with the gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate, compress
 
 import torch
-import torch.distributed as dist
 
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.comm.transport import Reduction, StillRead
-from fullshard.comm.waits import waiting
-from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
-from fullshard.group.context import Reductions
+from fullshard.device import HoldingMark
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_places import MessagePlaces, WholePlaces
 from fullshard.group.module_parameters import ShownGroup
 from fullshard.group.parameter import ShardedParameter
-from fullshard.group.reduction_plan import Part, ReductionPlan
-from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation, version_of
+from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
+from fullshard.torch_private import version_of
 
 _MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
@@ -49,9 +44,9 @@ class Gradients:
         self._trainable: tuple[bool, ...] = ()
         self._sections: tuple[Section, ...] = ()
         self._dtypes: list[torch.dtype] = []
-        self._buffer: SlotBuffer | None = None
-        self._sections_full: tuple[torch.Tensor, ...] = ()
-        self._places: WholePlaces | None = None
+        self._buffer = SlotBuffer(group.gradient_pool, 0)
+        self._fulls: tuple[torch.Tensor, ...] = ()
+        self._places = WholePlaces(group.params, (), ())
         self._nbytes: dict[int, int] = {}  # of each that is copied, if those that wait are bounded
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
@@ -70,12 +65,10 @@ class Gradients:
 
     def move(self) -> None:
         """Take memory from the pools that the group has now."""
-        if self._buffer is not None:
-            self._buffer.move(self._group.gradient_pool)
+        self._buffer.move(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
         """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""
-        self._choices = {}
         if self._collects:
             self._begin_anew()
         else:
@@ -106,15 +99,14 @@ class Gradients:
 
     def held(self, index: int) -> torch.Tensor | None:
         """What has the gradient of a parameter before it is reduced: a tensor of autograd's, or the whole buffer."""
-        if index in self._arrived and index not in self._waiting and self._buffer is not None:
-            return self._places.straight.get(index, self._buffer.memory.detach()) if self._places else None
+        if index in self._arrived and index not in self._waiting:
+            return self._places.straight.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of this rank that wait to be reduced, by the index of their parameter."""
         yield from self._waiting.items()
-        if self._places is not None:
-            yield from ((index, self._places.read(index)) for index in self._arrived)
+        yield from ((index, self._places.read(index)) for index in self._arrived)
 
     @staticmethod
     def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
@@ -163,7 +155,6 @@ class Gradients:
                 self._heed_clearing()
             if not self._collects:
                 self._begin()
-        assert self._places is not None
         if index not in self._every:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
@@ -179,39 +170,30 @@ class Gradients:
             self._heed_bound(index)
 
     def _heed_bound(self, index: int) -> None:
-        if index not in self._nbytes:
-            return self._keep(index)
-        self._waiting_bytes += self._nbytes[index]
-        if self._waiting_bytes >= _MOST_WAITING:
-            self.settle()
-
-    @torch.no_grad()
-    def _keep(self, index: int) -> None:
-        """Keep a straight gradient, which need not wait to be copied with others."""
-        assert self._places is not None
-        self._places.keep(index, self._waiting.pop(index))
-        self._arrived.add(index)
+        if index in self._nbytes:
+            self._waiting_bytes += self._nbytes[index]
+            if self._waiting_bytes >= _MOST_WAITING:
+                self.settle()
+        else:  # a straight gradient, which need not wait to be copied with others
+            with torch.no_grad():
+                self._places.keep(index, self._waiting.pop(index))
+            self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
         """Go on in another buffer: of a wider dtype, or with other places."""
         self.settle()
-        assert self._buffer is not None
         before, arrived = self._buffer, dict(self.unreduced())
         self._trainable = ()
         self._begin()
-        assert self._places is not None
         if arrived:
             self._places.write(arrived)
         before.give_back()
 
     @staticmethod
     def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time.
-
-        Another module than its own has read it. The gradient is reduced like any other, and zeros are added in its
-        place.
-        """
+        """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time, and that
+        another module than its own has read. It is reduced like any other, and zeros are added in its place."""
         group = reference()
         if group is None:
             return None
@@ -231,7 +213,6 @@ class Gradients:
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
                 return self.settle()
-        assert self._places is not None
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
@@ -263,15 +244,14 @@ class Gradients:
         trainable = group.module_params.trainable
         if trainable != self._trainable:
             self._lay_out(trainable)
-        assert self._buffer is not None
         # One that still leaves, of modules that were sharded together and run apart, needs its buffer itself.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
         group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1)
         self._buffer.take().wait()
         self._collects = True
-        if self._places is None:
+        if not self._fulls:
             with torch.inference_mode(False), torch.no_grad():
-                fulls = self._sections_full = full_views(self._buffer.memory, self._sections, self._dtypes)
+                fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
                 make = MessagePlaces if self._takes_messages else WholePlaces
                 places = self._places = make(group.params, self._sections, fulls)
                 if group.is_flat:
@@ -306,15 +286,11 @@ class Gradients:
         self._buffer.takes_turns = group.options.reshard_after_forward
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._places, self._gaps = None, []
-        self._choices = {}
+        self._fulls, self._gaps, self._choices = (), [], {}
 
     def reduce(self) -> frozenset[int]:
-        """Start to reduce what arrived. The reduced chunks are in ``sharded.grad`` once the reductions were waited for.
-
-        Returns:
-            which of the group's parameters take part.
-        """
+        """Start to reduce what arrived, and return whose it is. The reduced chunks are in ``sharded.grad`` once the
+        reductions were waited for."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
@@ -335,8 +311,6 @@ class Gradients:
         arrived, self._arrived = self._arrived, set()
         self._collects = False
         wanted = self._every
-        assert self._places is not None
-        assert self._buffer is not None
         if len(arrived) < len(wanted):
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
@@ -350,7 +324,7 @@ class Gradients:
             group.clock.announce(group, wanted)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         straight = [self._places.take(index) for index in choice.straight] if choice.straight else ()
-        reducing = _PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
+        reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
         mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(HoldingMark(mark, straight) if straight else mark)
         return wanted
@@ -358,7 +332,7 @@ class Gradients:
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """The plan of a reduction of these parameters; as a rule the same in every step."""
         group, parts = self._group, list[Part]()
-        for at, section in enumerate(self._sections):
+        for section, travels, full in zip(self._sections, self._dtypes, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
                 continue
@@ -371,130 +345,22 @@ class Gradients:
             lengths = [p.numel() for p in places if p.ndim == 1]
             if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
                 lengths = []
-            home_dtype = self._home_dtype(at)
-            dtype = home_dtype if is_final else self._dtypes[at]
+            home = section.dtype
+            if group.options.keep_computed_dtype:
+                computed = group.compute_dtype(group.params[section.members[0]])
+                home = computed if group.data.shard_group is not None else travels
+            dtype = home if is_final else travels
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
-            parts.append(Part(tuple(i for i, _ in grads), plan, at, allocate, home_dtype, chunks, lengths))
-        fulls = [self._sections_full[part.section] for part in parts]
+            parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         straight = [part.indices[i] for part in parts for i in part.plan.straight] if self._takes_messages else []
-        choice = ReductionPlan(parts, fulls, is_final, straight)
-        self._choices[wanted, is_final] = choice
+        choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
         return choice
-
-    def _home_dtype(self, at: int) -> torch.dtype:
-        """The dtype of ``param.grad`` in a section: that of the section, unless a lower one is kept."""
-        group, section = self._group, self._sections[at]
-        if not group.options.keep_computed_dtype:
-            return section.dtype
-        computed = group.compute_dtype(group.params[section.members[0]])
-        return computed if group.data.shard_group is not None else self._dtypes[at]
 
     def discard(self) -> None:
         """Forget what arrived and what was accumulated."""
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
-        if self._places is not None:
-            self._places.straight.clear()
+        self._places.straight.clear()
         self._collects = False
-        if self._buffer is not None:
-            self._buffer.give_back()
-
-
-@dataclass(eq=False, slots=True)
-class _PendingReduction:
-    """One reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
-
-    _group: TrainedGroup
-    _partial: dict[int, torch.Tensor]
-    _choice: ReductionPlan
-    _buffer: SlotBuffer
-    _straight: Sequence[torch.Tensor]
-    _reductions: Reductions
-    _drops: int  # when it began
-    _outputs: Sequence[torch.Tensor] = ()
-    _pending: Pending | None = None
-
-    def start(self) -> Pending:
-        group, choice = self._group, self._choice
-        outputs = self._outputs = [part.allocate() for part in choice.parts]
-        if group.is_flat:  # all of the shard is shown, its padding too
-            for part, output in zip(choice.parts, outputs, strict=True):
-                output[part.plan.held(group.data.shard_rank) :].zero_()
-        factor, over = group.options.divide_factor, group.reduce_process_group
-        divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        if over is not None:
-            route = choice.route or choice.make_route(group, over, outputs)
-            self._pending = route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
-            return self._pending
-        for part, full, output in zip(choice.parts, choice.fulls, outputs, strict=True):  # the shard is the whole
-            for piece in part.plan.pieces(0):
-                piece.of_shard(output).copy_(piece.of_full(full) / divisor)
-        return Done()
-
-    def scattered(self) -> None:
-        """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
-        group = self._group
-        self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
-        if self._reductions.drops != self._drops:
-            return  # an error has ended the step of these gradients
-        if self._choice.is_final:
-            self._bring_home() if group.offloads else self.accumulate()
-            return
-        if group.data.replicate_group is not None:
-            partial = self._partial
-            for index, local in self._locals():
-                if index in partial:
-                    local.add_(partial.pop(index))
-            if not group.options.all_reduce_gradients:
-                partial.update(self._locals())
-                return
-        outputs = self._outputs
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
-        if is_host(group.device):
-            mark.wait()
-        else:
-            group.comm.reductions.add(HoldingMark(mark, outputs))
-
-    def start_all_reduce(self) -> Pending:
-        group = self._group
-        if group.data.replicate_group is not None:
-            all_reduce = group.options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
-            with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
-                for output in self._outputs:
-                    all_reduce(output)
-        hook, stream = group.options.all_reduce_hook, group.options.all_reduce_hook_stream
-        if hook is not None:
-            with torch.no_grad(), beside(stream, group.device):
-                for output in self._outputs:
-                    hook(output)
-        return Done()
-
-    def _locals(self) -> list[tuple[int, torch.Tensor]]:
-        """The chunk of each parameter in the outputs."""
-        found: list[tuple[int, torch.Tensor]] = []
-        for part, output in zip(self._choice.parts, self._outputs, strict=True):
-            vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
-            found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
-        return found
-
-    def _bring_home(self) -> None:
-        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
-        group = self._group
-        self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._choice.parts])]
-        if group.offloads and not is_host(group.device):
-            self._outputs, arrived = copy_to_host(self._outputs, group.device, group.pins_memory)
-            group.comm.reductions.arriving.append((arrived, self.accumulate))
-        else:
-            self.accumulate()
-
-    def accumulate(self) -> None:
-        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
-        group, grads = self._group, self._locals()
-        more = group.module_params.accumulate_gradients(grads)
-        if more:
-            foreach_add([grad for grad, _ in more], [local for _, local in more])
-        if after_accumulation(group.sharded):
-            with torch.no_grad():
-                for index, _ in grads:
-                    run_after_accumulation(group.params[index].sharded)
+        self._buffer.give_back()

@@ -18,7 +18,7 @@ import torch.nn as nn
 
 from fullshard.comm.transport import Transport
 from fullshard.device import Mark
-from fullshard.group.context import CommContext, State
+from fullshard.group.context import LEGAL, CommContext, State
 from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer
 from fullshard.group.gradients import Gradients, TrainedGroup
@@ -29,21 +29,12 @@ from fullshard.group.parameter import Location, ShardedParameter
 
 _TAGS_APART = 1 << 16
 
-#: Which state may follow which.
-LEGAL = {
-    State.SHARDED: {State.GATHERING, State.UNSHARDED},
-    State.GATHERING: {State.UNSHARDED},
-    State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
-    State.LEFT: {State.UNSHARDED, State.SHARDED},
-    State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},
-}
-
 
 class Group(TrainedGroup):
-    """A group, made of its parts; see :class:`GroupContext` for the arguments."""
+    """A group, made of its parts."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._copies = 0
         self.has_custom_communication = False
         #: The units that need it now: several where parameters are tied across groups. It stays unsharded meanwhile.
@@ -71,11 +62,7 @@ class Group(TrainedGroup):
         register_sharded(self)
 
     def to_state(self, state: State) -> None:
-        """Make a transition.
-
-        Raises:
-            RuntimeError: it is not legal.
-        """
+        """Make a transition; raise RuntimeError if it is not legal."""
         if state not in LEGAL[self.state]:
             raise RuntimeError(f"{self} cannot go from {self.state.name} to {state.name}")
         self.state = state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -37,9 +37,11 @@ class Memory:
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
-        #: Whether ranks that are to share memory have not met since it was made.
-        self.is_apart = self._may_share()
-        self.shared = self._share() if self.is_apart and not self.is_meta else None
+        self.is_apart = self._may_share()  # whether ranks that are to share memory have not met since it was made
+        self.shared: SharedChunks | None = None
+        if self.is_apart and not self.is_meta:
+            memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+            self.shared = None if memory is None else SharedChunks(group, memory)
         #: Of each parameter's chunk, by its index in the group.
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
         for place in self.places.values() if not group.is_flat else ():
@@ -59,11 +61,6 @@ class Memory:
         if group.data.shard_group is None or group.options.post_forward_mesh is not None:
             return False
         return not any(param.extends for param in group.params)
-
-    def _share(self) -> SharedChunks | None:
-        group = self._group
-        memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
-        return None if memory is None else SharedChunks(group, memory)
 
     def meet(self) -> bool:
         """Let ranks that share memory see what each of them has; every rank must call it. Returns whether they do.
@@ -143,22 +140,14 @@ class SharedChunks:
     A chunk lies in the very place from which all ranks read it. A chunk that cannot, because it has another dtype than
     is computed in, is cut along another dim than the first, or is whole on every rank, lies in memory of this rank and
     is *published*: copied to its place in the full buffer when a pass begins.
-
-    Args:
-        group: whose parameters they are.
-        memory: of the full buffer.
-
-    Attributes:
-        places: of each parameter's chunk, by its index in the group.
-        shards: of each section (*flat*).
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, group: GroupContext, memory: SharedMemory) -> None:
         self.memory = memory
-        self.places: dict[int, torch.Tensor] = {}
-        self.shards: tuple[torch.Tensor, ...] = ()
+        self.places: dict[int, torch.Tensor] = {}  # of each parameter's chunk, by its index in the group
+        self.shards: tuple[torch.Tensor, ...] = ()  # of each section (*flat*)
         self._published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._version: int | None = None
         rank = group.data.shard_rank
@@ -186,16 +175,12 @@ class SharedChunks:
             members = [section.members[position] for position in apart]
             self.places.update(chunk_views(group.params, members, plan, shard, rank))
 
-    @property
-    def must_publish(self) -> bool:
-        return bool(self._published)
-
-    @torch.no_grad()
-    def publish(self, version: int, whatever: bool) -> None:
-        """Copy the chunks to their places if the ``version`` is a new one, or in any case (``whatever``)."""
-        if whatever or version != self._version:
-            self._version = version
-            foreach_copy([shown for shown, _ in self._published], [own for _, own in self._published])
+    def publish(self, version: Callable[[], int], whatever: bool) -> None:
+        """Copy the chunks to their places if their ``version`` is a new one, or in any case (``whatever``)."""
+        if self._published and ((now := version()) != self._version or whatever):
+            self._version = now
+            with torch.no_grad():
+                foreach_copy([shown for shown, _ in self._published], [own for _, own in self._published])
 
 
 @torch.inference_mode(False)

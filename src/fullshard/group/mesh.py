@@ -23,23 +23,14 @@ from fullshard.torch_private import concatenate_meshes, flatten_mesh
 
 @dataclass(frozen=True, eq=False)
 class DataMesh:
-    """Ranks that hold different data.
+    """Ranks that hold different data."""
 
-    Args:
-        mesh: 1-D, or 2-D as replicate by shard.
-        shard_group: the ranks that shard with this one; ``None`` for a mesh that only replicates.
-        replicate_group: the ranks that hold the same as this one; ``None`` for a mesh that only shards.
-        spmd_mesh: the full mesh on which the parameters are already DTensors, if one was given.
-        shard_dims: which of its dims shard.
-        spmd_dims: which of its dims are data-parallel.
-    """
-
-    mesh: DeviceMesh
-    shard_group: dist.ProcessGroup | None = None
-    replicate_group: dist.ProcessGroup | None = None
-    spmd_mesh: DeviceMesh | None = None
-    shard_dims: tuple[int, ...] = ()
-    spmd_dims: tuple[int, ...] = ()
+    mesh: DeviceMesh  # 1-D, or 2-D as replicate by shard
+    shard_group: dist.ProcessGroup | None = None  # ``None`` for a mesh that only replicates
+    replicate_group: dist.ProcessGroup | None = None  # ``None`` for a mesh that only shards
+    spmd_mesh: DeviceMesh | None = None  # the full mesh on which the parameters are already DTensors, if one was given
+    shard_dims: tuple[int, ...] = ()  # which of its dims shard
+    spmd_dims: tuple[int, ...] = ()  # which of its dims are data-parallel
 
     @cached_property
     def shard_size(self) -> int:

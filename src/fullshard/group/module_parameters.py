@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import Location, ShardedParameter, chunk_views, local_tensor
+from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
 from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
 
 _requires_grad = attrgetter("requires_grad")
@@ -42,9 +42,7 @@ class ModuleParameters:
         self._shown = Presentation((), ())  # what was put into the places of parameters
         self.prepare()
 
-    def gradient_views(
-        self, indices: Sequence[int], plan: Plan, shard: torch.Tensor
-    ) -> Iterable[tuple[int, torch.Tensor]]:
+    def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
         """Which parts of a reduced ``shard`` are the gradients of which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
@@ -83,9 +81,7 @@ class ModuleParameters:
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
-    def accumulate_gradients(
-        self, grads: Iterable[tuple[int, torch.Tensor]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Set ``param.grad`` to the reduced parts; where it is set already, return it and the part to add to it."""
         params, more = self._group.params, []
         with PlainAttributes():
@@ -104,17 +100,13 @@ class ModuleParameters:
         places = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
         self.show(Presentation(updates(places), self.as_sharded.apart))
 
-    def _look_again(self) -> None:
-        """Show parameters again in the places that what stood in for them has left."""
-        for _, param, module, name in self._indexed():
-            if self._stood_for(module._parameters.get(name), param):
-                self.stand_ins.discard((id(module), name))
-        self._prepare_updates()
-
     def show_sharded(self) -> None:
         """Show the sharded parameters, also where something stood in for one and has left."""
         if self.stand_ins:
-            self._look_again()
+            for _, param, module, name in self._indexed():
+                if self._stood_for(module._parameters.get(name), param):
+                    self.stand_ins.discard((id(module), name))
+            self._prepare_updates()
         self.show(self.as_sharded)
 
     def show(self, what: Presentation) -> None:
@@ -201,11 +193,8 @@ class ModuleParameters:
         return owner is not None and owner[0].params[owner[1]] is param
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
-        """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while.
-
-        Raises:
-            RuntimeError: it is neither.
-        """
+        """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while. Raises
+        RuntimeError if it is neither."""
         if not isinstance(shown, DTensor):
             return False
         if not isinstance(shown, nn.Parameter):
@@ -240,11 +229,8 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 
 def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
     """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
-    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does.
-
-    Raises:
-        ValueError: a tuple has parameters, in which none can be replaced.
-    """
+    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does. Raises ValueError if a
+    tuple has parameters, in which none can be replaced."""
     found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
     waiting: list[tuple[tuple[Any, ...], Any]] = [
         ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
@@ -287,15 +273,11 @@ class ShownGroup(GroupContext):
     """A group as full parameters in place of its own know it."""
 
     module_params: ModuleParameters
-    #: What its modules show while they show private full copies.
-    summoned: FullGroup | None = None
+    summoned: FullGroup | None = None  # what its modules show while they show private full copies
 
 
 class FullGroup:
-    """Parameters of one group that stand in the places of sharded ones, from construction to :meth:`close`.
-
-    They may stand in the places of another one's meanwhile.
-    """
+    """Parameters of one group that stand in the places of sharded ones, or of another one's, until :meth:`close`."""
 
     #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
     is_left_by_errors = False

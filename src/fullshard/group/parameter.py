@@ -17,36 +17,22 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from fullshard import torch_private as private
 from fullshard.buffer.plan import ALIGNMENT, LayoutName, ParamShape, Plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.waits import waiting
 from fullshard.group.mesh import DataMesh
-from fullshard.torch_private import (
-    DTensorSpec,
-    GradDtype,
-    StridedShard,
-    altered_spec,
-    choose_grad_dtype,
-    chosen_grad_dtype,
-    concatenate_meshes,
-    gradient_hooks,
-    local_of,
-    make_dtensor,
-    parts_of,
-    post_accumulate_hooks,
-    set_local,
-    sharding_spec,
-    spec_of,
-)
 
 #: The names under which wrappers hold a module; names of parameters are given without them.
 WRAPPED_NAME = "_fsdp_wrapped_module"
 CHECKPOINTED_NAME = "_checkpoint_wrapped_module"
+#: What a parameter has, by its index in the group.
+IndexedTensor = tuple[int, torch.Tensor]
 
 
 def local_tensor(value: Any) -> Any:
     """This rank's part of a tensor; the value itself if it is no DTensor."""
-    return local_of(value) if isinstance(value, DTensor) else value
+    return private.local_of(value) if isinstance(value, DTensor) else value
 
 
 def plain_name(name: str) -> str:
@@ -86,20 +72,20 @@ class ShardedParameter:
         self.kept_apart: list[tuple[nn.Module, tuple[Any, ...]]] = []
         self.name = locations[0].full_name
         self.data = data
-        whole = local_of(param) if isinstance(param, DTensor) else param.detach()
+        whole = private.local_of(param) if isinstance(param, DTensor) else param.detach()
         self.shape = whole.shape
         self.dtype = whole.dtype
         self.order = _memory_order(whole)
         self._inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         self.dim = self._shard_dim(placement)
         self._cut = ParamShape(self.name, tuple(self.shape), self.dim)
-        self.unsharded_spec = spec_of(param) if isinstance(param, DTensor) else None
+        self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self.defines_gather(whole)
         #: The dtype in which it is gathered, if not that of the group's policy.
         self.overridden_dtype: torch.dtype | None = None
         #: Of its gradients. Stays when the parameter is converted or replaced.
-        self.grad_dtype: GradDtype = chosen_grad_dtype(param)
+        self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)
         self.sharded: nn.Parameter = param  # until the group has a place for it
         self.local = whole
         self.placed = False
@@ -107,24 +93,16 @@ class ShardedParameter:
         self.stands_in: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
-    #: Whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it.
-    is_flat = False
+    is_flat = False  # whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it
+    #: How parameters of this kind are laid out, and to how many elements they are aligned.
+    layout: tuple[LayoutName, int] = "even", ALIGNMENT
+    stored_as: torch.dtype | None = None  # those of different ones lie in different sections
 
     @property
     def plan_shape(self) -> ParamShape:
         """The shape in the order in which the values lie in memory."""
         dim = None if self.dim is None else self.order.index(self.dim)
         return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
-
-    @property
-    def layout(self) -> tuple[LayoutName, int]:
-        """How parameters of this kind are laid out, and to how many elements they are aligned."""
-        return "even", ALIGNMENT
-
-    @property
-    def section(self) -> object:
-        """A key: parameters with an equal key lie in one section."""
-        return self.dtype
 
     def fit(self, plan: Plan, position: int) -> None:
         """Take note of where it lies in the plan of its group."""
@@ -174,7 +152,7 @@ class ShardedParameter:
     @property
     def held(self) -> torch.Tensor:
         """The tensor that ``sharded`` holds: all of the parameter before it was placed, this rank's part after."""
-        return local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
+        return private.local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
 
     def lies_at(self, place: torch.Tensor) -> bool:
         """Whether it was placed at ``place`` and still lies there."""
@@ -182,17 +160,17 @@ class ShardedParameter:
 
     def adopt(self) -> None:
         """Take over the dtype and mesh of the values that ``sharded`` now holds."""
-        self.spec = spec_of(self.sharded)  # type: ignore[arg-type]
+        self.spec = private.spec_of(self.sharded)  # type: ignore[arg-type]
         self.dtype = self.held.dtype
         self.extends = self.defines_gather(self.held)
 
     def heed_grad_dtype(self) -> None:
         """Take over the ``grad_dtype`` of ``sharded``; if none was assigned to this object, assign the one known."""
-        chosen = chosen_grad_dtype(self.sharded)
+        chosen = private.chosen_grad_dtype(self.sharded)
         if chosen != "own":
             self.grad_dtype = chosen
         else:
-            choose_grad_dtype(self.sharded, self.grad_dtype)
+            private.choose_grad_dtype(self.sharded, self.grad_dtype)
 
     def set_gradient_aside(self) -> torch.Tensor | None:
         """Take away a gradient whose dtype was chosen: a conversion of the parameter must not convert it."""
@@ -208,20 +186,20 @@ class ShardedParameter:
         """This rank's part of the gradient."""
         grad = self.sharded.grad
         assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
-        return None if grad is None else local_of(grad)
+        return None if grad is None else private.local_of(grad)
 
-    def _sharded_spec(self, whole: torch.Tensor) -> DTensorSpec:
+    def _sharded_spec(self, whole: torch.Tensor) -> private.DTensorSpec:
         if self.unsharded_spec is None:
             if self.data.spmd_mesh is not None:
                 raise ValueError(
                     f"with dp_mesh_dims every parameter must be a DTensor on the full mesh, but '{self.name}' is a "
                     f"plain tensor: distribute it first, for example with distribute_module"
                 )
-            return sharding_spec(self.data.mesh, self._placements(), whole.shape, whole.stride(), whole.dtype)
+            return private.sharding_spec(self.data.mesh, self._placements(), whole.shape, whole.stride(), whole.dtype)
         if self.data.spmd_mesh is not None:
             return self._spec_on_full_mesh(self.data.spmd_mesh, self.unsharded_spec)
-        mesh = concatenate_meshes([self.data.mesh, self.unsharded_spec.mesh])
-        return altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
+        mesh = private.concatenate_meshes([self.data.mesh, self.unsharded_spec.mesh])
+        return private.altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
     def _placements(self, before: int = -1) -> list[Placement]:
         """The placements on the data mesh, which comes before those dims of tensor parallel that cut a dim again."""
@@ -229,11 +207,11 @@ class ShardedParameter:
             return [Replicate()]
         placement: Placement = Replicate()
         if self.dim is not None:
-            parts = 1 if self.unsharded_spec is None else parts_of(self.unsharded_spec, self.dim, before)
-            placement = Shard(self.dim) if parts == 1 else StridedShard(self.dim, split_factor=parts)
+            parts = 1 if self.unsharded_spec is None else private.parts_of(self.unsharded_spec, self.dim, before)
+            placement = Shard(self.dim) if parts == 1 else private.StridedShard(self.dim, split_factor=parts)
         return [Replicate(), placement] if self.data.replicate_group is not None else [placement]
 
-    def _spec_on_full_mesh(self, mesh: DeviceMesh, before: DTensorSpec) -> DTensorSpec:
+    def _spec_on_full_mesh(self, mesh: DeviceMesh, before: private.DTensorSpec) -> private.DTensorSpec:
         if before.mesh != mesh:
             raise ValueError(
                 f"parameter '{self.name}' is a DTensor on {before.mesh}, not on the mesh given to fully_shard, {mesh}"
@@ -245,12 +223,11 @@ class ShardedParameter:
                     f"parameter '{self.name}' must be Replicate() on the data-parallel dim '{names[at]}', found "
                     f"{placements[at]}"
                 )
-        if not shard_dims:
-            return altered_spec(before, mesh)
-        first = shard_dims[0]
-        if len(shard_dims) == 1:
+        if shard_dims:
+            first = shard_dims[0]
             placements[first] = self._placements(first)[-1]
-            return altered_spec(before, mesh, placements)
+        if len(shard_dims) < 2:
+            return private.altered_spec(before, mesh, placements)
         # Several dims that shard become one axis, beside it the replicating one, in the place of the first of them.
         meshes, flattened = [], []
         for at, name in enumerate(names):
@@ -260,24 +237,24 @@ class ShardedParameter:
             elif at not in self.data.spmd_dims:
                 meshes.append(mesh[name])
                 flattened.append(placements[at])
-        return altered_spec(before, concatenate_meshes(meshes), flattened)
+        return private.altered_spec(before, private.concatenate_meshes(meshes), flattened)
 
     def place(self, local: torch.Tensor) -> None:
         """Let ``sharded`` hold ``local``, which has the values already; the first time it is made."""
         self.local = local
         if self.placed:
-            set_local(self.sharded, local)  # type: ignore[arg-type]
+            private.set_local(self.sharded, local)  # type: ignore[arg-type]
             return
         self.placed = True
         before = self.sharded
-        self.sharded = nn.Parameter(make_dtensor(local, self.spec), requires_grad=before.requires_grad)
-        set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
+        self.sharded = nn.Parameter(private.make_dtensor(local, self.spec), requires_grad=before.requires_grad)
+        private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
         own = before.detach().__dict__  # of a tensor subclass: what it is made of, whole
         self.sharded.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
-        choose_grad_dtype(self.sharded, self.grad_dtype)
-        for hook in tuple((post_accumulate_hooks(before) or {}).values()):
+        private.choose_grad_dtype(self.sharded, self.grad_dtype)
+        for hook in tuple((private.post_accumulate_hooks(before) or {}).values()):
             self.sharded.register_post_accumulate_grad_hook(hook)
-        self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
+        self._gradient_hooks = tuple((private.gradient_hooks(before) or {}).values())
 
     def place_extension(self, offload: bool) -> None:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""
@@ -308,7 +285,7 @@ class ShardedParameter:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
             memo[id(self.sharded)] = twin  # first: what is attached, as an optimizer is, may lead back to it
             twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
-            choose_grad_dtype(twin, self.grad_dtype)
+            private.choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
         copied: nn.Parameter = twin
@@ -330,7 +307,7 @@ class ShardedParameter:
         """A tensor of ``shape`` as what the parameter was before sharding: a DTensor, if tensor parallel has cut it."""
         if self.unsharded_spec is None:
             return whole
-        return make_dtensor(whole, altered_spec(self.unsharded_spec, dtype=whole.dtype))
+        return private.make_dtensor(whole, private.altered_spec(self.unsharded_spec, dtype=whole.dtype))
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient that autograd computed, as a plain tensor of ``shape``."""
@@ -344,12 +321,10 @@ class ShardedParameter:
             changed = [at for at, one in enumerate(wanted) if one != grad.placements[at]]
             with waiting(f"the gradient of '{self.name}'", grad.device_mesh.get_group(changed[0])):
                 grad = grad.redistribute(placements=wanted)
-        return local_of(grad)
+        return private.local_of(grad)
 
 
-def whole_views(
-    params: Sequence[ShardedParameter], section: Section, full: torch.Tensor
-) -> Iterator[tuple[int, torch.Tensor]]:
+def whole_views(params: Sequence[ShardedParameter], section: Section, full: torch.Tensor) -> Iterator[IndexedTensor]:
     """Each parameter of a section, by its index in the group, as it lies in the section's full buffer."""
     plan = section.plan
     for index, shape, start in zip(section.members, plan.params, plan.full_offsets, strict=True):
@@ -358,7 +333,7 @@ def whole_views(
 
 def chunk_views(
     params: Sequence[ShardedParameter], members: Sequence[int], plan: Plan, shard: torch.Tensor, rank: int
-) -> Iterator[tuple[int, torch.Tensor]]:
+) -> Iterator[IndexedTensor]:
     """The part that ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):
         start, shape = plan.place(position, rank)

@@ -23,14 +23,10 @@ _next_tag = 0
 
 
 def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy: object) -> int:
-    """Compare the parameters with those of the other ranks; every rank of the mesh must call it.
+    """Compare the parameters with those of the other ranks, and return a tag that no earlier group of any of them has.
 
-    Returns:
-        a tag that no earlier group of any of these ranks has, the same on all of them: ranks need not have made the
-        same groups before, as when some of them hold another stage of a pipeline.
-
-    Raises:
-        ValueError: on every rank, naming the first difference and the ranks.
+    It is the same on all of them. They need not have made the same groups before, as when some of them hold another
+    stage of a pipeline. See :func:`compare`.
     """
     described = [f"mp_policy={policy}", f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
@@ -42,21 +38,17 @@ def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy
     global _next_tag
     tag = _next_tag
     for group in (data.replicate_group, data.shard_group):
-        tag = _compare(described, tag, group, "do not shard the same parameters")
+        tag = compare(described, tag, group, "do not shard the same parameters")
     _next_tag = tag + 1
     return tag
 
 
 def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:
-    """Compare the values of parameters that are about to be sharded; every rank of the mesh must call it.
-
-    Raises:
-        ValueError: on every rank, naming the first parameter that differs and the ranks.
-    """
+    """Compare the values of parameters that are about to be sharded, see :func:`compare`."""
     described = [f"'{p.name}' with values of hash {_hash(p.local)}" for p in params]
     advice = "Seed all ranks alike before the model is built, or load one state dict on all of them"
     for group in (data.replicate_group, data.shard_group):
-        _compare(described, 0, group, "begin with different values", advice)
+        compare(described, 0, group, "begin with different values", advice)
 
 
 @torch.no_grad()
@@ -68,21 +60,9 @@ def _hash(tensor: torch.Tensor) -> str:
     return ", ".join(f"{torch.hash_tensor(part).item():x} ({part.sum(dtype=torch.float64).item():g})" for part in parts)
 
 
-def verify_order(groups: Sequence[str], process_group: dist.ProcessGroup) -> None:
-    """Compare the groups of a tree, in order, with those of the other ranks, all of which must call it.
-
-    Raises:
-        ValueError: on every rank, naming the first difference and the ranks.
-    """
-    _compare(groups, 0, process_group, "did not shard their modules in the same order")
-
-
 def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
-    """Compare the group that this rank gathers next with what the other ranks gather; all of them must call it.
-
-    Raises:
-        RuntimeError: on every rank, with the ranks that gather another one.
-    """
+    """Compare the group that this rank gathers next with what the other ranks gather; all of them must call it, and
+    raise RuntimeError if some gather another one."""
     if not has_peers(process_group):
         return
     ranks = zip(dist.get_process_group_ranks(process_group), gather_objects(tag, process_group), strict=True)
@@ -96,10 +76,14 @@ def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
 _SAME_MODEL = "Every rank must build the same model and make the same calls of fully_shard in the same order"
 
 
-def _compare(
+def compare(
     described: Sequence[str], tag: int, group: dist.ProcessGroup | None, problem: str, advice: str = _SAME_MODEL
 ) -> int:
-    """The largest tag of the ranks, all of which must have the same description."""
+    """The largest tag of the ranks, all of which must have the same description; every rank must call it.
+
+    Raises:
+        ValueError: on every rank, naming the first difference and the ranks.
+    """
     if not has_peers(group):
         return tag
     digest = hashlib.sha256("\n".join(described).encode()).digest()

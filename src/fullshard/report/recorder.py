@@ -398,5 +398,5 @@ def _received(reduction: Any, lane: Lane) -> int:
     """How many bytes a rank gets from the others when gradients are reduced over shards, or over replicas."""
     data = reduction._group.data
     if lane == "reduce":
-        return sum(full.nbytes for full in reduction._choice.fulls) * (data.shard_size - 1) // data.shard_size
+        return sum(part.full.nbytes for part in reduction._plan.parts) * (data.shard_size - 1) // data.shard_size
     return 2 * sum(each.nbytes for each in reduction._outputs) * (data.replicate_size - 1) // data.replicate_size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.group.group import Group
-from fullshard.group.verify import verify_order
+from fullshard.group.verify import compare
 from fullshard.policies import warn
 from fullshard.torch_private import non_persistent_buffers, version_of
 
@@ -31,24 +31,21 @@ def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
-    """Raise or warn of what is wrong with a tree before its first forward.
-
-    Args:
-        modules: that run it.
-        groups: of the whole tree.
-
-    Raises:
-        RuntimeError: buffers are still on the meta device.
-        ValueError: the ranks sharded their modules in different orders.
-    """
-    _check_buffers(modules)
+    """Raise RuntimeError if ``modules`` that run a tree have buffers on the meta device, and ValueError if the ranks
+    sharded its groups in different orders."""
+    on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"buffers are still on the meta device: {on_meta}. Materialize them before the first use, for example with "
+            f"module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
+        )
     by_process_group: dict[dist.ProcessGroup, list[str]] = {}
     for group in sorted(groups, key=lambda group: group.tag):  # in the order in which they were sharded
         if group.data.shard_group is not None:
             names = ", ".join(f"'{param.name}'" for param in group.params)
             by_process_group.setdefault(group.data.shard_group, []).append(f"the group of {names} (tag {group.tag})")
     for process_group, described in by_process_group.items():
-        verify_order(described, process_group)
+        compare(described, 0, process_group, "did not shard their modules in the same order")
 
 
 def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -72,15 +69,6 @@ def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
             f"these buffers are in no state dict and were left uninitialized by to_empty(): {sorted(set(names))}. "
             f"Compute them again, for example with the module's reset_parameters()",
             UserWarning,
-        )
-
-
-def _check_buffers(modules: Sequence[nn.Module]) -> None:
-    on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
-    if on_meta:
-        raise RuntimeError(
-            f"buffers are still on the meta device: {on_meta}. Materialize them before the first use, for example with "
-            f"module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
         )
 
 

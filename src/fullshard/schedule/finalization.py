@@ -13,10 +13,7 @@ from fullshard.torch_private import running_backward
 
 
 class Finalization:
-    """The end of the steps of one tree of modules.
-
-    Args:
-        name: of the tree's root, for errors.
+    """The end of the steps of one tree of modules, whose root has a ``name``, for errors.
 
     Attributes:
         by_hand: whether it is done by hand, as the user chose.
@@ -26,6 +23,10 @@ class Finalization:
     def __init__(self, name: str) -> None:
         self._name = name
         self.by_hand = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the step: it has ended, or an error cut it short."""
         self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
         self._forward: Callable[[], object] = lambda: None  # is there as long as a backward may follow
         self.is_awaited = False
@@ -36,11 +37,7 @@ class Finalization:
         return self.by_hand if self._began_by_hand is None else self._began_by_hand
 
     def choose(self, by_hand: bool) -> None:
-        """Finalize by hand, or not.
-
-        Raises:
-            RuntimeError: in a backward, or after one that was not finalized.
-        """
+        """Finalize by hand, or not; raise RuntimeError in a backward, or after one that was not finalized."""
         if by_hand != self.by_hand and running_backward() >= 0:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during a backward")
         if self._began_by_hand not in (None, by_hand):
@@ -51,11 +48,7 @@ class Finalization:
         self.by_hand = by_hand
 
     def begin_forward(self) -> None:
-        """Begin an outermost forward.
-
-        Raises:
-            RuntimeError: an earlier reduction was not waited for.
-        """
+        """Raise RuntimeError if an outermost forward begins while an earlier reduction was not waited for."""
         if self.is_awaited:
             raise RuntimeError(
                 f"the gradient reduction of {self._name} must be waited on before the next forward: call "
@@ -70,13 +63,6 @@ class Finalization:
     def begin_backward(self) -> None:
         self._began_by_hand = self.is_by_hand
         self._forward = lambda: None
-
-    def end_step(self) -> None:
-        self._began_by_hand = None
-
-    def reset(self) -> None:
-        """Forget the step that an error cut short."""
-        self._began_by_hand, self.is_awaited, self._forward = None, False, lambda: None
 
     def check_by_hand(self, backward_runs: bool) -> None:
         """Raise RuntimeError if the step is not to be finalized by hand, or not yet."""

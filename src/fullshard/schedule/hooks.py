@@ -17,22 +17,16 @@ from fullshard.schedule.unit import Unit
 from fullshard.torch_private import compiler_callback
 
 
-def _before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _around_forward(unit: Unit, method: str, module: nn.Module, args: tuple[Any, ...], given: Any) -> Any:
+    """Call a method of a unit, outside of compiled graphs: what it does to parameters cannot be traced."""
     if is_dynamo_compiling() or compiler_callback() is not None:
-        return _outside_graphs()[0](unit, module, args, kwargs)
-    return unit.pre_forward(module, args, kwargs)
-
-
-def _after_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    if is_dynamo_compiling() or compiler_callback() is not None:
-        return _outside_graphs()[1](unit, module, args, output)
-    return unit.post_forward(module, args, output)
+        return _outside_graphs()(unit, method, module, args, given)
+    return getattr(unit, method)(module, args, given)
 
 
 @cache
-def _outside_graphs() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Keep a hook around a forward out of compiled graphs: what it does to parameters cannot be traced."""
-    return disable(lambda unit, *args: unit.pre_forward(*args)), disable(lambda unit, *args: unit.post_forward(*args))
+def _outside_graphs() -> Callable[..., Any]:
+    return disable(lambda unit, method, *args: getattr(unit, method)(*args))
 
 
 def _reshard(unit: Unit, *args: Any, **kwargs: Any) -> None:
@@ -63,8 +57,8 @@ def attach(unit: Unit) -> None:
     _outside_graphs()
     for module in unit.modules:
         module.__dict__["_fullshard_unit"] = unit
-        module.register_forward_pre_hook(partial(_before_forward, unit), prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_after_forward, unit))
+        module.register_forward_pre_hook(partial(_around_forward, unit, "pre_forward"), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(_around_forward, unit, "post_forward"))
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
     watch_misuse(unit, holders)
     for module in holders:

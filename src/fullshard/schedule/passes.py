@@ -1,15 +1,13 @@
 """The passes of a step: when the ranks of a host may read what they share, and whether all ranks ran the same.
 
 A *pass* is an outermost forward or a backward. In a pass every rank reads what all of them wrote before it, and nobody
-writes; between passes everybody may write its shards (optimizers, checkpoints, averages, plain assignments) and nobody
-reads those of others. Owns the beginnings and ends of passes, at which ranks wait for each other; with ranks that have
-memory of their own there is nothing to do.
+writes; between passes everybody may write its shards, and nobody reads those of others. Owns the beginnings and ends of
+passes, at which ranks wait for each other that share memory.
 
 A collective knows sizes and no names: ranks that run different groups would take each other's values for their own. So
-ranks compare what they communicated about in a pass. That is one all-gather of three integers over each process group.
-It starts when a pass ends; its result is looked at before the next pass begins, and at once where the results of this
-pass may be used: after a backward, and after a forward without gradients. On devices with streams nobody waits: the
-result is looked at as soon as it is there.
+ranks compare what they communicated about, by one all-gather of three integers over each process group. It starts when
+a pass ends. Its result is looked at before the next pass begins, and at once where results may be used: after a
+backward, and after a forward without gradients. On devices with streams nobody waits for it.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ class Passes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.kind: Kind | None = None
-        #: Steps of optimizers when the last pass began.
-        self.steps = 0
+        self.steps = 0  # steps of optimizers when the last pass began
         self._barriers: list[PassBarrier] = []
         self._groups: list[Group] = []  # those whose ranks share memory
 
@@ -50,9 +47,9 @@ class Passes:
         barriers: dict[int, PassBarrier] = {}  # one for all groups that the same ranks share
         self._groups = []
         for group in groups:
-            if group.memory.shared is not None and not group.memory.is_apart:
-                group.full.publish(whatever=kind == "forward")
-                barriers.setdefault(id(group.transport), group.memory.shared.memory.barrier)
+            if (shared := group.memory.shared) is not None and not group.memory.is_apart:
+                shared.publish(group.full.version, whatever=kind == "forward")
+                barriers.setdefault(id(group.transport), shared.memory.barrier)
                 self._groups.append(group)
         self.kind, self.steps = kind, self._clock.steps
         self._barriers = list(barriers.values())
@@ -155,15 +152,10 @@ class Consistency:
         self._number += 1
 
     def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
-        """What this rank communicated about last, in the pass that runs and those whose comparison has not ended.
+        """What this rank communicated about last, by its number in the pass, by process group and pass: in the pass of
+        a ``kind`` that runs, if any, and in those whose comparison has not ended.
 
-        Args:
-            kind: of the pass that runs; ``None`` between passes.
-            steps: of optimizers before it.
-            tree: identifies the tree on all ranks.
-
-        Returns:
-            by process group and pass: what was communicated about, by its number in the pass. Another thread calls it.
+        ``tree`` identifies the tree on all ranks. Another thread calls it.
         """
         passes = [(one.process_group, one.number, one.calls, one.kind, one.steps, True) for one in [*self._under_way]]
         for process_group in self._process_groups if kind is not None else ():
@@ -179,11 +171,7 @@ class Consistency:
         }
 
     def check(self) -> None:
-        """Raise on every rank if the ranks differed in the passes that have ended.
-
-        Raises:
-            RuntimeError: names the first difference and the ranks.
-        """
+        """Raise RuntimeError on every rank if the ranks differed in the passes that have ended, and name both."""
         while self._under_way and not is_capturing(self._device) and self._under_way[0].is_there():
             try:
                 self._under_way[0].check()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from typing import Literal, NoReturn, Protocol, TypeVar
 
 import torch
@@ -27,13 +26,7 @@ from fullshard.group.context import Clock, CommContext, State
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.group.verify import verify_next
-from fullshard.schedule.checks import (
-    Emptied,
-    check_first_forward,
-    check_process_groups,
-    warn_of_emptied,
-    warn_of_strangers,
-)
+from fullshard.schedule import checks
 from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import NOTHING, Consistency, Kind, Passes, may_end_processes
@@ -44,9 +37,6 @@ T = TypeVar("T")
 #: What to do after an error. It is not done unasked: ranks that go on alone take part in each other's gathers of other
 #: layers, and where those have one size, compute with wrong weights.
 _RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
-
-_unshards_in_backward = attrgetter("options.unshard_in_backward")
-
 
 Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
 
@@ -77,40 +67,22 @@ class Observer(Protocol):
 
 
 class Scheduled(Protocol):
-    """A unit as a schedule knows it: the modules that were sharded in one call.
-
-    Attributes:
-        groups: their parameters.
-        is_list: whether they are several.
-        ignored: ids of parameters that the user keeps out of them.
-        emptied: buffers to look at before the next forward.
-        forward_prefetch: units whose groups are gathered ahead in its forward, by the user's choice.
-        backward_prefetch: the same in its backward.
-    """
+    """A :class:`~fullshard.schedule.unit.Unit` as a schedule knows it."""
 
     modules: tuple[nn.Module, ...]
     is_list: bool
     groups: list[Group]
     ignored: set[int]
-    emptied: list[Emptied]
+    emptied: list[checks.Emptied]
 
     @property
     def forward_prefetch(self) -> Sequence[Scheduled]: ...
-
     @property
     def backward_prefetch(self) -> Sequence[Scheduled]: ...
-
-    def join(self, schedule: Schedule) -> None:
-        """Become part of the tree of a schedule."""
-
-    def end_forward(self) -> None:
-        """The forward of the whole tree ended. Only called where there are several modules."""
-
-    def end_backward(self) -> None:
-        """The backward of the whole tree ended."""
-
-    def reset(self) -> None:
-        """Go back to the beginning of a step."""
+    def join(self, schedule: Schedule) -> None: ...
+    def end_forward(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def reset(self) -> None: ...
 
 
 class Schedule:
@@ -191,11 +163,8 @@ class Schedule:
         return self._groups
 
     def begin_forward(self, unit: Scheduled) -> bool:
-        """The forward of ``unit`` begins; returns whether it is the outermost one.
-
-        Raises:
-            RuntimeError: an earlier forward or backward was cut short by an error.
-        """
+        """The forward of ``unit`` begins; returns whether it is the outermost one. Raises RuntimeError if an error cut
+        an earlier forward or backward short."""
         if self.is_in_backward:
             raise RuntimeError(
                 f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
@@ -207,16 +176,16 @@ class Schedule:
             return False
         self.finalization.begin_forward()
         self.consistency.check()
-        check_process_groups(self._process_groups)
+        checks.check_process_groups(self._process_groups)
         is_first = not self._checked
         if is_first:
-            check_first_forward(unit.modules, self.groups())
+            checks.check_first_forward(unit.modules, self.groups())
             self.clock.announce = self.consistency.announce if any(map(may_end_processes, self.groups())) else None
             self._checked = True
         if emptied := [buffers for each in self.units for buffers in each.emptied]:
             for each in self.units:
                 each.emptied.clear()
-            warn_of_emptied(emptied)
+            checks.warn_of_emptied(emptied)
         self.forward_root = unit
         self._is_profiled = profiler_listens()
         WAITS.position = self._position
@@ -236,7 +205,9 @@ class Schedule:
         else:  # what replaced parameters was copied just now
             self.clock.written = mark_now(self.device)
         if is_first:
-            warn_of_strangers(unit.modules, self.groups(), {param for each in self.units for param in each.ignored})
+            checks.warn_of_strangers(
+                unit.modules, self.groups(), {param for each in self.units for param in each.ignored}
+            )
         for group in self.groups():
             if group.memory.is_apart:
                 group.meet()
@@ -256,11 +227,7 @@ class Schedule:
         )
 
     def end_forward(self, mark: object | None) -> None:
-        """The outermost forward ended.
-
-        Args:
-            mark: lives as long as autograd's graph of it; ``None`` if it has none.
-        """
+        """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
         self.forward_root = None
         self.finalization.end_forward(mark)
         for group in self.groups():
@@ -301,7 +268,7 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead(filter(_unshards_in_backward, ahead), self.prefetch_limit)
+            self._gather_ahead((each for each in ahead if each.options.unshard_in_backward), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -317,12 +284,8 @@ class Schedule:
     def finalize(self) -> Callable[[], None]:
         """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
 
-        Returns:
-            a function that waits for the reductions, once. It raises RuntimeError if ``reset_iter_state()`` was called
-            meanwhile.
-
-        Raises:
-            RuntimeError: it is not to be done by hand, or not yet.
+        Returns a function that waits for the reductions, once; it raises RuntimeError if ``reset_iter_state()`` was
+        called meanwhile.
         """
         self.finalization.check_by_hand(self.is_in_backward)
         self._is_profiled = profiler_listens()
@@ -357,8 +320,8 @@ class Schedule:
         for group in self.groups() if self.inspect is not None else ():
             assert self.inspect is not None
             self.inspect(group, True)
-        self.order.forget()
-        self.finalization.end_step()
+        self.order.finished.clear()
+        self.finalization.reset()
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
@@ -372,7 +335,7 @@ class Schedule:
         for unit in self.units:
             unit.reset()
         self.comm.reductions.drop()
-        self.order.forget()
+        self.order.finished.clear()
         self.consistency.forget()
 
     def unshard(self, group: Group) -> None:

@@ -37,6 +37,9 @@ from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import apply_function, base_of, running_backward, storage_id
 
+#: Arguments of a forward.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
 _storage_of = attrgetter("full.buffer.storage_id")
 
 
@@ -75,10 +78,8 @@ class EndOfBackward(torch.autograd.Function):
 class Unit:
     """Modules that were sharded in one call.
 
-    Attributes:
-        groups: their groups; more than one if parameters were put on several meshes.
-        borrowed: groups of other units that hold parameters tied to ones of these modules.
-        needed: both, once the unit is part of a tree.
+    ``groups`` are theirs, more than one if parameters were put on several meshes; ``borrowed`` are those of other units
+    that hold parameters tied to ones of these modules; ``needed`` are both, once the unit is part of a tree.
     """
 
     #: The attributes that a deep copy of the modules copies too.
@@ -94,8 +95,7 @@ class Unit:
         self.mp_policy = mp_policy
         #: Whether the root may choose to stay unsharded after forward, because the user did not say.
         self.auto_reshard = auto_reshard
-        #: Whether the user finalizes backwards by hand, if this is the root.
-        self.finalizes_by_hand = False
+        self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
         #: Whether the root chose so: then nobody promised that parameters stay unchanged while they are unsharded.
         self.chose_to_keep = False
         self.groups: list[Group] = []
@@ -103,11 +103,9 @@ class Unit:
         self.needed: list[Group] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
-        #: Where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`.
-        self.extents: list[Any] = []
+        self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
         self.emptied: list[Emptied] = []
-        #: The hooks of :mod:`fullshard.schedule.misuse` that only a root keeps.
-        self.watches: list[RemovableHandle] = []
+        self.watches: list[RemovableHandle] = []  # the hooks of :mod:`fullshard.schedule.misuse` that only a root keeps
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         #: Whether to gather ahead, and in backward whether before this unit computes its gradients or after.
@@ -126,9 +124,7 @@ class Unit:
     def __repr__(self) -> str:
         return ", ".join(type(module).__name__ for module in self.modules)
 
-    def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Runs before the forward of each of the modules."""
         schedule = self.schedule or self.start()
         if self._in_method:
@@ -152,7 +148,7 @@ class Unit:
             args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.needed:
             if first and not recomputes:
-                schedule.order.enter(group)
+                schedule.order.entered.append(group)
             schedule.unshard(group)
             if first:
                 group.users.add(self)
@@ -218,7 +214,7 @@ class Unit:
         self._to_run.clear()
         for group in self.needed:
             group.users.discard(self)
-            schedule.order.leave(group)
+            schedule.order.finished.append(group)
             if not group.users:
                 if not self._is_opaque:
                     schedule.reshard_after_forward(group)
@@ -227,7 +223,7 @@ class Unit:
                     group.leave_unsharded()
         self.phase, self._is_opaque = Phase.IDLE, False
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.casts_inputs:
             return args, kwargs
@@ -235,9 +231,12 @@ class Unit:
 
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        return tree.map_tensors(partial(_owned, set(map(_storage_of, self.needed))), output)
+        storages = set(map(_storage_of, self.needed))
+        return tree.map_tensors(
+            lambda each: each.clone() if each.layout is torch.strided and storage_id(each) in storages else each, output
+        )
 
-    def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
         inputs = [tensor for tensor in tree.tensors((args, kwargs) if kwargs else args) if tensor.requires_grad]
         if not inputs:
@@ -245,9 +244,10 @@ class Unit:
         marked = apply_function(EndOfBackward, self, self._use, *inputs)
         if not kwargs and [*map(id, inputs)] == [*map(id, args)]:
             return marked, kwargs
-        replacement = dict(zip(map(id, inputs), marked, strict=True))
-        replace = partial(_replace, replacement)
-        return tree.map_tensors(replace, args), tree.map_tensors(replace, kwargs) if kwargs else kwargs
+        found = dict(zip(map(id, inputs), marked, strict=True))
+        given: Any = (args, kwargs) if kwargs else args
+        given = tree.map_tensors(lambda tensor: found.get(id(tensor), tensor), given)
+        return given if kwargs else (given, kwargs)
 
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
@@ -355,7 +355,6 @@ class Unit:
         self.phase = Phase.IDLE
         self._entered, self._is_differentiated, self._is_opaque = 0, False, False
         self._to_run.clear()
-        self._use = Use()
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -365,7 +364,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents, twin.watches = None, [], [], [], []
-        twin._to_run, twin._use = set(), Use()
+        twin._to_run = set()
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
@@ -413,11 +412,3 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit to which a module belongs, if ``fully_shard`` was applied to it."""
     return module.__dict__.get("_fullshard_unit")
-
-
-def _replace(replacement: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    return replacement.get(id(tensor), tensor)
-
-
-def _owned(storages: set[int], tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.layout is torch.strided and storage_id(tensor) in storages else tensor

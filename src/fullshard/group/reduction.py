@@ -1,0 +1,149 @@
+"""One reduction of the gradients of a group, from its plan to ``param.grad``.
+
+Owns how the gradients that take part travel, which is worked out once for each set of them, and the way of what was
+reduced: over the replicas, to the dtype and device of ``param.grad``, and to the sharded parameters. It leaves to
+:mod:`fullshard.group.gradients` which gradients take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fullshard.buffer.plan import Plan
+from fullshard.buffer.slots import SlotBuffer
+from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
+from fullshard.comm.waits import waiting
+from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
+from fullshard.group.context import Reductions
+from fullshard.group.module_parameters import ShownGroup
+from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
+
+
+@dataclass(frozen=True)
+class Part:
+    """The parameters of one section that take part in a reduction."""
+
+    indices: tuple[int, ...]
+    plan: Plan
+    full: torch.Tensor  # where their gradients lie
+    allocate: Callable[[], torch.Tensor]  # memory for the reduced values, in the dtype in which they are written
+    home_dtype: torch.dtype  # of ``param.grad``
+    chunks: tuple[list[torch.Size], list[tuple[int, ...]], list[int]]  # sizes, strides and offsets in the shard
+    lengths: list[int]  # of chunks, if all are vectors end to end: then one call finds them
+
+
+@dataclass(eq=False)
+class ReductionPlan:
+    """The parameters that take part in a reduction, by section, and how their gradients travel."""
+
+    parts: Sequence[Part]
+    is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
+    straight: Sequence[int]  # parameters whose gradients are not in the buffer
+    route: Route | None = None  # once a reduction was started
+
+
+@dataclass(eq=False, slots=True)
+class PendingReduction:
+    """A reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
+
+    _group: ShownGroup
+    _partial: dict[int, torch.Tensor]
+    _plan: ReductionPlan
+    _buffer: SlotBuffer
+    _straight: Sequence[torch.Tensor]
+    _reductions: Reductions
+    _drops: int  # when it began
+    _outputs: Sequence[torch.Tensor] = ()
+    _pending: Pending | None = None
+
+    def start(self) -> Pending:
+        group, plan = self._group, self._plan
+        outputs = self._outputs = [part.allocate() for part in plan.parts]
+        if group.is_flat:  # all of the shard is shown, its padding too
+            for part, output in zip(plan.parts, outputs, strict=True):
+                output[part.plan.held(group.data.shard_rank) :].zero_()
+        factor, over = group.options.divide_factor, group.reduce_process_group
+        divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
+        if over is None:
+            for part, output in zip(plan.parts, outputs, strict=True):  # the shard is the whole
+                for piece in part.plan.pieces(0):
+                    piece.of_shard(output).copy_(piece.of_full(part.full) / divisor)
+            return Done()
+        if plan.route is None:
+            transfers = [
+                Transfer(part.plan, part.full, output) for part, output in zip(plan.parts, outputs, strict=True)
+            ]
+            plan.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
+        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
+        return self._pending
+
+    def scattered(self) -> None:
+        """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
+        group = self._group
+        self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
+        if self._reductions.drops != self._drops:
+            return  # an error has ended the step of these gradients
+        if self._plan.is_final:
+            self._bring_home() if group.offloads else self.accumulate()
+            return
+        if group.data.replicate_group is not None:
+            partial = self._partial
+            for index, local in self._locals():
+                if index in partial:
+                    local.add_(partial.pop(index))
+            if not group.options.all_reduce_gradients:
+                partial.update(self._locals())
+                return
+        outputs = self._outputs
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
+        if is_host(group.device):
+            mark.wait()
+        else:
+            group.comm.reductions.add(HoldingMark(mark, outputs))
+
+    def start_all_reduce(self) -> Pending:
+        group, options = self._group, self._group.options
+        if group.data.replicate_group is not None:
+            all_reduce = options.all_reduce or partial(dist.all_reduce, group=group.data.replicate_group)
+            with waiting(f"the all-reduce of {group.title}", group.data.replicate_group):
+                for output in self._outputs:
+                    all_reduce(output)
+        if options.all_reduce_hook is not None:
+            with torch.no_grad(), beside(options.all_reduce_hook_stream, group.device):
+                for output in self._outputs:
+                    options.all_reduce_hook(output)
+        return Done()
+
+    def _locals(self) -> list[tuple[int, torch.Tensor]]:
+        """The chunk of each parameter in the outputs."""
+        found: list[tuple[int, torch.Tensor]] = []
+        for part, output in zip(self._plan.parts, self._outputs, strict=True):
+            vectors = part.lengths and torch.unsafe_split_with_sizes(output, part.lengths)
+            found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
+        return found
+
+    def _bring_home(self) -> None:
+        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
+        group = self._group
+        self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
+        if group.offloads and not is_host(group.device):
+            self._outputs, arrived = copy_to_host(self._outputs, group.device, group.pins_memory)
+            group.comm.reductions.arriving.append((arrived, self.accumulate))
+        else:
+            self.accumulate()
+
+    def accumulate(self) -> None:
+        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
+        group, grads = self._group, self._locals()
+        more = group.module_params.accumulate_gradients(grads)
+        if more:
+            foreach_add([grad for grad, _ in more], [local for _, local in more])
+        if after_accumulation(group.sharded):
+            with torch.no_grad():
+                for index, _ in grads:
+                    run_after_accumulation(group.params[index].sharded)
