@@ -334,9 +334,8 @@ def timeout_of(process_group: Any) -> float:
     return timeout.total_seconds() if timeout is not None else 1800.0
 
 
-def default_store() -> Any:
-    """The store by which the ranks of the default process group met."""
-    return dist.distributed_c10d._get_default_store()
+#: The store by which the ranks of the default process group met.
+default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 
 def port_of(store: Any) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fullshard.buffer.shared_memory import Counters, Segment, can_share
+from fullshard.buffer.shared_memory import LINE, Counters, Segment, can_share
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
 
@@ -183,7 +183,7 @@ def test_a_fork_of_this_process_writes_nothing_into_a_view() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 200])
 def test_counters_are_one_number_for_each_process(size: int) -> None:
-    segment = Segment.create(64 + Counters.nbytes(size))
+    segment = Segment.create(64 + LINE * size)
     of = [Counters(Segment.open(segment.address), 64, rank, size) for rank in range(size)]
     assert all(counters.reached(0) for counters in of)
     for counters in of[:-1]:

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Bytes between the numbers of two processes, so that they do not share a cache line.
-_LINE = 64
+#: Bytes that counters take for each process: no two share a cache line.
+LINE = 64
 _PAGEMAP = "/proc/self/pagemap"
 _OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
@@ -264,14 +264,10 @@ class Counters:
     """A number for each of ``size`` processes, of which this one writes that of ``rank`` and reads the others."""
 
     def __init__(self, segment: Segment, start: int, rank: int, size: int) -> None:
-        self._lines = [segment.numbers(start + _LINE * each, 2) for each in range(size)]
+        self._lines = [segment.numbers(start + LINE * each, 2) for each in range(size)]
         self._mine = self._lines[rank]
         self._others = [line for line in self._lines if line is not self._mine]
         self.value = 0
-
-    @staticmethod
-    def nbytes(size: int) -> int:
-        return _LINE * size
 
     def set(self, value: int) -> None:
         """Say that this process has come to ``value``. A process that reads the number sees what was written before."""

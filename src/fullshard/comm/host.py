@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.sections import align
-from fullshard.buffer.shared_memory import Address, Counters, File, Segment
+from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
 from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
 from fullshard.comm.point_to_point import PointToPointTransport
@@ -34,8 +33,10 @@ from fullshard.torch_private import CAN_SWAP_MEMORY
 
 #: Reductions that a rank may be ahead of the slowest one.
 _AHEAD = 64
-#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
+#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address. And
+#: the bytes in which each rank says it of all that are under way.
 _ENTRY = 8
+_ENTRIES = 8 * _ENTRY * _AHEAD
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
 #: Of a segment that was opened: a rank, and the inode of its slot.
@@ -55,11 +56,10 @@ class HostTransport(Transport):
         self.private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
-        line = Counters.nbytes(size)
         self._ready = Counters(control, 0, rank, size)
-        self.done = Counters(control, line, rank, size)
-        count = _ENTRY * _AHEAD
-        self._entries = [control.numbers(2 * line + each * 8 * count, count) for each in range(size)]
+        self.done = Counters(control, LINE * size, rank, size)
+        starts = range(2 * LINE * size, control.address.nbytes, _ENTRIES)
+        self._entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
         self._number = self._dropped = 0  # of reductions that this rank has started, and of slots that it has lost
         self._under_way: deque[_PendingHostReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
@@ -70,10 +70,6 @@ class HostTransport(Transport):
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
-    @staticmethod
-    def control_bytes(size: int) -> int:
-        return 2 * Counters.nbytes(size) + 8 * _ENTRY * _AHEAD * size
-
     @classmethod
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
@@ -82,7 +78,7 @@ class HostTransport(Transport):
             made: HostTransport | str = "a rank could not map memory of another"
             if isinstance(met, str):
                 made = met
-            elif met.share(control := Segment.reserve(cls.control_bytes(met.size))):
+            elif met.share(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
                 made = cls(met, control, messages)
             _known[process_group] = made
         return _known[process_group]
@@ -106,7 +102,7 @@ class HostTransport(Transport):
         return memory
 
     def share(self, nbytes: int) -> SharedMemory:
-        start = align(Counters.nbytes(self.local_ranks.size))
+        start = LINE * self.local_ranks.size
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
         return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
