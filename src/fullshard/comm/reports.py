@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import threading
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -62,13 +63,13 @@ class Reports:
         self._store, self._mine, self._key, self._interval = store, mine, key, interval
         self._beats: dict[int, tuple[int, float]] = {}  # by rank, and when it was new
         self._watched: dict[int, tuple[int, int]] = {}  # processes by rank, and what tells that one has ended
-        self._former = frozenset(former)
+        self._former, self._lock = frozenset(former), threading.RLock()
         self.known: dict[int, Report] = {}  # the last ones
 
     def write(self) -> None:
         """Let the others know of this rank."""
-        self._mine.beat, self._mine.written = self._mine.beat + 1, time.time()
-        with suppress(NoAnswerError):
+        with self._lock, suppress(NoAnswerError):
+            self._mine.beat, self._mine.written = self._mine.beat + 1, time.time()
             self._store.set(f"{self._key}{self._mine.rank}", json.dumps(asdict(self._mine)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Report]:

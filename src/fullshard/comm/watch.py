@@ -83,7 +83,6 @@ class Watch:
         self._hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         self._ending = threading.Event()
         self.shown = _OVER, True  # how the program has ended, when it does, and whether not because of another rank
-        self._lock = threading.RLock()
         number, former = (before._mine.number + 1, before._reports.all_so_far()) if before is not None else (1, ())
         self._mine: Report = Report(self._rank, os.getpid(), host_id(), number)
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
@@ -119,7 +118,7 @@ class Watch:
             return
         if _watch is self:
             self._mine.ended, self._mine.waits, self._mine.waits_for = _LEFT, "", []
-            self._write()
+            self._reports.write()
         self._store.close()
         self._reports.close()
 
@@ -189,24 +188,19 @@ class Watch:
         mine.verdict = WAITS.verdict or ""
         if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
             mine.connections = [[*ends] for _, ends in self._connections()]
-        self._write()
+        self._reports.write()
 
     def announce(self) -> None:
         """Let the others know at once where the training is: this process may not live to tell."""
         position = WAITS.position()
-        with self._lock:
-            self._mine.doing, self._mine.passes = position.doing, position.passes
-            self._announced = position.passes
-            self._reports.write()
+        self._announced = self._mine.passes = position.passes
+        self._mine.doing = position.doing
+        self._reports.write()
 
     def _connections(self) -> Iterator[tuple[socket.socket, tuple[str, str]]]:
         """The connections of this process, without those of the store."""
         port = f":{self._store.port}"
         return (each for each in connected_sockets() if not any(end.endswith(port) for end in each[1]))
-
-    def _write(self) -> None:
-        with self._lock:
-            self._reports.write()
 
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +292,7 @@ class Watch:
             message = f"rank {self._rank} waited for {describe(wait)}. {WAITS.verdict}"
             self._mine.ended, self._mine.is_first = "it could not go on", False
             with suppress(Exception):
-                self._write()
+                self._reports.write()
             print(f"{where}{message}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)
@@ -332,7 +326,7 @@ class Watch:
             self._mine.ended, self._mine.is_first, self._mine.doing = how, is_first, WAITS.position().doing
             self._mine.waits, self._mine.waits_for = "", []
             with suppress(Exception):
-                self._write()
+                self._reports.write()
                 if how != _OVER and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                     self._let_read()
             self.thread.join(2 * self._interval)
