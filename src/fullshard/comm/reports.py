@@ -74,8 +74,7 @@ class Reports:
 
     def read(self, ranks: Iterable[int]) -> dict[int, Report]:
         """The reports of ranks and of those on which these depend, as far as they have made any."""
-        reports: dict[int, Report] = {}
-        left = [*ranks]
+        reports, left = dict[int, Report](), [*ranks]
         while left:
             rank = left.pop()
             if rank in reports or rank == self._mine.rank:
