@@ -19,6 +19,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -73,8 +74,8 @@ class SlotPool:
         """Show each buffer to what watches operations on tensors, without memory where others have it now."""
         for buffer in self.buffers:
             buffer.forget_address()
-            if buffer._memory is not None:
-                buffer._memory.detach()
+            if "memory" in vars(buffer):
+                buffer.memory.detach()
 
     def forget_marks(self) -> None:
         """Let no slot be waited for: what follows comes after all that was done with them."""
@@ -117,16 +118,13 @@ class SlotBuffer:
         self._storage = own.untyped_storage()
         #: Identifies the storage that all views of the buffer have.
         self.storage_id = storage_id(own)
-        self._memory: torch.Tensor | None = None
         pool.buffers.add(self)
 
-    @property
+    @cached_property
     def memory(self) -> torch.Tensor:
-        if self._memory is None:
-            with torch.inference_mode(False), torch.no_grad():
-                empty = torch.empty(0, dtype=torch.uint8, device=self.pool.device)
-                self._memory = empty.set_(self._storage, 0, (self.nbytes,), (1,))
-        return self._memory
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=torch.uint8, device=self.pool.device)
+            return empty.set_(self._storage, 0, (self.nbytes,), (1,))
 
     def keep_memory(self, keep: bool) -> None:
         """Let no other have the memory, which then stays at its address, or let all take turns."""

@@ -215,10 +215,9 @@ def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
             return f"rank {rank} runs on a system without memory that processes share in the way that is needed"
         if host != every[0][1]:
             return f"rank {rank} runs on another host than rank 0"
-    try:
-        local_ranks: LocalRanks | None = LocalRanks(process_group, [pid for pid, _, _ in every])
-    except OSError:
-        local_ranks = None
+    local_ranks: LocalRanks | None = None
+    with suppress(OSError):
+        local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every])
     met: list[bool] = gather_objects(local_ranks is not None, process_group)
     if local_ranks is None or not all(met):
         return f"rank {met.index(False)} cannot see the processes of the others"

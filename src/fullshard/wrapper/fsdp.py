@@ -285,7 +285,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         or the strategy is hybrid; a ValueError if it cannot be called."""
         if not self.check_is_root():
             raise AssertionError("register_comm_hook must be called on the root, which tells the modules inside of it")
-        expect(callable(hook), "the communication hook", hook, "a function", ValueError)
+        expect(callable(hook), "the communication hook", hook, "a callable", ValueError)
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
                 raise AssertionError(f"communication hooks do not know the two groups of {each.sharding_strategy}")
