@@ -25,11 +25,8 @@ class Pending(Protocol):
     """Communication that was started."""
 
     def finish(self) -> None:
-        """Complete it and what follows it locally (copies, sums). Called exactly once.
-
-        On a device with streams it is called at once, on the lane's stream, and only enqueues work; on CPU it is called
-        when the result is needed, and blocks.
-        """
+        """Complete it and what follows it locally (copies, sums). Called exactly once: on devices with streams at once,
+        on the lane's stream, to enqueue work; on the CPU when the result is needed, and blocks."""
 
 
 class Done:
@@ -175,10 +172,7 @@ class Lane:
         self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Sequence[Mark] | None = None
     ) -> Mark:
         """Start communication and what follows it, after the marks ``after`` (all that the current lane holds so far).
-
-        On a stream everything is enqueued at once, ``then`` too. On the CPU ``start`` runs now, and ``then`` when the
-        mark is first waited for: the communication in between is what overlaps.
-        """
+        On a stream everything is enqueued at once; on the CPU ``then`` runs when the mark is first waited for."""
         if self._stream is None:
             finish = start().finish
             return HostMark((finish,) if then is None else (finish, then))

@@ -79,10 +79,7 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
-
-    Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says. One loop, because
-    a step of an optimizer pays this for every parameter.
-    """
+    Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says."""
     with PlainAttributes():
         try:
             for param, local, twin, spec in lent:

@@ -32,10 +32,7 @@ _is_over = False
 
 
 def keep_freed(owner: object, nbytes: int) -> None:
-    """Let the heap keep ``nbytes`` of freed memory while ``owner`` lives.
-
-    Nothing happens where the C library is not glibc, or the user has decided.
-    """
+    """Let the heap, if it is glibc's and the user has not decided, keep so much freed memory while ``owner`` lives."""
     if any(name in os.environ for name in _SETTINGS) or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
     weakref.finalize(owner, _forget, id(owner)).atexit = False

@@ -202,10 +202,8 @@ class Plan:
         return [stop - start for start, stop in pairwise([0, *starts]) if start < stop]
 
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part.
-
-        In *flat* that is a run of elements, or all of the parameter where one rank keeps everything.
-        """
+        """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that
+        is a run of elements, or all of the parameter where one rank keeps everything."""
         param = self.params[index]
         if self.layout == "even":
             return self.shard_offsets[index], param.chunk_shape(rank, self.world_size)
@@ -229,10 +227,8 @@ class Plan:
         return [(end, start) for end, start in edges if end < start]
 
     def select(self, indices: Iterable[int]) -> Plan:
-        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard.
-
-        *flat* cannot leave any out and returns itself.
-        """
+        """The plan of some of the parameters: cut as here, at the same place in the full buffer, in another shard. Of
+        *flat* it is the plan itself, which cannot leave any out."""
         chosen = tuple(indices)
         if self.layout == "flat" or chosen == tuple(range(len(self.params))):
             return self
@@ -243,14 +239,10 @@ class Plan:
 def make_plan(
     params: Sequence[ParamShape], world_size: int, layout: LayoutName = "even", alignment: int = ALIGNMENT
 ) -> Plan:
-    """Lay out ``params`` over ``world_size`` ranks.
+    """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
-    Args:
-        params: shapes in the order in which they lie.
-        world_size: number of ranks, at least 1.
-        layout: ``"even"`` or ``"flat"``, see the module's docstring.
-        alignment: elements, at least 1, to a multiple of which each parameter starts in the full buffer and the size of
-            a shard is rounded up (*even*).
+    Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
+    is in elements.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")

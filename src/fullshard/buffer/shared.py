@@ -48,10 +48,7 @@ class SharedBuffer:
         return PASSED
 
     def give_back(self, released: Mark | None = None) -> None:
-        """End its use: writes through ``.data`` are thrown away.
-
-        Such a write leaves no version, but a page of this rank's own, and so a page fault. As a rule a use has none.
-        """
+        """End its use. Writes through ``.data`` are thrown away: they leave no version, but a page fault."""
         self.in_use = False
         self._tell_children()
         if self._is_private:

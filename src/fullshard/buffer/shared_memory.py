@@ -43,11 +43,8 @@ class Address(NamedTuple):
 
 
 def can_share() -> bool:
-    """Whether this system has what segments need. Processors other than x86-64 may reorder what we write.
-
-    Python may have been built for older systems than this one, and writes to a view have to be found (some sandboxes do
-    not tell of them).
-    """
+    """Whether this system has what segments need. Processors other than x86-64 may reorder what we write; Python may
+    have been built for older systems; some sandboxes do not tell of writes to a view."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     has_calls = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
@@ -88,16 +85,13 @@ def _libc() -> Any:
 
 
 class Pages:
-    """Where a file, or memory of this process alone, is mapped.
-
-    Attributes:
-        own: the parts, where each begins and how many bytes it has, that a forked child is to see.
-    """
+    """Where a file, or memory of this process alone, is mapped."""
 
     def __init__(self, fd: int, nbytes: int, flags: int, access: int = _ACCESS) -> None:
         self.start = _checked(_libc().mmap(None, nbytes, access, flags, fd, 0))
         self.nbytes = nbytes
         self.is_shared = bool(flags & mmap.MAP_SHARED)
+        #: The parts, where each begins and how many bytes it has, that a forked child is to see.
         self.own: Sequence[tuple[int, int]] = ()
         self._copy: Pages | None = None
 
@@ -180,11 +174,7 @@ class File:
 
 
 class Segment:
-    """A piece of memory; mapped until the last tensor in it is gone.
-
-    Raises:
-        OSError: there is not enough memory, or too many files are open, or the owner cannot be looked at.
-    """
+    """A piece of memory; mapped until the last tensor in it is gone. To make one may raise an OSError."""
 
     def __init__(self, pages: Pages, address: Address, file: File | None = None) -> None:
         self.pages = pages
@@ -213,21 +203,15 @@ class Segment:
 
     @classmethod
     def open(cls, address: Address, flags: int = mmap.MAP_SHARED) -> Segment:
-        """The memory that a process made.
-
-        With ``MAP_PRIVATE`` this process reads what others write, and its own writes go to copies of the pages.
-        :meth:`was_written` tells of such pages, :meth:`discard_writes` lets go of them.
-        """
+        """The memory that a process made. With ``MAP_PRIVATE`` writes of this process go to copies of the pages, of
+        which :meth:`was_written` tells, and of which :meth:`discard_writes` lets go."""
         file = File(os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC))
         if os.fstat(file.fd).st_ino != address.inode:
             raise FileNotFoundError(f"process {address.pid} has another file where its shared memory was")
         return cls(Pages(file.fd, address.nbytes, flags), address)
 
     def become(self, other: Segment) -> None:
-        """Take the memory of ``other``, in which no tensor may lie; this process's own parts are copied there before.
-
-        Tensors stay where they are.
-        """
+        """Take the memory of ``other``, in which no tensor may lie, with this process's own parts and all tensors."""
         self.pages.copy_own(other.pages)
         other.pages.move_to(self.pages)
         other._end.detach()

@@ -96,10 +96,7 @@ class SlotPool:
 
 
 class SlotBuffer:
-    """Memory of ``nbytes`` that is there between :meth:`take` and :meth:`give_back`.
-
-    ``memory`` is a 1-D uint8 tensor; it may be viewed only once a slot was taken, and then for good.
-    """
+    """Memory of ``nbytes`` that is there between :meth:`take` and :meth:`give_back`."""
 
     def __init__(self, pool: SlotPool, nbytes: int) -> None:
         self.pool = pool
@@ -122,6 +119,7 @@ class SlotBuffer:
 
     @cached_property
     def memory(self) -> torch.Tensor:
+        """A 1-D uint8 tensor; it may be viewed only once a slot was taken, and then for good."""
         with torch.inference_mode(False), torch.no_grad():
             empty = torch.empty(0, dtype=torch.uint8, device=self.pool.device)
             return empty.set_(self._storage, 0, (self.nbytes,), (1,))
@@ -135,11 +133,7 @@ class SlotBuffer:
                 change(self.slot)
 
     def take(self) -> Mark:
-        """Get memory. The caller waits for the returned mark before it writes to it.
-
-        Raises:
-            RuntimeError: the buffer is in use.
-        """
+        """Get memory, unless it is in use. The caller waits for the returned mark before it writes to it."""
         if self.in_use:
             raise RuntimeError("a buffer that is in use was taken again: it has one owner at a time")
         pool, slot = self.pool, self.slot
@@ -256,10 +250,7 @@ class Staging:
         self._made = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
-        """A buffer of at least ``nbytes``, contents undefined.
-
-        On a device with streams it may be used, and must be given back, on the current stream only.
-        """
+        """A buffer of at least ``nbytes``, contents undefined. It is used and given back on the current stream only."""
         # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
         place: object = nbytes <= _SMALL
         if device not in HOSTS:

@@ -84,11 +84,7 @@ class HostTransport(Transport):
         return _known[process_group]
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for gradient buffers, which the other ranks can read.
-
-        Raises:
-            RuntimeError: there is no more memory that can be shared, or too many files are open.
-        """
+        """Memory for gradient buffers, which the other ranks can read, if there is enough."""
         try:
             segment = Segment.create(nbytes)
         except OSError as error:
@@ -111,13 +107,8 @@ class HostTransport(Transport):
 
     def _route(self, request: Request) -> Route:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
-        messages, and so does what is gathered: it lies in memory of this rank alone.
-
-        Low precision is added in fp32, in the order of ranks. Ranks start their reductions in the same order.
-
-        Raises:
-            RuntimeError: from ``finish``, if ranks reduce different groups, or one has ended.
-        """
+        messages, and so does what is gathered: it lies in memory of this rank alone. Ranks start their reductions in
+        the same order. If they reduce different groups, or one has ended, ``finish`` raises."""
         fulls = [transfer.full for transfer in request.transfers]
         if request.direction == "gather" or self._address_of(fulls) is None:
             return self.private._route(request)

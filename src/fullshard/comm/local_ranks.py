@@ -53,13 +53,9 @@ class LocalRanks:
     def share(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
-        Every rank must call it. What a rank has in its own parts of ``segment`` is there for all afterwards, and
-        ``view`` shows the same, and writes to it to this rank alone. ``None`` is for a rank that has nothing yet.
-
-        Returns whether all ranks could; if not, nothing has changed.
-
-        Raises:
-            ValueError: the ranks ask for different sizes.
+        Every rank must call it, and for the same size. What a rank has in its own parts of ``segment`` is there for all
+        afterwards, and ``view`` shows the same, and writes to it to this rank alone. ``None`` is for a rank that has
+        nothing yet. Returns whether all ranks could; if not, nothing has changed.
         """
         common: Segment | None = None
         look: Segment | None = None
@@ -89,10 +85,7 @@ class LocalRanks:
 
     def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
         """Return when all the others have come to ``value``; ``doing`` and the ``tag`` of the exchange are for errors.
-
-        Raises:
-            LostRankError: a rank has ended before, the wait cannot end, or the timeout of the process group has passed.
-        """
+        A LostRankError if a rank has ended before, the wait cannot end, or the timeout of the group has passed."""
         if counters.reached(value):
             return
         begin = time.monotonic()
@@ -161,11 +154,7 @@ class PassBarrier:
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
         """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after so many ``steps`` of optimizers.
-
-        Raises:
-            RuntimeError: a rank enters a pass of another ``kind`` or after another number of ``steps``, has ended, or
-                does not come in time; or this process was forked from a rank.
-        """
+        A RuntimeError if one does so otherwise, has ended, or does not come in time, or this process was forked."""
         counters, local_ranks = self._counters, self._local_ranks
         local_ranks.refuse_child(doing)
         forget_copies()
@@ -205,10 +194,7 @@ class PassBarrier:
 
 
 def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
-    """The ranks of ``process_group``, if all of them share a host; otherwise the reason why they do not.
-
-    Every rank must call it.
-    """
+    """The ranks of a process group, all of which must call it, if they share a host, or why they do not."""
     every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
     for rank, (_, host, able) in enumerate(every):
         if not able:

@@ -57,10 +57,8 @@ class Round(NamedTuple):
 def plan_rounds(
     plans: tuple[Plan, ...], itemsizes: tuple[int, ...], owner: int, large: int, capacity: int, direction: Direction
 ) -> tuple[Round, ...]:
-    """The rounds in which the parts of ``owner`` get from it to any other rank (``gather``), or from any other to it.
-
-    A piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes.
-    """
+    """The rounds in which the parts of ``owner`` get from it to any other rank (``gather``), or from any other to it. A
+    piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes."""
     straight: list[Piece] = []
     whole: list[Piece] = []
     packed: list[Piece] = []

@@ -1,9 +1,8 @@
 """Messages between pairs of ranks, for gloo on the CPU.
 
 A gather receives large pieces where the parameter will be read; a reduction is an all-to-all and a local sum, which
-moves half the bytes of gloo's own and adds low precision in fp32. In fp32 a rank receives the large pieces of one other
-where the sum will be. Owns the tensors of the messages, which :mod:`fullshard.comm.messages` lays out, and their order
-in time::
+moves half the bytes of gloo's own. Owns the tensors of the messages, which :mod:`fullshard.comm.messages` lays out, and
+their order in time::
 
     start       round 0, round 1: all receives posted, small pieces packed, all sends posted; own part copied
     finish      wait for round 0, copy or add what came; round 2 posted in its staging
@@ -54,10 +53,7 @@ Message = tuple[list[torch.Tensor], int]
 
 class PointToPointTransport(Transport):
     """Moves buffers by messages between ranks; small groups of two ranks by the transport ``native``, if there is one.
-
-    Args:
-        staging: bytes of staging for what an exchange receives from all ranks together.
-        large: bytes from which a piece gets a message of its own.
+    ``staging`` is for what an exchange receives from all ranks together; ``large`` pieces have messages of their own.
     """
 
     name = "p2p"

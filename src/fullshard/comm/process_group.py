@@ -37,9 +37,7 @@ def has_peers(process_group: dist.ProcessGroup | None) -> TypeGuard[dist.Process
 
 def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
     """What every rank of the group (``None`` for all) brings, by rank; all of them must call it, with what pickles.
-
-    Small objects travel in one collective. A second one brings what is left of the others.
-    """
+    Small objects travel in one collective. A second one brings what is left of the others."""
     said = pickle.dumps(mine)
     with waiting("a comparison with the other ranks", process_group):
         heads = _gather(len(said).to_bytes(_LENGTH, "little") + said[:_SMALL], _LENGTH + _SMALL, process_group)

@@ -44,13 +44,10 @@ class Scaling:
 
 @lru_cache(maxsize=256)
 def choose_scaling(dtype: torch.dtype, world_size: int, divisor: float, sum_only: bool, backend: str) -> Scaling:
-    """Divide by ``divisor`` where it costs least and loses nothing.
+    """Divide by ``divisor`` where it costs least and loses nothing: NCCL does so while it reduces.
 
-    NCCL divides while it reduces. fp16 is divided in two steps of about the square root, because the sum could
-    overflow without the first and small values would vanish if it were the only one. The first is the smallest power of
-    two that is not below the square root, as in torch, and so exact.
-
-    ``world_size`` ranks reduce in ``dtype``; with ``sum_only`` the collective can do nothing but sum.
+    fp16 is divided in two steps, because the sum could overflow without the first and small values would vanish if it
+    were the only one. The first is the smallest power of two that is not below the square root, as in torch, and exact.
     """
     if dtype == torch.float16:
         before = 2.0 ** math.ceil(math.log2(abs(divisor)) / 2)
@@ -73,11 +70,8 @@ def divide_(tensor: torch.Tensor, divisor: float) -> None:
 
 
 class Sum:
-    """One block of a shard: the sum of the terms of all ranks, in their order.
-
-    Args:
-        terms: as many as there are ranks, at least one of the first two a tensor; ``None`` for what is in the shard.
-        scratch: begins with :func:`scratch_bytes` of memory that nobody else uses meanwhile.
+    """One block of a shard: the sum of the terms of all ranks, in order. A term is ``None`` if it is in the shard;
+    of the first two one is a tensor. ``scratch`` begins with :func:`scratch_bytes` that nobody else uses meanwhile.
     """
 
     def __init__(

@@ -35,10 +35,7 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage that counts its versions apart.
-
-    A copy into a view of ``tensor`` itself would look to autograd like a change of what it saved from it.
-    """
+    """A tensor on the same storage that counts its versions apart: autograd is not to see copies into its views."""
     return tensor.data
 
 
@@ -164,17 +161,12 @@ class Transport:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def share(self, nbytes: int) -> SharedMemory | None:
-        """Memory for a full buffer that all ranks will see once they :meth:`meet`, so that a gather moves nothing.
-
-        ``None`` if ranks have memory of their own. It communicates nothing.
-        """
+        """Memory for a full buffer that all ranks will see once they :meth:`meet`; ``None`` if each has its own."""
         return None
 
     def meet(self, memory: SharedMemory | None) -> bool:
-        """Let all ranks see what each has in its part of ``memory``; ``None`` for a rank that has none yet.
-
-        Every rank must call it, with memory of the same size. Returns whether there is enough to share.
-        """
+        """Let all ranks, each of which must call it, see what each has in its part of ``memory``, if it has any yet.
+        Returns whether there is enough to share."""
         return False
 
     def reset(self) -> None:
@@ -184,13 +176,10 @@ class Transport:
         """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
-        """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``.
+        """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``, of one dtype.
 
-        Both have one dtype. Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken
-        from this rank's own shard.
-
-        Raises:
-            ValueError: a tensor does not fit its plan, or a plan the number of ranks.
+        Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own
+        shard. A ValueError if a tensor does not fit its plan, or a plan the number of ranks.
         """
         check_transfers(transfers, process_group.size(), one_dtype=True)
         return self._route(Request("gather", transfers, process_group, tag)) if transfers else Nowhere()
@@ -199,11 +188,8 @@ class Transport:
         """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
-        which the result is cast; every start brings its own shards. Their padding is left undefined.
-
-        Raises:
-            ValueError: a tensor does not fit its plan, or a plan the number of ranks.
-            TypeError: a dtype that the transport cannot add up.
+        which the result is cast; every start brings its own shards. Their padding is left undefined. Errors as for a
+        gather, and a TypeError for a dtype that the transport cannot add up.
         """
         check_transfers(transfers, process_group.size(), one_dtype=False)
         return self._route(Request("reduce", transfers, process_group, tag)) if transfers else Nowhere()

@@ -73,10 +73,8 @@ class Waits:
         return before
 
     def holding(self) -> tuple[threading.Thread | None, Wait | None]:
-        """What keeps the training from going on: its own wait, or that of the thread for which it waits, and which.
-
-        A program that has trained ends after its threads.
-        """
+        """What keeps the training from going on: its own wait, or that of the thread for which it waits, and which. A
+        program that has trained ends after its threads."""
         if (wait := self.current) is not None:
             return None, wait
         beside = self.beside.copy().items()
@@ -124,11 +122,7 @@ def named(tag: int) -> str:
 
 @contextmanager
 def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Wait inside of it for the ranks of a process group.
-
-    Raises:
-        LostRankError: what was done inside has lost a rank.
-    """
+    """Wait inside of it for the ranks of a process group; a LostRankError if what was done inside has lost one."""
     wait = Wait(what, process_group)
     before = WAITS.change(wait)
     try:

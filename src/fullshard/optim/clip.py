@@ -29,21 +29,14 @@ def clip_local_shards(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, seen as one vector, is at most ``max_norm``.
 
-    All ranks of ``process_group`` must call, and without sharded parameters each for itself. No parameter may be given
-    twice.
+    Of ``sharded`` parameters each rank has a part of the gradient (a plain tensor, perhaps of 0 elements) or ``None``;
+    the gradients of ``whole`` ones are the same on every rank. All ranks of ``process_group`` must call, and without
+    sharded parameters each for itself. No parameter may be given twice. ``norm_type`` is any p above 0, else it is a
+    ValueError; ``math.inf``, or ``"inf"``, is for the largest absolute value.
 
-    Args:
-        sharded: parameters of whose gradients this rank has a part: a plain tensor, perhaps of 0 elements, or ``None``.
-        whole: parameters whose gradients are the same on every rank.
-        norm_type: any p above 0; ``math.inf``, or ``"inf"``, for the largest absolute value.
-        device: where the norm is put together, and which ``process_group`` can reach.
-
-    Returns:
-        The norm before scaling, 0-dim on ``device``, the same on all ranks. It is computed in fp32 and given in the
-        dtype to which those of this rank's gradients promote, fp32 if it has none, of which a UserWarning tells.
-
-    Raises:
-        ValueError: for a ``norm_type`` that is not above 0.
+    Returns the norm before scaling, the same on all ranks, 0-dim on ``device``, which ``process_group`` can reach. It
+    is computed in fp32 and given in the dtype to which those of this rank's gradients promote, fp32 if it has none, of
+    which a UserWarning tells.
     """
     max_norm, p = float(max_norm), float(norm_type)
     if not p > 0:
