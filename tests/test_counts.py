@@ -34,14 +34,14 @@ ADDED = {
     "accelerators": 110,
     "graphs": 32,
     "reports": 10,
-    "straight": 420,
+    "straight": 434,
     "explain": 28,
     "doctor": 8,
 }
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 384, "cli.py": 144, "__main__.py": 7, "schedule/misuse.py": 81, "checkpoint/": 3999}
 MORE_LINES |= {"comm/waits.py": 133, "comm/watch.py": 400, "comm/reports.py": 150, "comm/connections.py": 143}
-MORE_LINES |= {"schedule/finite.py": 126, "schedule/leave_out.py": 112, "report/": 4533}
+MORE_LINES |= {"schedule/finite.py": 126, "schedule/leave_out.py": 112, "report/": 4519}
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 239, 8: 243, 32: 267}
 #: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.
@@ -56,7 +56,7 @@ GATHER = {"p2p": (18, 6), "collective": (17, 6)}
 LAUNCHES = {
     "launches": (2.75, 2.75),
     "kernels": (2.75, 2.75),
-    "copied": (5.5, 5.5),
+    "copied": (5.5, 1.86),
     "allocated": (0, 0),
     "synchronizations": (0, 0),
     "collectives": (2.75, 2.75),
@@ -88,8 +88,9 @@ def test_a_group_asks_no_more_of_a_device_in_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_large_parameters_are_not_copied() -> None:
-    (found,) = measure_launches(8, [LARGE_TRANSFORMER], groups=8)["counts"].values()
+@pytest.mark.parametrize("world_size", [8, 64])
+def test_large_parameters_are_not_copied(world_size: int) -> None:
+    (found,) = measure_launches(world_size, [LARGE_TRANSFORMER], groups=8)["counts"].values()
     cost = found["fullshard"]
     assert (cost["launches"], cost["kernels"], cost["collectives"]) == (2.75, 4.5, 2.75)
     assert cost["copied"] < 0.002

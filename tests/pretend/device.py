@@ -184,7 +184,14 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
             def one(output: torch.Tensor, source: torch.Tensor) -> Any:
                 return model.collective(streams.entered[-1].stream_id, group, call, output, source)
 
-            return one, lambda outputs, sources: list(map(one, outputs, sources))[-1]
+            def together(outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
+                *others, last = map(one, outputs, sources)
+                for work in others:
+                    if work is not None:
+                        work.wait()
+                return last
+
+            return one, together
 
         return made
 

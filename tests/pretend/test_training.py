@@ -10,11 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import fullshard
+from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
 from tests.fully_shard import test_extensions
 from tests.harness import World, ranks
@@ -76,6 +78,21 @@ def an_extension_beside_groups_that_stay(world: World) -> None:
     assert test_extensions.losses(world, model) == pytest.approx(expected, rel=1e-5)
 
 
+def straight_parameters(world: World) -> None:
+    """Weights move where they lie, beside a message of biases; gradients stay where autograd made them meanwhile."""
+
+    def set_up(model: Any, micro: int) -> None:
+        model.set_requires_gradient_sync(micro == 1)
+
+    def train(world: World, **changes: Any) -> None:
+        defaults: dict[str, Any] = {"shard": each_block(), "batch": random_batch(4, 128)}
+        compare(world, Training(build=lambda: seeded(lambda: MLP((128,) * 4)), **defaults, **changes))
+
+    with mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)):
+        train(world)
+        train(world, micro_batches=2, set_up_micro=set_up)
+
+
 WAYS: dict[str, Callable[[World], None]] = {
     "blocks": partial(test_sharding.test_mlp_of_odd_sizes, optimizer=adamw),
     "left unsharded": partial(test_sharding.test_reshard_after_forward, reshard=False),
@@ -117,6 +134,7 @@ WAYS: dict[str, Callable[[World], None]] = {
         test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective", swaps=True
     ),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
+    "straight parameters": straight_parameters,
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, swaps=True, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),

@@ -16,9 +16,9 @@ Together these are a list of strided copies, each a :class:`Piece`. Two layouts 
     shard of 0     a0 a1 a2 a3 b0
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
-If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If the chunks of
-a, which lie end to end, are large, a is *straight*: a collective can read and write it where it lies. Straight chunks
-come last in a shard, behind the *packed* ones, which travel together.
+If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If a, which is
+the chunks of the ranks end to end, is large, it is *straight*: a collective can read and write it where it lies.
+Straight chunks come last in a shard, behind the *packed* ones, which travel together.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ ALIGNMENT = 16
 CHUNK_ALIGNMENT = 4
 #: Elements of a chunk from which a parameter may be straight: 256 KiB of fp32. Small ones are cheaper to copy.
 STRAIGHT = 2**16
+#: The same of a whole parameter where several collectives are one launch, if it is also a part of all parameters as
+#: large as one of so many. NCCL divides the bytes of a launch over about 16 channels, and gives no channel less than 32
+#: KiB: with these bounds a launch of many has the same channels as one message, and none has several to do in turn.
+STRAIGHT_TOGETHER = 2**14
+MOST_TOGETHER = 16
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ class Plan:
     shard_offsets: tuple[int, ...]  # the same in every shard; empty in *flat*
     shard_numel: int  # the same for every rank
     alignment: int
+    least_straight: int  # elements of a parameter from which it is large
     straight: tuple[int, ...] = ()  # the straight parameters, in the order of shards, where they come last
     is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is straight
 
@@ -237,24 +243,33 @@ class Plan:
 
 
 def make_plan(
-    params: Sequence[ParamShape], world_size: int, layout: LayoutName = "even", alignment: int = ALIGNMENT
+    params: Sequence[ParamShape],
+    world_size: int,
+    layout: LayoutName = "even",
+    alignment: int = ALIGNMENT,
+    together: bool = False,
 ) -> Plan:
     """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
     Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
-    is in elements.
+    is in elements. Straight ones may be smaller if they move ``together``, in one launch.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")
     if alignment < 1:
         raise ValueError(f"alignment counts elements and must be at least 1, got {alignment}")
-    return _make_plan(tuple(params), world_size, layout, alignment)
+    return _make_plan(tuple(params), world_size, layout, alignment, together)
 
 
 @lru_cache(maxsize=4096)
-def _make_plan(params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int) -> Plan:
+def _make_plan(
+    params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
+) -> Plan:
     full_offsets, full_numel = _place((param.numel for param in params), alignment)
-    plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment)
+    least = STRAIGHT * world_size
+    if together:
+        least = min(least, max(STRAIGHT_TOGETHER, full_numel // MOST_TOGETHER))
+    plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment, least)
     if layout == "even":
         return _cut(plan)
     if layout != "flat":
@@ -268,8 +283,8 @@ def _cut(plan: Plan) -> Plan:
     """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
-    large = [i for i, numel in enumerate(numels) if numel >= STRAIGHT and numel % plan.alignment == 0]
-    straight = [i for i in large if plan.world_size > 1 and plan.is_whole(plan.params[i])]
+    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_straight and plan.is_whole(param)]
+    straight = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
     packed = [i for i in range(len(numels)) if i not in straight]
     fronts, end = _place((numels[i] for i in packed), alignment)
     backs, shard_numel = _place((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))

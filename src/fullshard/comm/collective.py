@@ -46,7 +46,7 @@ from fullshard.torch_private import (
 
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 #: Backends that launch several collectives as one. That of gloo copies what it is given.
-_GROUPS_CALLS = ("nccl",)
+_LAUNCHES_TOGETHER = ("nccl",)
 _NO_COPIES: Copies = ([], [])
 #: Strided copies, each a kernel, from which one operation that cuts rows is better.
 _MANY_COPIES = 3
@@ -69,6 +69,9 @@ class CollectiveTransport(Transport):
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
         self.takes_messages = reduce_scatter is None
+
+    def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
+        return process_group is not None and backend_name(process_group, device) in _LAUNCHES_TOGETHER
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if self._all_gather is not None:
@@ -314,7 +317,7 @@ class _CollectiveRoute:
                 collective, together = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, _Memory):
                 collective = partial(comm.call, collective)
-            self._collectives.append((collective, together if backend in _GROUPS_CALLS else None, scaling))
+            self._collectives.append((collective, together if backend in _LAUNCHES_TOGETHER else None, scaling))
 
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_Call]:
@@ -408,15 +411,15 @@ class _PendingCollectives:
         for _, call, places, divisor in self.started:
             if call.after is not None:
                 call.after()
-            for number, part in call.reduced:
-                place = places[number]
-                if part is not None and part.itemsize >= place.itemsize:  # divided in the dtype that has more bits
+            moved = [(places[number], part) for number, part in call.reduced if part is not None]
+            for place, part in moved:
+                if part.itemsize >= place.itemsize:  # divided in the dtype that has more bits
                     divide_(part, divisor)
-                    place.copy_(part)
-                    continue
-                if part is not None:
-                    place.copy_(part)
-                divide_(place, divisor)
+            if moved:
+                foreach_copy([place for place, _ in moved], [part for _, part in moved])
+            for number, staged in call.reduced:
+                if staged is None or staged.itemsize < places[number].itemsize:
+                    divide_(places[number], divisor)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
 

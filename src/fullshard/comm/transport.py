@@ -156,6 +156,10 @@ class Transport:
         """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
         return self
 
+    def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
+        """Whether collectives of several tensors are one launch, so that smaller parameters may be straight."""
+        return False
+
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)

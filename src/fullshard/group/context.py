@@ -223,10 +223,11 @@ class GroupContext:
                 self.params[index].fit(section.plan, position)
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
-    def plan(self, members: Sequence[int]) -> Plan:
-        """How parameters of one dtype lie."""
+    def plan(self, members: Sequence[int], casts: bool = False) -> Plan:
+        """How parameters of one dtype lie; if the copy to a message ``casts``, only large ones are straight."""
         shapes = [self.params[i].plan_shape for i in members]
-        return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout)
+        together = not casts and self.transport.launches_together(self.data.shard_group, self.device)
+        return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout, together)
 
     def compute_dtype(self, param: ShardedParameter) -> torch.dtype:
         """The dtype in which a parameter is gathered. Integers and packed formats stay."""

@@ -7,10 +7,12 @@ have a dtype that can hold each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress, count
 
 import torch
 
+from fullshard.buffer.sections import Section
 from fullshard.group.context import GroupContext
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
 
@@ -52,6 +54,20 @@ class GradientDtypes:
             home = params[index].dtype if home == "own" else travel if home == "any" else home
             members.setdefault((home, travel), []).append(index)
         return list(members.items())
+
+    def sections(self, trainable: Sequence[bool]) -> tuple[tuple[Section, ...], list[torch.dtype]]:
+        """A section for each dtype of ``param.grad``, and the dtypes in which these travel."""
+        group = self._group
+        if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
+            sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
+            return sections, [self.alone(each.members[0]) for each in sections]
+        as_messages = group.reduce_process_group is not None and group.reduce_transport.takes_messages
+        found, chosen = list[Section](), self.together(compress(count(), trainable))
+        for (home, travels), members in chosen:
+            # The one copy into a message also casts; straight gradients would be cast one by one.
+            plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
+            found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
+        return tuple(found), [travels for (_, travels), _ in chosen]
 
     def tell(self, index: int, leaf: torch.Tensor) -> None:
         """Tell autograd the dtype of the gradients that a leaf takes."""

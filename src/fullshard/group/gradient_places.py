@@ -53,14 +53,6 @@ class WholePlaces:
         """A gradient as it is now, in the shape of its parameter."""
         return self.views[index]
 
-    def keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a straight gradient as it is, which is then ours to change, or add it to what was kept."""
-        raise NotImplementedError
-
-    def take(self, index: int) -> torch.Tensor:
-        """A straight gradient, which is kept no longer: 1-D, in the order of memory."""
-        raise NotImplementedError
-
 
 class MessagePlaces(WholePlaces):
     """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
@@ -116,7 +108,7 @@ class MessagePlaces(WholePlaces):
         if done:
             done = done & indices
             for index in done:
-                self.keep(index, grads[index])
+                self._keep(index, grads[index])
         for members, keys, zeros, messages in self._rows:
             if indices >= members:
                 parts: list[torch.Tensor] = [*map(grads.get, keys, zeros)]
@@ -134,42 +126,40 @@ class MessagePlaces(WholePlaces):
             if copies[0]:
                 foreach_copy(*copies)
 
-    def keep(self, index: int, grad: torch.Tensor) -> None:
-        if index in self.straight:
-            self.straight[index].add_(grad)
-            return
+    def _keep(self, index: int, grad: torch.Tensor) -> None:
+        """Keep a straight gradient as it is, which is then ours to change, or add it to what was kept."""
         values = self._in_memory(index, grad)
+        if index in self.straight:
+            self.straight[index].view(values.shape).add_(values)
+            return
         if grad.dtype != self.dtypes[index] or not values.is_contiguous() or grad.requires_grad:
             values = values.detach().to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
-        self.straight[index] = self._params[index].view(values.view(-1), values.shape)
+        self.straight[index] = values.view(-1)
 
     def add(self, grads: Grads) -> None:
         for index in grads.keys() - self._pieces.keys():
-            self.keep(index, grads[index])
+            self._keep(index, grads[index])
         targets, sources = self._copies({index: grad for index, grad in grads.items() if index in self._pieces})
         if targets:
             foreach_add(targets, sources)
 
     def zero(self, index: int) -> None:
         if index not in self._pieces:
-            shape = self._params[index].plan_shape.shape
-            zeros = torch.zeros(shape, dtype=self.dtypes[index], device=self._device)
-            self.straight[index] = self._params[index].view(zeros.view(-1), shape)
+            numel = self._params[index].plan_shape.numel
+            self.straight[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
             return
         pieces, place = self._pieces[index]
         for piece in pieces:
             piece.of_shard(place).zero_()
 
     def read(self, index: int) -> torch.Tensor:
+        param = self._params[index].plan_shape
         if index in self.straight:
-            return self.straight[index]
-        param, (pieces, place) = self._params[index].plan_shape, self._pieces[index]
+            return self._params[index].view(self.straight[index], param.shape)
+        pieces, place = self._pieces[index]
         if param.dim is None:
             return self._params[index].view(place[: param.numel], param.shape)
         whole = place.new_empty(param.numel)
         for piece in pieces:
             piece.of_full(whole).copy_(piece.of_shard(place))
         return self._params[index].view(whole, param.shape)
-
-    def take(self, index: int) -> torch.Tensor:
-        return self._in_memory(index, self.straight.pop(index)).view(-1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate, compress
+from itertools import accumulate
 
 import torch
 
@@ -170,14 +170,9 @@ class Gradients:
             self._heed_bound(index)
 
     def _heed_bound(self, index: int) -> None:
-        if index in self._nbytes:
-            self._waiting_bytes += self._nbytes[index]
-            if self._waiting_bytes >= _MOST_WAITING:
-                self.settle()
-        else:  # a straight gradient, which need not wait to be copied with others
-            with torch.no_grad():
-                self._places.keep(index, self._waiting.pop(index))
-            self._arrived.add(index)
+        self._waiting_bytes += self._nbytes.get(index, 0)  # straight ones are not copied
+        if self._waiting_bytes >= _MOST_WAITING:
+            self.settle()
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
@@ -252,7 +247,7 @@ class Gradients:
         if not self._fulls:
             with torch.inference_mode(False), torch.no_grad():
                 fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
-                make = MessagePlaces if self._takes_messages else WholePlaces
+                make = MessagePlaces if self._sections and self._sections[0].plan.is_messages else WholePlaces
                 places = self._places = make(group.params, self._sections, fulls)
                 if group.is_flat:
                     self._gaps += [view for index, view in places.views.items() if not trainable[index]]
@@ -267,20 +262,10 @@ class Gradients:
 
     @torch.inference_mode(False)
     def _lay_out(self, trainable: tuple[bool, ...]) -> None:
-        """Make a section for each dtype of ``param.grad``. All travel in a dtype that can hold each of them."""
+        """Make the sections of what is trained, and a buffer for them."""
         group = self._group
         self._trainable = trainable
-        has_peers = group.reduce_process_group is not None and not group.is_flat
-        self._takes_messages = has_peers and group.reduce_transport.takes_messages
-        if group.is_flat:  # parameters must be cut where their shards are: the frozen ones travel too
-            self._sections = tuple(each for each in group.sections if any(trainable[i] for i in each.members))
-            self._dtypes = [self._dtypes_of.alone(each.members[0]) for each in self._sections]
-        else:
-            chosen = self._dtypes_of.together(compress(range(len(trainable)), trainable))
-            members = [each for _, each in chosen]
-            plans = [group.plan(each).messages if self._takes_messages else group.plan(each) for _, each in chosen]
-            self._sections = tuple(map(Section, [home for (home, _), _ in chosen], [*map(tuple, members)], plans))
-            self._dtypes = [travels for (_, travels), _ in chosen]
+        self._sections, self._dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
@@ -323,7 +308,7 @@ class Gradients:
         if group.clock.announce is not None:
             group.clock.announce(group, wanted)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = [self._places.take(index) for index in choice.straight] if choice.straight else ()
+        straight = list(map(self._places.straight.pop, choice.straight))
         reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
         mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(HoldingMark(mark, straight) if straight else mark)
@@ -352,7 +337,7 @@ class Gradients:
             dtype = home if is_final else travels
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        straight = [part.indices[i] for part in parts for i in part.plan.straight] if self._takes_messages else []
+        straight = [part.indices[i] for part in parts if part.plan.is_messages for i in part.plan.straight]
         choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
         return choice
 

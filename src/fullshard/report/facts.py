@@ -264,7 +264,8 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
     is_whole = data.shard_group is None
     padding = shard - content if is_whole else data.shard_size * (shard - kept) - (content - kept)
-    gradients, travelling = _gradient_sections(group)
+    trainable = [param.sharded.requires_grad for param in group.params]
+    gradients, travelling = GradientDtypes(group).sections(trainable)
     reduced = sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients)
     trained = sum(section.plan.shard_numel for section in gradients)
     gather, reduce = Exchange(group, "gather", data), Exchange(group, "reduce", data)
@@ -319,21 +320,6 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
         starts=tuple(full_starts(sections, group.compute_dtypes)),
         compute_by_section=tuple(map(_name, group.compute_dtypes)),
     )
-
-
-def _gradient_sections(group: Group) -> tuple[list[Section], list[torch.dtype]]:
-    """The sections of the gradients, and the dtypes in which they travel."""
-    trainable = [param.sharded.requires_grad for param in group.params]
-    chosen = GradientDtypes(group)
-    if group.is_flat:
-        sections = [section for section in group.sections if any(trainable[index] for index in section.members)]
-        return sections, [chosen.alone(section.members[0]) for section in sections]
-    found = chosen.together(index for index, trained in enumerate(trainable) if trained)
-    plans = [group.plan(members) for _, members in found]
-    if group.reduce_process_group is not None and group.reduce_transport.takes_messages:
-        plans = [plan.messages for plan in plans]
-    sections = [Section(home, tuple(members), plan) for ((home, _), members), plan in zip(found, plans, strict=True)]
-    return sections, [travels for (_, travels), _ in found]
 
 
 def _straight_gradients(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
