@@ -637,9 +637,9 @@ MUTATIONS = (
         "tests/parity/test_wrapper_precision.py::test_full_precision_in_evaluation",
     ),
     Mutation(
-        "wrapper/fsdp.py",
-        'self._groups_of_root("no_sync") if group.options.reduce_gradients]',
-        'self._groups_of_root("no_sync")]',
+        "wrapper/state_dict.py",
+        "setattr(each, name, old)",
+        "setattr(each, name, True)",
         "tests/parity/test_wrapper_gradients.py::test_a_hook_of_ones_own",
     ),
     Mutation(

@@ -92,13 +92,14 @@ def _env(_: argparse.Namespace) -> int:
     """Print what a bug report should say."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
     rows = {
         "fullshard": fullshard.__version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": platform.platform(),
         "device": f"{device}, {torch.accelerator.device_count() if accelerator else os.cpu_count()} of them",
-        "backends": ", ".join(name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name)),
+        "backends": ", ".join(backends),
         "transport": _transport(device),
         "storages": "exchange their memory" if CAN_SWAP_MEMORY else "cannot exchange their memory: torch before 2.12",
         "torch's names": "bound to fullshard's" if fullshard.is_patched() else "torch's own",
@@ -131,10 +132,6 @@ def _write_transport(rank: int, folder: str, device: torch.device) -> None:
     if rank == 0:
         Path(folder, "transport").write_text(told)
     dist.destroy_process_group()
-
-
-def _has_backend(name: str) -> bool:
-    return bool(getattr(dist, f"is_{name}_available")())
 
 
 def _version(package: str) -> str:

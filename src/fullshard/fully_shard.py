@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 import torch.nn as nn
@@ -27,7 +27,7 @@ from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.verify import verify_parameters, verify_values
-from fullshard.module import sharded_class
+from fullshard.module import ShardedModule, sharded_class
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, as_setting
@@ -40,9 +40,6 @@ from fullshard.wrap import repeated_blocks, targets
 _Found = dict[nn.Parameter, list[Location]]
 #: What a user says about a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
 _PlacementFn = Callable[[nn.Parameter], Any] | None
-
-if TYPE_CHECKING:
-    from fullshard.module import ShardedModule
 
 _log = logging.getLogger("fullshard")
 
@@ -256,19 +253,18 @@ def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh |
 def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
     """The parameters of ``modules`` that no earlier call has taken, with their places."""
     found: _Found = {}
-    names = {id(inner): name for module in modules for name, inner in module.named_modules()}
-    for module in managed_modules(modules):
+    for module, path in managed_modules(modules).items():
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and owner_of(param) is None:
-                found.setdefault(param, []).append(Location(module, name, names[id(module)]))
+                found.setdefault(param, []).append(Location(module, name, path))
     return found
 
 
-def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that no call on a submodule has taken, parents before children."""
+def managed_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """The modules that no call on a submodule has taken, parents before children, each with its path."""
     inside = {inner for module in modules for inner in module.modules()}
     passed = {inner for inner in inside.difference(modules) if unit_of(inner) is not None}  # with all below them
-    return [inner for module in modules for _, inner in module.named_modules(passed)]
+    return {inner: path for module in modules for path, inner in module.named_modules(passed)}
 
 
 def _check_parameters(params: _Found, data: DataMesh | None, device: torch.device) -> None:

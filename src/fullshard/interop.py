@@ -1,10 +1,8 @@
 """Lets torch's own code that looks for torch's FSDP find this one too, by itself.
 
-Modules of torch ask by certain names what sharded a model. These names get values that know both libraries: for
-``get_state_dict()``, ``set_state_dict()`` and their kin, for stages of pipelines, which then reduce once a step, and
-for ``replicate()``, which leaves alone what is sharded. torch's own FSDP is served as before. Owns the moment too:
-modules that are there already are changed at once, others when they are imported. Nothing is imported here, so that
-nobody pays for what a program does not use.
+Names in modules of torch get values that know both libraries: for ``get_state_dict()`` and its kin, for stages of
+pipelines, which then reduce once a step, and for ``replicate()``, which leaves alone what is sharded. Owns the moment
+too: modules that are there are changed at once, others when somebody imports them, which nothing here does.
 """
 
 from __future__ import annotations
@@ -48,18 +46,12 @@ class _Both(type):
         return method
 
 
-class _FullyShard:
-    """Stands for both functions ``fully_shard``. Ours tells a stage how to reduce what micro-batches added up."""
-
-    def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
-
-    def state(self, module: nn.Module) -> Any:
-        unit = unit_of(module)
-        if unit is None:
-            return self._theirs.state(module)
-        reduce = partial(_reduce, unit.schedule or unit.start())
-        return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=()), _root_post_backward_final_callback=reduce)
+def _state_of(theirs: Any, module: nn.Module) -> Any:
+    """What a stage asks either ``fully_shard`` for. Ours tells it how to reduce what micro-batches added up."""
+    if (unit := unit_of(module)) is None:
+        return theirs.state(module)
+    reduce = partial(_reduce, unit.schedule or unit.start())
+    return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=()), _root_post_backward_final_callback=reduce)
 
 
 def _reduce(schedule: Schedule) -> None:
@@ -115,7 +107,10 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "_unflatten_optim_state_dict": lambda old: partial(_unflatten, old),
     },
     "torch.distributed.pipelining.schedules": {"FSDPModule": lambda old: (old, FSDPModule)},  # for isinstance()
-    "torch.distributed.pipelining.stage": {"FSDPModule": lambda old: (old, FSDPModule), "fully_shard": _FullyShard},
+    "torch.distributed.pipelining.stage": {
+        "FSDPModule": lambda old: (old, FSDPModule),
+        "fully_shard": lambda old: SimpleNamespace(state=partial(_state_of, old)),
+    },
 }
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -117,11 +117,9 @@ class FSDPModule:
 
         Before the first forward it does nothing. If several backwards come before, all but the last as a rule run with
         ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced. ``async_op``
-        returns a handle at once, to be waited for before gradients are used or a forward begins.
-
-        Raises:
-            RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
-                an earlier handle was not waited for, or a backward is running or still to come.
+        returns a handle at once, to be waited for before gradients are used or a forward begins. A RuntimeError if the
+        module is not the root, ``set_manual_backward_finalization(True)`` was not called before, an earlier handle was
+        not waited for, or a backward is running or still to come.
         """
         _expect_bool("finalize_backward", async_op)
         schedule = _root_schedule(self, "finalize_backward")
@@ -295,10 +293,8 @@ class FSDPModule:
         return twin
 
 
-if TYPE_CHECKING:
-
-    class ShardedModule(FSDPModule, nn.Module):
-        """What type checkers are told that a sharded module is: it has the methods of both."""
+class ShardedModule(FSDPModule, nn.Module):
+    """What type checkers are told that a sharded module is: it has the methods of both."""
 
 
 @contextmanager
@@ -336,15 +332,11 @@ def _run_method(module: nn.Module, method: Callable[..., Any], /, *args: Any, **
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, use the same lanes, buffers and bound on reductions."""
-    units = _all_sharded(modules)
-    if not units:
-        return
-    first = _schedule(units[0].modules[0])
-    for unit in units[1:]:
-        schedule = _schedule(unit.modules[0])
-        schedule.comm = first.comm
+    schedules = [_schedule(unit.modules[0]) for unit in _all_sharded(modules)]
+    for schedule in schedules[1:]:
+        schedule.comm = schedules[0].comm
         for group in schedule.groups():
-            group.join(first.comm)
+            group.join(schedule.comm)
         schedule.size_slots()
 
 

@@ -1,9 +1,8 @@
 """How a group computes, where it rests and over which mesh: the settings users hand to ``fully_shard``.
 
 Everything here is data, frozen and checked when it is made, besides two interfaces (:class:`AllGather`,
-:class:`ReduceScatter`) that users may implement to bring their own communication. Names, fields and defaults are those
-of PyTorch, and PyTorch's own objects are turned into these by the ``as_...`` functions, which know them by the names of
-classes, members and fields and so import nothing. What the settings do is left to the engine.
+:class:`ReduceScatter`) by which users bring their own communication. Names, fields and defaults are PyTorch's, whose
+objects are turned into these by the ``as_...`` functions; these know them by names and so import nothing.
 """
 
 from __future__ import annotations

@@ -2,19 +2,12 @@
 
 :func:`map_tensors` replaces them and :func:`tensors` lists them; casting and moving are two such maps. What holds no
 tensor that changes is handed back as it is, the same object, and nothing is written into: a container with a changed
-tensor is rebuilt, and so is what encloses it. Hooks call this for every module, so a single tensor and a short tuple
-of them take a path of their own.
+tensor is rebuilt, and so is what encloses it. Walked into are::
 
-======================================================  ==============================================================
-walked into                                             how it is rebuilt
-======================================================  ==============================================================
-tuple, list, dict, and classes derived from them        an object of the same class, without calling its constructor
-named tuple                                             the same
-dataclass (frozen, with slots, derived from dict),      the same; fields with ``init=False`` and other attributes too,
-``UserDict`` and ``UserList``                           ``cached_property`` values left out, to be computed anew
-registered with pytree                                  by its registered functions, which have the last word
-``PackedSequence``                                      by its constructor; ``batch_sizes``, always on the CPU, is kept
-======================================================  ==============================================================
+    tuple, list, dict, dataclass, UserDict,    rebuilt as an object of the same class with all its attributes but the
+    UserList, and classes derived from them    values of a cached_property, without calling its constructor
+    registered with pytree                     rebuilt by its registered functions, which have the last word
+    PackedSequence                             rebuilt by its constructor; ``batch_sizes``, always on the CPU, is kept
 
 Everything else is a leaf, sets and modules among it. :func:`reachable_tensors` looks further, to see, not to replace.
 """

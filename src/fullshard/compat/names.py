@@ -22,6 +22,9 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import settings_of
 
+#: Of a module that was sharded: others have none of these names.
+_unit: Callable[[nn.Module], Unit] = unit_of  # type: ignore[assignment]
+
 
 class _FlatView:
     """Stands for the flat parameter of a wrapper that shows original parameters: this rank's elements, in a row."""
@@ -64,12 +67,6 @@ def _is_root(module: nn.Module) -> bool | None:
 
 def _set_unshard_async_op(module: nn.Module, async_op: bool) -> None:
     """Nothing to set: a gather is always started ahead, and waits for no more than its buffers."""
-
-
-def _unit(module: nn.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
 
 
 _ON_WRAPPERS: dict[str, Callable[[Any], Any]] = {

@@ -1,12 +1,9 @@
 """``patch()``: programs that import torch's FSDP get this one, without a changed line.
 
 The names of both front ends, of their settings, wrap policies and of the gradient scaler are bound to ours wherever a
-module of the process holds torch's: in torch's own modules, and in those of frameworks and programs that imported them
-before. Modules that are imported later find ours in torch's. Only the code of torch's FSDP itself, and ``replicate()``,
-which is built on it, keep what they had. Owns the list of what was bound, which ``unpatch()`` follows back.
-
-Names that are not bound need not be: ``FSDPMeshInfo``, ``ShardPlacementResult`` and ``_get_mesh_info`` describe meshes
-and placements, and the engine takes torch's descriptions.
+module of the process holds torch's; modules that are imported later find ours in torch's. Only the code of torch's FSDP
+itself, and ``replicate()``, which is built on it, keep what they had. Descriptions of meshes and placements need not be
+bound (``FSDPMeshInfo``, ``ShardPlacementResult``, ``_get_mesh_info``): the engine takes torch's.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from fullshard.wrapper import initialise
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fullshard.wrapper.state_dict import StateDictMethods, paths_in
+from fullshard.wrapper.state_dict import StateDictMethods, paths_in, temporarily
 from fullshard.wrapper.unit import WrappedUnit, keep_precision
 
 
@@ -247,27 +247,17 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             each._check_idle("summon_full_params")
             if each._is_summoned:
                 raise AssertionError(f"summon_full_params of {each._unit!r} was called inside another: leave it first")
-        with summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads):
-            for each in wrappers:
-                each._is_summoned = True
-            try:
-                yield
-            finally:
-                for each in wrappers:
-                    each._is_summoned = False
+        summoned = summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+        with summoned, temporarily(wrappers, "_is_summoned", True):
+            yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it. A
         RuntimeError if this is not the root."""
-        groups = [group for group in self._groups_of_root("no_sync") if group.options.reduce_gradients]
-        for group in groups:
-            group.options.reduce_gradients = False
-        try:
+        groups = self._groups_of_root("no_sync")
+        with temporarily([group.options for group in groups], "reduce_gradients", False):
             yield
-        finally:
-            for group in groups:
-                group.options.reduce_gradients = True
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``. All ranks

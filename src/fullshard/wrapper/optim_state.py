@@ -61,7 +61,7 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order. That
     is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose modules
     are not below ``root`` are left out."""
-    paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
+    paths = {module: path for path, module in root.named_modules()}
     units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
     groups = dict.fromkeys(group for unit in units for group in unit.groups)
     for group in groups:
@@ -70,14 +70,14 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
     for group in groups:
         for index, param in enumerate(group.params):
-            names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
+            names = [plain_name(f"{paths[at.module]}.{at.name}") for at in param.locations if at.module in paths]
             if names:
                 shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
                 taken.update(names)
     for module, path in paths.items():
         for name, whole in module._parameters.items():
-            if whole is not None and whole not in shown and path + name not in taken:
-                shown[whole] = [Place(path + name)]
+            if whole is not None and whole not in shown and (plain := plain_name(f"{path}.{name}")) not in taken:
+                shown[whole] = [Place(plain)]
     return shown
 
 
@@ -288,7 +288,7 @@ def local_state(
     """
     _is_flat(model)
     shown = shown_parameters(model)
-    receive: Callable[[Any], Any] = _identity
+    receive: Callable[[Any], Any] = partial(tree_map_only, (), None)  # which receives nothing
     if rank0_only:
         state_dict, receive = _from_first_rank(state_dict, shown, process_group or _ranks_of(shown))
     if "state" not in state_dict:
@@ -308,14 +308,10 @@ def local_state(
         if state:
             loaded[keys[param]] = state
     names = {place.name: [keys[param]] if param in keys else [] for param, places in shown.items() for place in places}
-    loaded.update((name, copy.copy(receive(state))) for name, state in states.items() if name not in names)
+    loaded.update((name, receive(state)) for name, state in states.items() if name not in names)
     known = {name: key for name, key in names.items() if key}
     problem = "the optimizer to load into has no such parameter of a parameter group"
     return with_groups(state_dict, loaded, known, problem)
-
-
-def _identity(state: Any) -> Any:
-    return state
 
 
 def _from_first_rank(

@@ -1,8 +1,7 @@
 """The settings of ``FullyShardedDataParallel`` and of its state dicts: enums and plain data.
 
 Names, members, fields and defaults are those of PyTorch, fields are checked when an object is made, and PyTorch's own
-objects are turned into these by :func:`~fullshard.policies.as_setting`. What a setting does is left to the front end
-and to the state dicts.
+objects are turned into these by :func:`~fullshard.policies.as_setting`.
 """
 
 from __future__ import annotations

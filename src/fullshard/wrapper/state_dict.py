@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,10 +65,8 @@ class StateDictMethods(nn.Module):
     def _check_idle(self, method: str) -> None:
         self._unit.recover()
         if self._unit.phase is not Phase.IDLE:
-            phase = self._unit.phase.name.lower()
-            raise AssertionError(
-                f"{method}() of {self._unit!r} was called inside its {phase}: call it after, on all ranks"
-            )
+            where = f"{method}() of {self._unit!r} was called inside its {self._unit.phase.name.lower()}"
+            raise AssertionError(f"{where}: call it after, on all ranks")
 
     @staticmethod
     def set_state_dict_type(
@@ -108,7 +106,7 @@ class StateDictMethods(nn.Module):
     ) -> Iterator[None]:
         """:meth:`set_state_dict_type` for the time of a context."""
         configs = state_dict_config, optim_state_dict_config
-        with _settings_kept(module):
+        with temporarily(_wrappers(module), "_settings", settings_of(module)):
             # It warns of this line, and so once in a program, not once for each line of users.
             StateDictMethods.set_state_dict_type(module, state_dict_type, *configs)
             yield
@@ -154,8 +152,7 @@ class StateDictMethods(nn.Module):
         """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
         with_metadata = OrderedDict(state_dict)
         known = getattr(state_dict, "_metadata", {})
-        names = {name: plain_name(name) for name, _ in self.named_modules()}
-        metadata = {name: known[plain] for name, plain in names.items() if plain in known}
+        metadata = {name: known[plain] for name, _ in self.named_modules() if (plain := plain_name(name)) in known}
         with_metadata._metadata = {**known, **metadata}  # type: ignore[attr-defined]
         try:
             return super().load_state_dict(with_metadata, *args, **kwargs)
@@ -219,27 +216,26 @@ def _wrappers(module: nn.Module) -> list[StateDictMethods]:
 
 
 @contextmanager
-def _settings_kept(module: nn.Module) -> Iterator[None]:
-    before = {wrapper: wrapper._settings for wrapper in _wrappers(module)}
+def temporarily(objects: Sequence[object], name: str, value: object) -> Iterator[None]:
+    """In this context an attribute of all objects has another value."""
+    before = [getattr(each, name) for each in objects]
+    for each in objects:
+        setattr(each, name, value)
     try:
         yield
     finally:
-        for wrapper, settings in before.items():
-            wrapper._settings = settings
+        for each, old in zip(objects, before, strict=True):
+            setattr(each, name, old)
 
 
 class _InPlace(kinds.LocalStateDictConfig):
     """Local shards, and of groups that nothing shards the parameters where they lie, under whichever names."""
 
 
-@contextmanager
-def in_place(module: nn.Module) -> Iterator[None]:
+def in_place(module: nn.Module) -> AbstractContextManager[None]:
     """State dicts of ``module`` copy no parameter: for what they hold beside parameters."""
-    with _settings_kept(module):
-        for wrapper in _wrappers(module):
-            local = StateDictType.LOCAL_STATE_DICT
-            wrapper._settings = StateDictSettings(local, _InPlace(), CONFIGS[local][1]())
-        yield
+    local = StateDictType.LOCAL_STATE_DICT
+    return temporarily(_wrappers(module), "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
 
 
 class _Saved(FullGroup):
