@@ -1,5 +1,7 @@
-"""Estimated steps beside measured ones, on this machine: ``python -m benchmarks.estimates`` prints the table of
-``docs/explain.md``.
+"""What ``fullshard.explain`` foretells beside what is measured, on this machine: the tables of ``docs/explain.md``.
+
+    python -m benchmarks.estimates             # the time of a step
+    python -m benchmarks.estimates memory      # the peaks of its memory, as the kernel counts them
 
 Every number that an estimate is given is measured first, apart from the step: FLOP/s by the model without sharding on
 as many ranks at once, bandwidth and latency by tensors sent both ways between two ranks, or, where ranks share memory,
@@ -9,6 +11,7 @@ by the sum of two tensors.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +21,11 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from benchmarks.contenders import ours
+from benchmarks.memory import measure_contender
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
-from fullshard.report.tables import seconds_text, table
+from fullshard.report.text import bytes_text, seconds_text, table
 
 _SIZES = (
     Work("small", blocks=4, width=256, sequence=64, vocabulary=512),
@@ -31,7 +36,13 @@ _ROUNDS = 15
 _BYTES = 8 * 2**20
 
 
+#: Of blocks so large, and batches so small, that activations are next to nothing.
+_HELD = Work("held", blocks=4, width=1024, sequence=4, vocabulary=64)
+
+
 def main() -> None:
+    if sys.argv[1:] == ["memory"]:
+        return _memory()
     rows = []
     for transport in ("p2p", "host"):
         for work in _SIZES:
@@ -50,6 +61,17 @@ def main() -> None:
             )
     head = ["W=2", "FLOP/s", "bandwidth", "latency", "alone", "estimated", "measured", "ratio"]
     print(table(head, rows))
+
+
+def _memory() -> None:
+    """What a step takes above what rests after ``free_buffers()``, of the rank that takes most."""
+    rows = []
+    for contender in run_ranks(ours, 2)[0]:
+        found = measure_contender(contender, _HELD, 2)
+        for phase in ("forward", "backward", "rest"):
+            said, seen = found[f"foretold_{phase}"], found[phase] - found["freed"]
+            rows.append([f"{contender.name}, {phase}", bytes_text(said), bytes_text(seen), f"{said / seen:.3f}"])
+    print(table(["W=2", "foretold", "measured", "ratio"], rows))
 
 
 def _measure(work: Work, transport: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ next to nothing else, so that bytes can be told in blocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fullshard
 from benchmarks import resident
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import TINY, Awkward, Block, Work
@@ -38,6 +40,8 @@ class Phases:
         rest: between steps, after ``zero_grad()``.
         allocated: the same, by the count of ``malloc``.
         freed: the same, after buffers were given back where a library can.
+        foretold_forward, foretold_backward, foretold_rest: how much more than in ``freed`` these are by
+            ``fullshard.explain``, which knows no activations.
     """
 
     transport: str
@@ -47,6 +51,9 @@ class Phases:
     rest: float
     allocated: float
     freed: float
+    foretold_forward: float = math.nan
+    foretold_backward: float = math.nan
+    foretold_rest: float = math.nan
 
 
 def measure_memory(work: Work, world_size: int) -> dict[str, Any]:
@@ -106,6 +113,10 @@ def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
         model.free_buffers()  # type: ignore[operator]
     resident.settle()
     freed = resident.bytes_now() - before
+    foretold: list[int] = []
+    if contender.library in ("fullshard", "wrapper"):
+        at_rest, *phases, _ = fullshard.explain(model, optimizer_bytes=0).memory
+        foretold = [phase.nbytes - at_rest.nbytes for phase in phases]
     batch = work.batch(dist.get_rank(), steps)
     with resident.Peak() as forward:
         loss = model(batch)
@@ -113,13 +124,14 @@ def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
         loss.backward()
     optimizer.zero_grad()
     return Phases(
-        transport=contender.transport,
-        state=work.model_bytes / (dist.get_world_size() if contender.is_sharded else 1),
-        forward=forward.bytes - before,
-        backward=backward.bytes - before,
-        rest=rest,
-        allocated=allocated,
-        freed=freed,
+        contender.transport,
+        work.model_bytes / (dist.get_world_size() if contender.is_sharded else 1),
+        forward.bytes - before,
+        backward.bytes - before,
+        rest,
+        allocated,
+        freed,
+        *foretold,
     )
 
 

@@ -135,6 +135,15 @@ def test_memory_is_told_apart_by_phase(memory: dict[str, Any]) -> None:
         assert excess(memory, name, "backward") > excess(memory, name, "forward")
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is the kernel's count, on Linux")
+@pytest.mark.parametrize("phase", ["forward", "backward", "rest"])
+def test_the_memory_of_a_step_is_what_was_foretold(memory: dict[str, Any], phase: str) -> None:
+    for name, found in memory["contenders"].items():
+        if not math.isnan(found[f"foretold_{phase}"]) and found["transport"] != "collective":
+            above = (found[phase] - found["freed"] - found[f"foretold_{phase}"]) / memory["group_bytes"]
+            assert above == pytest.approx(0, abs=0.3), f"{name}: {above:.2f} groups more than was foretold"
+
+
 def test_padding_is_that_of_the_layout() -> None:
     padding = measure_padding([8])
     sizes = padding["world_sizes"][8]

@@ -19,6 +19,7 @@ from fullshard.torch_private import foreach_copy, is_traceable_subclass
 
 #: To compare with: the type of a device is a new string whenever it is asked for.
 CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
 class Pending(Protocol):
@@ -98,7 +99,7 @@ class Streams:
 
 
 #: Devices without streams: the host completes itself what it started there.
-HOSTS = {CPU}
+HOSTS = {CPU, META}
 _streams = Streams()
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import fullshard
-from fullshard.report.recorder import Clock
+from fullshard.report.watching import Clock
 from tests.harness import World, ranks
 from tests.pretend import pretended
 from tests.report.cases import sharded, trained

@@ -171,6 +171,34 @@ def test_padding_is_told_where_ranks_are_many() -> None:
     assert "cut along dim 0" in advice(lambda: blocks(2, 1024), 10_000)
 
 
+LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+WIDE = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def test_advice_on_the_dtype_of_reductions_depends_on_who_adds_up() -> None:
+    def build(policy: Any) -> Callable[[], nn.Module]:
+        return lambda: fullshard.fully_shard_blocks(blocks(4, 1024), mp_policy=policy)
+
+    assert "are added up over 64 ranks in bfloat16" in advice(build(LOW), 64)
+    assert not advice(build(LOW), 8)
+    assert not advice(build(WIDE), 64)
+    assert "rounds each sum 7 times more" in advice(build(WIDE), 8)
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_where_the_advice_says_so_the_sums_are_the_same(world: World, transport: str) -> None:
+    models = [sharded("fully_shard", transport, mp_policy=policy) for policy in (LOW, WIDE)]
+    said = [[each for each in map(str, explain(model).advice) if "reduce_dtype" in each] for model in models]
+    assert not said[0]
+    assert "travel in float32" in said[1][0]
+    assert "gives the same sums" in said[1][0]
+    for model in models:
+        step(model, world, 0)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())  # type: ignore[union-attr]
+
+
 def well_sharded() -> Explanation:
     return explain(lambda: blocks(4, 1024), ranks=8)
 

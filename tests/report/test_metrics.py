@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import fullshard
+from fullshard.comm.waits import WAITS, Waits
+from fullshard.schedule.unit import unit_of
 from tests.harness import World, ranks
 from tests.report.cases import sharded, trained
 
@@ -73,3 +77,45 @@ def test_what_takes_no_figures_is_refused(world: World) -> None:
         fullshard.log_metrics(nn.Linear(2, 2), "file")
     with pytest.raises(TypeError, match="a path or an object with add_scalar, got int"):
         fullshard.log_metrics(sharded(), 3)  # type: ignore[arg-type]
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_figures_go_on_when_a_recording_that_began_before_them_ends(
+    world: World, transport: str, tmp_path: Path
+) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = sharded()
+    train = trained(model)
+    train(0)
+    schedule = unit_of(model).schedule  # type: ignore[union-attr]
+    looked_at = [schedule, *schedule.groups(), schedule.comm.lanes.gather, schedule.comm.lanes.reduce]
+    looked_at += [group.transport.local_ranks for group in schedule.groups() if transport == "host"]
+    before = [set(vars(each)) for each in looked_at]
+    recording = fullshard.record(model, steps=1)
+    with fullshard.log_metrics(model, tmp_path / f"{world.rank}"):
+        for seed in range(3):
+            if world.rank == 1:
+                time.sleep(0.05)
+            train(seed)
+            assert not recording.is_running
+    assert [set(vars(each)) for each in looked_at] == before
+    assert type(WAITS) is Waits
+    lines = [json.loads(line) for line in (tmp_path / f"{world.rank}").read_text().splitlines()]
+    received = {line["received_bytes"] for line in lines}
+    assert len(lines) == 3
+    assert min(received) > 0
+    assert len(received) == 1
+    assert all(line["waited_seconds"] > 0.04 for line in lines) or world.rank == 1
+
+
+@ranks(1)
+def test_a_model_that_is_deleted_is_not_kept_by_its_figures(world: World, tmp_path: Path) -> None:
+    model = sharded()
+    fullshard.log_metrics(model, tmp_path / "file")
+    trained(model)(0)
+    group = weakref.ref(unit_of(model).schedule.groups()[0])  # type: ignore[union-attr]
+    del model
+    gc.collect()
+    assert group() is None
+    assert len((tmp_path / "file").read_text().splitlines()) == 1

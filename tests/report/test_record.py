@@ -61,15 +61,15 @@ def test_nothing_is_left_of_a_recording(world: World) -> None:
     schedule = unit_of(model).schedule  # type: ignore[union-attr]
     looked_at = [schedule, schedule.passes, schedule.comm, *schedule.units, *schedule.groups()]
     looked_at += [vars(group.transport).get("local_ranks", group) for group in schedule.groups()]
-    before = [dict(vars(each)) for each in looked_at]
     lanes = schedule.comm.lanes
+    looked_at += [lanes.gather, lanes.reduce, lanes.all_reduce]
+    before = [dict(vars(each)) for each in looked_at]
     with fullshard.record(model, steps=5) as recording:
         train(1)
         assert type(WAITS) is not Waits
-        assert schedule.comm.lanes is not lanes
+        assert "run" in vars(lanes.gather)
     assert not recording.is_running
     assert [set(vars(each)) for each in looked_at] == [set(each) for each in before]
-    assert schedule.comm.lanes is lanes
     assert type(WAITS) is Waits
     assert list(recording.ranks[0].steps()) == [0]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.report import page, trace
-from fullshard.report.recording import Span
+from fullshard.report.recording import Span, tracks
 from tests.report.cases import MS, by_hand
 
 
@@ -21,7 +21,7 @@ def overlapping() -> list[Span]:
 
 
 def test_spans_of_a_track_are_nested_or_apart() -> None:
-    found = trace.tracks(overlapping())
+    found = tracks(overlapping())
     assert len(found) == len(overlapping())
     for track, one in found:
         for other in (span for number, span in found if number == track and span is not one):

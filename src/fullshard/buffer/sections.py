@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import Plan, make_plan
 
 #: Bytes to which sections, and everything on its way, are aligned: a cache line, and more than any dtype asks for.
 ALIGNMENT = 64
@@ -26,6 +26,10 @@ class Section:
     dtype: torch.dtype  # in which they are stored
     members: tuple[int, ...]  # which of the group's parameters they are, in the order of ``plan.params``
     plan: Plan
+
+    def over(self, ranks: int) -> Section:
+        """The same parameters, cut over another number of ranks (*even* only)."""
+        return Section(self.dtype, self.members, make_plan(self.plan.params, ranks))
 
 
 def full_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:

@@ -25,17 +25,16 @@ from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
 from fullshard.checkpoint.compare import compare
 from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
 from fullshard.checkpoint.display import (
-    dtype_name,
     parse_size,
     print_json,
     print_table,
     progress,
-    shape_of,
     size_of,
     value_of,
 )
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
 from fullshard.checkpoint.reader import Checkpoint, checkpoints, is_checkpoint
+from fullshard.report.text import dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
 #: Names that are listed of what only one checkpoint has.
@@ -150,7 +149,7 @@ def _show(options: argparse.Namespace) -> int:
     for group, entries in sorted(groups.items()):
         print(f"\n{group}")
         rows = [
-            (name, dtype_name(entry.dtype), shape_of(entry.shape), size_of(entry.nbytes), _placement(entry))
+            (name, dtype_name(entry.dtype), shape_text(entry.shape), size_of(entry.nbytes), _placement(entry))
             for name, entry in entries.items()
         ]
         print_table(("tensor", "dtype", "shape", ">size", "placement"), rows)
@@ -254,7 +253,7 @@ def _diff(options: argparse.Namespace) -> int:
                 print(f"and {len(more)} more: --json names all")
     if told["other_shape"]:
         print("\nof other shapes")
-        rows = [(each["name"], shape_of(each["a"]), shape_of(each["b"])) for each in told["other_shape"]]
+        rows = [(each["name"], shape_text(each["a"]), shape_text(each["b"])) for each in told["other_shape"]]
         print_table(("tensor", "in A", "in B"), rows)
     if told["differing"]:
         print("\ndifferent, the largest difference first")

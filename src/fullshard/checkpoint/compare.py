@@ -10,8 +10,9 @@ import torch
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BrokenCheckpoint
-from fullshard.checkpoint.display import dtype_name, value_of
+from fullshard.checkpoint.display import value_of
 from fullshard.checkpoint.reader import Checkpoint
+from fullshard.report.text import dtype_name
 
 #: Elements that are compared at a time.
 _RUN = 1 << 22

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-import torch
-
 from fullshard.checkpoint.blocks import BrokenCheckpoint
 from fullshard.checkpoint.reader import Checkpoint
 
@@ -37,10 +35,6 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def value_of(checkpoint: Checkpoint, name: str) -> Any:
     """A value that is no tensor; what is large, or cannot be read, is described."""
     stored = checkpoint.manifest.objects[name]
@@ -48,10 +42,6 @@ def value_of(checkpoint: Checkpoint, name: str) -> Any:
         return checkpoint.value(name) if stored.length < _SHORT else f"({size_of(stored.length)})"
     except BrokenCheckpoint as error:
         return f"({error})"
-
-
-def shape_of(sizes: Iterable[int]) -> str:
-    return " x ".join(map(str, sizes)) or "scalar"
 
 
 def print_json(value: Any) -> None:

@@ -111,6 +111,7 @@ class _Messages:
         numel: elements of one message; a user's collective has the straight parameters in it too.
         is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
         is_shard: whether this rank's message needs no memory beside the shard and those of all ranks.
+        own_bytes: of this rank in all that moves.
         straight: what moves beside the messages.
     """
 
@@ -125,12 +126,12 @@ class _Messages:
         *self._starts, _ = starts(self._numels, self._dtypes)
         self._nbytes = self._starts[-1] + self._numels[-1] * self._dtypes[-1].itemsize
         self.dtype = self._dtypes[0]
-        if (comm is None and not reduces) or len(set(self._dtypes)) > 1:
-            self.dtype = torch.uint8
-            self._nbytes = -(-self._nbytes // _LARGEST_ITEM) * _LARGEST_ITEM
-        self.numel = self._nbytes // self.dtype.itemsize
         is_alone = comm is None and len(members) == 1
         self.is_full = is_alone and self._plans[0].is_rank_major
+        if (comm is None and not reduces) or len(set(self._dtypes)) > 1:
+            self.dtype = torch.uint8
+            self._nbytes += 0 if self.is_full else -self._nbytes % _LARGEST_ITEM
+        self.numel = self._nbytes // self.dtype.itemsize
         self.is_shard = not reduces or (is_alone and transfers[members[0]].shard.dtype == self._dtypes[0])
         self.straight: list[_Straight] = []
         before = accumulate((len(transfer.plan.straight) for transfer in transfers), initial=0)
@@ -140,6 +141,8 @@ class _Messages:
                 place = None if plan.is_messages else alias(full)[start : start + numel]
                 part = len(plan.cuts) - len(plan.straight) + at
                 self.straight.append(_Straight(index, part, numel // plan.world_size, first + at, place, casts))
+        straight = (each.numel * transfers[each.transfer].full.itemsize for each in self.straight)
+        self.own_bytes = self._nbytes + sum(straight)
 
     @property
     def full(self) -> torch.Tensor:
@@ -245,7 +248,8 @@ class _CollectiveRoute:
                 staging += [] if messages.is_shard else [(messages.numel, messages.dtype)]
             staging += [(each.numel, messages.dtype) for each in messages.straight if each.casts and not self._gathers]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
-        self._nbytes = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
+        self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
+        self.sent = (process_group.size() - 1) * sum(messages.own_bytes for messages in self._messages)
         self._group, self._device, self._comm = process_group, transfers[0].full.device, comm
         self._bound: dict[int, list[_Call]] = {}
         self._reduction: Reduction | None = None
@@ -254,7 +258,7 @@ class _CollectiveRoute:
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
     ) -> Pending:
-        lease = SHARED.lease(self._nbytes, self._device) if self._nbytes else NO_LEASE
+        lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
         calls = self._bound.get(lease.index) or self._bind(lease)
         if reduction != self._reduction:
             self._choose(reduction)
@@ -324,7 +328,7 @@ class _CollectiveRoute:
         """The calls in the memory of a lease, kept for the next time that it comes, or in that of the user's."""
         make = self._gather if self._gathers else self._reduce
         if self._comm is None or not self._numels:
-            staging = iter(views(lease.view(torch.uint8, 0, (self._nbytes,)), self._numels, self._dtypes))
+            staging = iter(views(lease.view(torch.uint8, 0, (self.staging,)), self._numels, self._dtypes))
             calls = self._bound[lease.index] = [make(messages, staging) for messages in self._messages]
             return calls
         each = zip(self._numels, self._dtypes, strict=True)

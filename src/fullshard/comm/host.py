@@ -50,6 +50,7 @@ class HostTransport(Transport):
 
     name = "host"
     gradient_buffers = 2
+    adds_in_fp32 = True
     compares_reductions = CAN_SWAP_MEMORY  # else gradients are no part of the slots that ranks share, but messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
@@ -246,6 +247,8 @@ class _PendingHostReduction(StillRead):
 
 class _HostReduceRoute:
     """The parts of some buffers that this rank adds up."""
+
+    staging = sent = 0
 
     def __init__(self, transport: HostTransport, request: Request, scratch: Lease) -> None:
         transfers, self.tag = request.transfers, request.tag

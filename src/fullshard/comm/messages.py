@@ -52,6 +52,11 @@ class Round(NamedTuple):
     def packed_bytes(self) -> int:
         return self.nbytes - self.packed_start
 
+    def sent_bytes(self, itemsizes: Sequence[int]) -> int:
+        """Bytes of its messages; ``itemsizes`` are those of the sections."""
+        alone = [*self.straight, *(piece for piece, _ in self.whole)]
+        return sum(piece.numel * itemsizes[piece.section] for piece in alone) + self.packed_bytes
+
 
 @lru_cache(maxsize=2048)
 def plan_rounds(

@@ -57,6 +57,7 @@ class PointToPointTransport(Transport):
     """
 
     name = "p2p"
+    adds_in_fp32 = True
 
     def __init__(self, staging: int = STAGING, large: int = LARGE, native: Transport | None = None) -> None:
         self._limits = (staging, large)
@@ -172,12 +173,17 @@ class _MessageRoute:
         #: One after the other, and by the rank whose own values are sent by it (gather) or to it.
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
         self._turn = max(map(self._round_bytes, self._rounds), default=0)
-        self._nbytes = self._scratch + min(DEPTH, len(self._rounds)) * self._turn  # of staging
+        self.staging = self._scratch + min(DEPTH, len(self._rounds)) * self._turn
         self._bound: dict[int, list[_BoundRound]] = {}
+
+    @property
+    def sent(self) -> int:
+        leaving = (each for rounds in self._rounds for each in self._leaving(rounds))
+        return sum(len(peers) * each.sent_bytes([dtype.itemsize for dtype in self._dtypes]) for peers, each in leaving)
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""
-        lease = SHARED.lease(self._nbytes, CPU) if self._nbytes else NO_LEASE
+        lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
         exchange = _Exchange(self, rounds, lease, shards, reduction.divisor)
         for planned in rounds[:DEPTH]:

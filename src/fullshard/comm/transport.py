@@ -85,7 +85,20 @@ class Request(NamedTuple):
 
 
 class Route(Protocol):
-    """How shards get to all ranks, or the values of full buffers to shards: worked out once, taken in every step."""
+    """How shards get to all ranks, or the values of full buffers to shards: worked out once, taken in every step.
+
+    Its buffers may be on meta, if it is never taken.
+    """
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the memory that it takes beside its buffers."""
+        ...
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank sends, with the fewest that any algorithm of a collective needs."""
+        ...
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
@@ -99,6 +112,8 @@ class Route(Protocol):
 
 class Nowhere:
     """The route of no transfers."""
+
+    staging = sent = 0
 
     def start(self, *_: object) -> Pending:
         return Done()
@@ -148,6 +163,8 @@ class Transport:
     ends_processes = False
     #: Whether a reduction is best given the messages of all ranks, and straight gradients as they are.
     takes_messages = False
+    #: Whether gradients of low precision are added up in fp32.
+    adds_in_fp32 = False
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 

@@ -16,8 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard import torch_private as private
-from fullshard.buffer.plan import make_plan
-from fullshard.buffer.sections import Section, full_bytes, full_views, shard_bytes, shard_views
+from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Route, Transfer
@@ -39,10 +38,7 @@ class PostForwardShard:
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, group: GroupContext, mesh: DataMesh, full_views: tuple[torch.Tensor, ...]) -> None:
-        sections = [
-            Section(section.dtype, section.members, make_plan(section.plan.params, mesh.shard_size))
-            for section in group.sections
-        ]
+        sections = [section.over(mesh.shard_size) for section in group.sections]
         nbytes = shard_bytes(sections, group.compute_dtypes)
         views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
         transfers = []

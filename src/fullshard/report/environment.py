@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
+from textwrap import indent
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
 from fullshard.device import compute_device, is_host
+from fullshard.report.text import seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
 
@@ -308,14 +310,14 @@ def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], size: int) -
     latency, bandwidth = (median(times[index] for times in found.values()) for index in (0, 1))
     every = size * (size - 1) // 2
     which = "All pairs" if len(found) == every else f"{len(found)} of {every} pairs"
-    text = f"{which} of ranks reach each other: in the median {latency * 1e6:.0f} µs and "
+    text = f"{which} of ranks reach each other: in the median in {seconds_text(latency)} and by "
     text += f"{bandwidth / 1e9:.2f} GB/s.{_matrix(found, size)}"
     slow = [pair for pair, t in found.items() if t[1] * _SLOW < bandwidth or t[0] > max(_FINE, _SLOW * latency)]
     if not slow:
         return [Check("network", "ok", text)]
     slow.sort(key=lambda pair: found[pair][1])
     often, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
-    told = [f"{a} and {b} ({found[a, b][0] * 1e6:.0f} µs, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
+    told = [f"{a} and {b} ({seconds_text(found[a, b][0])}, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
     advice = f"Look at the host and the network of rank {often}." if count > 1 else "Look at their hosts and network."
     slow_text = f"{len(slow)} pairs of ranks are slow beside the others, the slowest first: {'; '.join(told)}. {text}"
     return [Check("network", "warning", slow_text, advice)]
@@ -326,8 +328,6 @@ def _matrix(found: dict[tuple[int, int], tuple[float, float]], size: int) -> str
     if not 2 < size <= _MATRIX:
         return ""
     ranks = sorted({rank for pair in found for rank in pair})
-    rows = [["GB/s", *map(str, ranks)]]
-    for a in ranks:
-        cells = (found.get((min(a, b), max(a, b))) for b in ranks)
-        rows.append([str(a), *(f"{times[1] / 1e9:.2f}" if times else "-" for times in cells)])
-    return "".join("\n  " + " ".join(cell.rjust(5) for cell in row) for row in rows)
+    speeds = {pair: f"{bandwidth / 1e9:.2f}" for pair, (_, bandwidth) in found.items()}
+    rows = [[str(a), *(speeds.get((min(a, b), max(a, b)), "-") for b in ranks)] for a in ranks]
+    return "\n" + indent(table(["GB/s", *map(str, ranks)], rows), "  ")

@@ -20,6 +20,33 @@ from fullshard.report.replay import Happening, Replay
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """What an estimate is given.
+
+    Args:
+        bandwidth: bytes a second that a rank sends, or reads where ranks share memory.
+        flops: operations a second that a rank computes.
+        tokens: how many tokens a rank sees in a step.
+        latency: seconds of an exchange beside its bytes.
+
+    Raises:
+        ValueError: a number is not positive (``latency``: negative).
+    """
+
+    bandwidth: float
+    flops: float
+    tokens: int
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops", "tokens"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"latency must not be negative, got {self.latency!r}")
+
+
+@dataclass(frozen=True)
 class GroupEstimate:
     """Seconds of one group in a step: computing, in exchanges, and waiting for them."""
 
@@ -42,7 +69,7 @@ class Estimate:
         exchanges: of all gathers and reductions, whether hidden or not.
         exposed: of these, what the computation waits for.
         groups: the same by group, in the order of the model.
-        bandwidth, latency, flops, tokens: what was given.
+        given: on which hardware.
     """
 
     step: float
@@ -51,47 +78,27 @@ class Estimate:
     exchanges: float
     exposed: float
     groups: tuple[GroupEstimate, ...]
-    bandwidth: float
-    latency: float
-    flops: float
-    tokens: int
+    given: Hardware
 
 
-def estimate_step(
-    facts: ModelFacts, replay: Replay, bandwidth: float, latency: float, flops: float, tokens: int
-) -> Estimate:
-    """Runs a replay on the lanes; see :meth:`fullshard.report.explain.Explanation.estimate` for the arguments.
-
-    Raises:
-        ValueError: a number that is not positive (``latency``: negative).
-    """
-    for name, value in (("bandwidth", bandwidth), ("flops", flops), ("tokens", tokens), ("1 + latency", 1 + latency)):
-        if not value > (1 if name == "1 + latency" and latency < 0 else 0):
-            raise ValueError(f"{name} must be positive, got {value!r}")
-    lanes = _Lanes(facts.groups, bandwidth, latency, flops, tokens)
+def estimate_step(facts: ModelFacts, replay: Replay, given: Hardware) -> Estimate:
+    """Runs a replay on the lanes."""
+    lanes = _Lanes(facts.groups, given)
     for happening in replay.happenings:
         lanes.run(happening)
+    computed, moved, waited = lanes.computed, lanes.moved, lanes.waited
     rows = tuple(
-        GroupEstimate(
-            group.title,
-            lanes.computed["forward", at],
-            lanes.computed["backward", at],
-            lanes.moved[at],
-            lanes.waited[at],
-        )
+        GroupEstimate(group.title, computed["forward", at], computed["backward", at], moved[at], waited[at])
         for at, group in enumerate(facts.groups)
     )
     computing = sum(lanes.computed.values())
     exchanges, exposed = sum(lanes.moved.values()), sum(lanes.waited.values())
-    return Estimate(lanes.now, lanes.forward, computing, exchanges, exposed, rows, bandwidth, latency, flops, tokens)
+    return Estimate(lanes.now, lanes.forward, computing, exchanges, exposed, rows, given)
 
 
 class _Lanes:
-    def __init__(
-        self, groups: tuple[GroupFacts, ...], bandwidth: float, latency: float, flops: float, tokens: int
-    ) -> None:
-        self._groups = groups
-        self._bandwidth, self._latency, self._flops, self._tokens = bandwidth, latency, flops, tokens
+    def __init__(self, groups: tuple[GroupFacts, ...], given: Hardware) -> None:
+        self._groups, self._given = groups, given
         self.now = self.forward = self._wire = 0.0
         self._gathered: dict[int, float] = {}
         self._reduced: defaultdict[int, float] = defaultdict(float)
@@ -110,10 +117,8 @@ class _Lanes:
         elif happening.action == "wait":
             self._wait(at, self._gathered[at])
         elif happening.action == "settle":
-            if group.reduce_read:
-                seconds = self._latency + group.reduce_read / self._bandwidth
-                self.moved[at] += seconds
-                self._wait(at, self.now + seconds)
+            if group.reduction.read:
+                self._reduced[at] = self._exchange(at, group.reduction.read)
             self._wait(at, self._reduced[at])
         elif happening.sent:
             self._reduced[at] = self._exchange(at, happening.sent)
@@ -121,7 +126,7 @@ class _Lanes:
             self.forward = self.now
 
     def _exchange(self, at: int, sent: int) -> float:
-        seconds = self._latency + sent / self._bandwidth
+        seconds = self._given.latency + sent / self._given.bandwidth
         self.moved[at] += seconds
         self._wire = max(self.now, self._wire) + seconds
         return self._wire
@@ -135,4 +140,4 @@ class _Lanes:
         the matrix's if it is trained."""
         matrices = [param for param in group.parameters if param.is_matrix]
         elements = sum(param.numel * (1 + (in_backward and param.is_trainable)) for param in matrices)
-        return 2 * elements * self._tokens / self._flops
+        return 2 * elements * self._given.tokens / self._given.flops

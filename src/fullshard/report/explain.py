@@ -1,14 +1,14 @@
 """What sharding will do to a model: how it is cut, the memory and bytes that a step takes, and what could be better.
 
-Owns the :class:`Explanation`, what it advises, and the pretended world in which models of any number of ranks are
-explained on one machine. The facts come from :mod:`fullshard.report.facts`, what a step does from
-:mod:`fullshard.report.replay`.
+Owns the :class:`Explanation`, and the pretended world in which models of any number of ranks are explained on one
+machine. The facts come from :mod:`fullshard.report.facts`, what a step does from :mod:`fullshard.report.replay`, and
+what could be better from :mod:`fullshard.report.advice`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os import PathLike
@@ -19,48 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.fully_shard import fully_shard_blocks
-from fullshard.report.estimate import Estimate, estimate_step
+from fullshard.report import tables
+from fullshard.report.advice import Advice, advise
+from fullshard.report.estimate import Estimate, Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.replay import Exchanged, Phase, Replay
-from fullshard.report.tables import (
-    groups_text,
-    memory_text,
-    order_text,
-    parameters_text,
-    settings_text,
-    totals_text,
-    traffic_text,
-    wrapped,
-)
+from fullshard.report.text import wrapped
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import pretended_world
-from fullshard.wrap import repeated_blocks
 
 #: Bytes of an optimizer's state for an element: AdamW keeps two moments in fp32.
 ADAM = 8.0
-#: Bytes of a group whose three exchanges take, at 10 GB/s, as long as what a group costs the host in a step: 0.3 ms on
-#: a slow core (``docs/performance.md``).
-SMALL = 2**20
-#: Shares from which there is advice: a group of all parameters, padding of the parameters.
-LARGE_SHARE, PADDING_SHARE = 0.25, 0.03
-#: What the root keeps whole, as a share of all parameters, from which there is advice.
-ROOT_SHARE = 0.1
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Something that could be better.
-
-    Args:
-        problem: what was found, and where.
-        remedy: what to do.
-    """
-
-    problem: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}."
 
 
 @dataclass(frozen=True)
@@ -70,20 +39,16 @@ class Explanation:
     ``str()`` is a table for people, :meth:`as_dict` and :meth:`to_json` are for programs, :meth:`picture` draws.
 
     Attributes:
-        model: the class of the model.
+        facts: groups, their parameters, and the order in which they run.
         ranks: of the world.
         rank: whose shards, memory and bytes are told.
-        facts: groups, their parameters, and the order in which they run.
         optimizer_bytes: of an optimizer's state, for each element that it steps on.
-        outer: advice that only the model could tell.
     """
 
-    model: str
+    facts: ModelFacts
     ranks: int
     rank: int
-    facts: ModelFacts
     optimizer_bytes: float
-    outer: tuple[Advice, ...] = ()
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
@@ -96,46 +61,34 @@ class Explanation:
     @property
     def order(self) -> tuple[str, ...]:
         """The groups as forward runs and gathers them; backward goes the other way."""
-        return tuple(self.groups[at].title for unit in self.facts.units for at in unit.groups)
+        return tuple(group.title for group in self.facts.in_order)
 
     @cached_property
     def memory(self) -> tuple[Phase, ...]:
         """The memory of this rank by phase, in bytes, beside activations."""
-        rest = [
-            ("shards", 1, sum(group.shard for group in self.groups)),
-            ("optimizer state", 1, round(self.optimizer_bytes * sum(group.trained for group in self.groups))),
-            ("outside of groups", 1, self.facts.outside),
-        ]
-        rest = [part for part in rest if part[2]]
-        gradients = [("gradients", 1, sum(group.reduced for group in self.groups))]
-        phases = {
-            "at rest": rest,
-            "forward, at its peak": [*rest, *_parts(self.replay.forward.pieces)],
-            "backward, at its peak": [*rest, *gradients, *_parts(self.replay.backward.pieces)],
-            "between steps": [*rest, *_parts(self.replay.kept.pieces)],
-            "after free_buffers()": rest,
+        kinds = {
+            "shards": sum(group.shard for group in self.groups),
+            "optimizer state": round(self.optimizer_bytes * sum(group.trained for group in self.groups)),
+            "outside of groups": self.facts.outside,
         }
-        return tuple(
-            Phase(name, sum(count * size for _, count, size in parts), tuple(parts)) for name, parts in phases.items()
+        rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
+        return (
+            Phase("at rest", rest),
+            Phase("forward, at its peak", rest + self.replay.peaks["forward"]),
+            Phase("backward, at its peak", rest + self.replay.peaks["backward"]),
+            Phase("between steps", rest + self.replay.kept),
+            Phase("after free_buffers()", rest),
         )
 
     @cached_property
     def traffic(self) -> tuple[Exchanged, ...]:
         """What a step exchanges, by kind."""
-        kinds: dict[str, list[int]] = {}
-        for happening in self.replay.happenings:
-            if happening.action in ("gather", "reduce", "all-reduce"):
-                kind = f"{happening.action} in {happening.during}" if happening.action == "gather" else happening.action
-                kinds.setdefault(kind, []).append(happening.sent)
-                if happening.action == "reduce" and (read := self.groups[happening.group].reduce_read):
-                    kinds.setdefault("reduce, read in shared memory", []).append(read)
-                    kinds["reduce"].pop()
-        return tuple(Exchanged(kind, len(sent), sum(sent)) for kind, sent in kinds.items() if sent)
+        return self.replay.exchanged()
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """What could be better, with what to do."""
-        return (*self.outer, *_advice(self))
+        return tuple(advise(self.facts))
 
     def estimate(self, *, bandwidth: float, flops: float, tokens: int, latency: float = 0.0) -> Estimate:
         """Estimates how long a forward and backward take.
@@ -149,19 +102,19 @@ class Explanation:
         Raises:
             ValueError: a number that makes no sense.
         """
-        return estimate_step(self.facts, self.replay, bandwidth, latency, flops, tokens)
+        return estimate_step(self.facts, self.replay, Hardware(bandwidth, flops, tokens, latency))
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as numbers, strings, lists and dicts. Sizes are in bytes."""
         return {
-            "model": self.model,
+            "model": self.facts.name,
             "ranks": self.ranks,
             "rank": self.rank,
             "groups": [asdict(group) for group in self.groups],
             "order": list(self.order),
             "order_is_recorded": self.facts.is_recorded,
             "prefetch": self.facts.prefetch,
-            "memory": [asdict(phase) for phase in self.memory],
+            "memory": [{**asdict(phase), "nbytes": phase.nbytes} for phase in self.memory],
             "traffic": [asdict(traffic) for traffic in self.traffic],
             "advice": [asdict(advice) for advice in self.advice],
         }
@@ -176,22 +129,23 @@ class Explanation:
         """
         from fullshard.report.pictures import draw_groups
 
-        draw_groups(f"{self.model} over {self.ranks:,} ranks", self.groups, path)
+        draw_groups(f"{self.facts.name} over {self.ranks:,} ranks", self.groups, path)
 
     def __str__(self) -> str:
-        groups = self.groups
+        facts, groups = self.facts, self.groups
+        head = f"{facts.name} over {self.ranks:,} ranks, seen from rank {self.rank}: {tables.totals_text(groups)}"
         parts = [
-            wrapped(f"{self.model} over {self.ranks:,} ranks, seen from rank {self.rank}: {totals_text(groups)}"),
-            groups_text(groups),
-            settings_text(groups),
-            parameters_text(groups),
+            wrapped(head),
+            tables.groups_text(groups),
+            tables.settings_text(groups),
+            tables.parameters_text(groups),
             f"Memory of a rank beside activations ({self.optimizer_bytes:g} bytes of optimizer state an element)\n"
-            + memory_text(self.memory),
-            traffic_text(self.traffic),
-            order_text([groups[at] for unit in self.facts.units for at in unit.groups], self.facts),
+            + tables.memory_text(self.memory),
+            tables.traffic_text(self.traffic),
+            tables.order_text(facts),
+            "\n".join(["Advice", *(wrapped(f"- {each}") for each in self.advice)] if self.advice else ()),
         ]
-        advice = [wrapped(f"- {each}") for each in self.advice]
-        return "\n\n".join([*parts, "\n".join(["Advice", *advice])] if advice else parts)
+        return "\n\n".join(filter(None, parts))
 
 
 def explain(
@@ -232,7 +186,7 @@ def explain(
                 f"this {type(model).__name__} exists already, for the ranks that exist: to pretend {ranks}, give "
                 f"explain() the function that builds it"
             )
-        return _explain(model, dist.get_world_size(), dist.get_rank(), optimizer_bytes, False)
+        return Explanation(facts_of(model), dist.get_world_size(), dist.get_rank(), optimizer_bytes)
     if ranks is None or not callable(model):
         raise TypeError(f"explain() takes a sharded model, or a function that builds one and ranks=, got {model!r}")
     if not 0 <= rank < ranks:
@@ -247,128 +201,4 @@ def explain(
             built = model()
             if not any(unit_of(module) for module in built.modules()):
                 fully_shard_blocks(built)
-        return _explain(built, ranks, rank, optimizer_bytes, True)
-
-
-def _explain(model: nn.Module, ranks: int, rank: int, optimizer_bytes: float, pretended: bool) -> Explanation:
-    facts = facts_of(model)
-    inner = getattr(model, "_fsdp_wrapped_module", model)
-    name = type(inner).__name__
-    if unit_of(model) is not None and inner is model:
-        name = name.removeprefix("FSDP")
-    outer = []
-    if len([group for group in facts.groups if group.elements]) == 1 and (blocks := repeated_blocks(model)):
-        outer.append(
-            Advice(
-                f"All parameters are one group, so a rank holds the whole model while it runs; there are "
-                f"{len(blocks)} repeated blocks ({type(blocks[0]).__name__})",
-                "Shard each block first, as fully_shard_blocks(model) does, or give auto_wrap_policy",
-            )
-        )
-    return Explanation(name, ranks, rank, facts, optimizer_bytes, tuple(outer))
-
-
-def _parts(pieces: Iterable[tuple[str, tuple[tuple[int, int], ...]]]) -> list[tuple[str, int, int]]:
-    return [(kind, count, size) for kind, sizes in pieces for size, count in sizes]
-
-
-def _advice(explanation: Explanation) -> list[Advice]:
-    facts, groups = explanation.facts, [group for group in explanation.groups if group.elements]
-    every = sum(group.whole for group in groups)
-    found = []
-    if facts.left_out:
-        names = _few([name for name, _ in facts.left_out])
-        found.append(
-            Advice(
-                f"{names} {_is(facts.left_out)} in no group: every rank keeps it whole, and reduces no gradient of it",
-                "Apply fully_shard to the root too, or name it in ignored_params if that is what you want",
-            )
-        )
-    small = [each for each in groups if each.reshards and each.communicates and each.whole < SMALL]
-    if small and len(groups) > 1:
-        found.append(
-            Advice(
-                f"{_few([each.title for each in small])} {_is(small)} smaller than 1 MiB: its exchanges cost more than "
-                f"they move",
-                "Let the module around it shard its parameters, or shard several together: fully_shard([a, b])",
-            )
-        )
-    root = [each for each in groups if not each.name]
-    for each in groups:
-        if each.reshards and len(groups) > 1 and each.whole > LARGE_SHARE * every and each.whole > 64 * SMALL:
-            share = round(100 * each.whole / every)
-            found.append(
-                Advice(
-                    f"{each.title} has {share} % of all bytes, and is whole while it runs",
-                    "Shard its submodules first",
-                )
-            )
-    found += [each for group in root if len(groups) > 1 for each in _of_the_root(group, every)]
-    padded = [each for each in groups if each.padding_share > PADDING_SHARE and each.padding > 2**20]
-    if padded:
-        worst = max(padded, key=lambda each: each.padding_share)
-        bad = max((each for each in worst.parameters if each.dim is not None), key=_waste(worst), default=None)
-        where = f", most of it for '{bad.name}' of shape {bad.shape}, cut along dim {bad.dim}" if bad else ""
-        found.append(
-            Advice(
-                f"Padding makes the shards of {_few([each.title for each in padded])} larger, by "
-                f"{100 * worst.padding_share:.0f} % in {worst.title}{where}",
-                "Cut a dim that the number of ranks divides (shard_placement_fn), shard over fewer ranks and replicate "
-                "(a 2-D mesh), or use FullyShardedDataParallel, whose cuts fall anywhere",
-            )
-        )
-    tied = [(each, param) for each in groups for param in each.parameters if len(param.places) > 1]
-    for group, param in tied:
-        inside = f"{group.name}." if group.name else ""
-        foreign = [place for place in param.places if not place.startswith(inside)]
-        if foreign and group.whole > 2 * param.numel * 4:
-            found.append(
-                Advice(
-                    f"'{param.name}' is also '{foreign[0]}', so all of {group.title} is gathered for that module too",
-                    "Leave it to the module around both: shard that one, and not the one inside",
-                )
-            )
-    low = [each for each in groups if {"bfloat16", "float16"} & set(each.reduce) and each.ranks * each.replicas >= 64]
-    if low:
-        found.append(
-            Advice(
-                f"Gradients of {_few([each.title for each in low])} are added up over "
-                f"{low[0].ranks * low[0].replicas} ranks in {low[0].reduce[0]}",
-                "Set MixedPrecisionPolicy(reduce_dtype=torch.float32) if the loss stalls; it doubles the bytes sent",
-            )
-        )
-    return found
-
-
-def _of_the_root(root: GroupFacts, every: int) -> list[Advice]:
-    """What the root keeps whole from the beginning of forward to the end of backward."""
-    if root.reshards or not root.communicates or root.whole < ROOT_SHARE * every or root.whole < 16 * SMALL:
-        return []
-    largest = max(root.parameters, key=lambda each: each.numel)
-    module = largest.name.rpartition(".")[0]
-    if len(largest.places) > 1:
-        remedy = "It is tied and needed at both ends, so this may be what you want; reshard_after_forward=True frees it"
-    else:
-        remedy = f"Shard that module by itself before the root: fully_shard(model.{module})"
-    share = round(100 * root.whole / every)
-    return [
-        Advice(
-            f"The root's group has {share} % of all bytes, mostly '{largest.name}', and stays whole from the beginning "
-            f"of forward to the end of backward",
-            remedy,
-        )
-    ]
-
-
-def _waste(group: GroupFacts) -> Callable[[Any], int]:
-    return lambda param: group.ranks * param.chunk - param.numel
-
-
-def _few(names: list[str]) -> str:
-    """Names for a sentence."""
-    shown = ", ".join(f"'{name}'" for name in names[:2])
-    return f"{shown} and {len(names) - 2} more" if len(names) > 2 else shown.replace(", ", " and ")
-
-
-def _is(several: Any) -> str:
-    return "is" if len(several) == 1 else "are each"
+        return Explanation(facts_of(built), ranks, rank, optimizer_bytes)

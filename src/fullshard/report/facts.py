@@ -7,21 +7,23 @@ process groups any more. What a step then does with the groups is worked out in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
+from fullshard.comm.transport import Route, Transfer
+from fullshard.device import META
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
-from fullshard.report.exchange import Exchange
+from fullshard.report.text import dtype_name
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.wrap import repeated_blocks
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,21 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
+class ExchangeFacts:
+    """What one gather or reduction of a group takes on this rank, in bytes.
+
+    Attributes:
+        sent: to the other ranks.
+        staging: of the memory that the transport needs beside the buffers.
+        read: of what the other ranks of the host have, where they share memory.
+    """
+
+    sent: int = 0
+    staging: int = 0
+    read: int = 0
+
+
+@dataclass(frozen=True)
 class GroupFacts:
     """The parameters that are gathered and reduced in one call. Sizes are in bytes, of one rank, unless they say more.
 
@@ -77,8 +94,8 @@ class GroupFacts:
         ranks, rank: over how many it is sharded, and which of these this rank is.
         replicas: how many copies there are of the shards.
         post_forward: over how many it rests between forward and backward, if that is another number.
-        transport: what moves it.
-        why: why it is that transport.
+        transport: what moves it, and ``why`` it is that one.
+        adds_in_fp32: whether gradients of low precision are added up in fp32.
         shares: whether the ranks of a host share the memory of its full buffer, so that a gather moves nothing.
         reshards: whether it is resharded after forward.
         offload: what lies on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
@@ -89,12 +106,8 @@ class GroupFacts:
         trained: elements of this rank's shard that an optimizer steps on.
         staged: the copy of the shard in the dtype and on the device of the computation, if it needs one.
         rested: what it keeps between forward and backward on the smaller mesh.
-        gather_staging, reduce_staging: what its transport needs beside these, at most.
-        gather_sent: what this rank sends in a gather.
-        rest_gather_sent, rest_gather_staging: the same from the smaller mesh.
-        reduce_sent: what it sends in a reduction.
+        gather, rest_gather, reduction: its exchanges; the second one is a gather from the smaller mesh.
         all_reduce_sent: what it sends to add up over replicas.
-        reduce_read: what it reads of the other ranks of its host.
         gradient_buffers: how many reductions use a buffer at once.
         communicates: whether a gather takes other ranks.
         parameters: in the order in which they lie.
@@ -119,6 +132,7 @@ class GroupFacts:
     post_forward: int | None
     transport: str
     why: str
+    adds_in_fp32: bool
     shares: bool
     reshards: bool
     offload: str
@@ -129,14 +143,10 @@ class GroupFacts:
     trained: int
     staged: int
     rested: int
-    gather_staging: int
-    reduce_staging: int
-    gather_sent: int
-    rest_gather_sent: int
-    rest_gather_staging: int
-    reduce_sent: int
+    gather: ExchangeFacts
+    rest_gather: ExchangeFacts
+    reduction: ExchangeFacts
     all_reduce_sent: int
-    reduce_read: int
     gradient_buffers: int
     communicates: bool
     parameters: tuple[ParameterFacts, ...]
@@ -146,6 +156,11 @@ class GroupFacts:
     @property
     def title(self) -> str:
         return self.name or "(root)"
+
+    @property
+    def summed(self) -> int:
+        """Over how many ranks gradients are added up."""
+        return self.ranks * self.replicas
 
     @property
     def padding_share(self) -> float:
@@ -177,22 +192,29 @@ class ModelFacts:
     """A sharded model.
 
     Attributes:
+        name: its class.
         groups: by their first place in the model.
         units: in the order in which they begin their forward.
         is_recorded: whether that order was recorded in a step, and is not only that of the modules.
         prefetch: how many groups are gathered ahead.
-        left_out: parameters that require gradients and belong to no group, with their bytes.
+        left_out: names of parameters that require gradients and belong to no group.
         outside: bytes of parameters and buffers that are sharded by nobody.
-        device: on which it computes.
+        blocks: classes of its repeated blocks, one for each.
     """
 
+    name: str
     groups: tuple[GroupFacts, ...]
     units: tuple[UnitFacts, ...]
     is_recorded: bool
     prefetch: int
-    left_out: tuple[tuple[str, int], ...]
+    left_out: tuple[str, ...]
     outside: int
-    device: str
+    blocks: tuple[str, ...]
+
+    @property
+    def in_order(self) -> tuple[GroupFacts, ...]:
+        """The groups as forward runs and gathers them; backward goes the other way."""
+        return tuple(self.groups[at] for unit in self.units for at in unit.groups)
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
@@ -217,19 +239,16 @@ def facts_of(model: nn.Module) -> ModelFacts:
     managed |= {id(param) for group in groups for param in group.sharded}
     ignored = {each for unit in units for each in unit.ignored}
     others = {name: param for name, param in model.named_parameters() if id(param) not in managed}
-    loose = [*others.values(), *model.buffers()]
+    left_out = (name for name, param in others.items() if param.requires_grad and id(param) not in ignored)
     return ModelFacts(
+        name=_class_of(model),
         groups=tuple(_group_facts(group, unit, model, names) for unit in units for group in unit.groups),
         units=tuple(_unit_facts(unit, ordered, position) for unit in ordered),
         is_recorded=bool(recorded),
         prefetch=1 if schedule is None else schedule.prefetch_limit,
-        left_out=tuple(
-            (plain_name(name), param.nbytes)
-            for name, param in others.items()
-            if param.requires_grad and id(param) not in ignored
-        ),
-        outside=sum(tensor.nbytes for tensor in loose),
-        device=str(units[0].device),
+        left_out=tuple(map(plain_name, left_out)),
+        outside=sum(tensor.nbytes for tensor in [*others.values(), *model.buffers()]),
+        blocks=tuple(map(_class_of, repeated_blocks(model))),
     )
 
 
@@ -253,90 +272,93 @@ def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int])
 
 
 def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, str]) -> GroupFacts:
-    data, sections, memory = group.data, group.sections, group.memory
+    data, sections, memory, computed = group.data, group.sections, group.memory, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
-    extended = [param for param in group.params if param.extends]
-    own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in extended)
+    own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
     shares = memory.shared is not None or (memory.is_apart and memory.is_meta)
-    whole = full_bytes(sections, group.compute_dtypes) + data.shard_size * own
+    whole = full_bytes(sections, computed) + data.shard_size * own
     shard = shard_bytes(sections, dtypes) + own
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
     is_whole = data.shard_group is None
-    padding = shard - content if is_whole else data.shard_size * (shard - kept) - (content - kept)
-    trainable = [param.sharded.requires_grad for param in group.params]
-    gradients, travelling = GradientDtypes(group).sections(trainable)
-    reduced = sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients)
-    trained = sum(section.plan.shard_numel for section in gradients)
-    gather, reduce = Exchange(group, "gather", data), Exchange(group, "reduce", data)
-    rest, rest_sent, rest_staging, over = 0, 0, 0, group.options.post_forward_mesh
-    if over is not None:
-        small = [Section(each.dtype, each.members, make_plan(each.plan.params, over.shard_size)) for each in sections]
-        again = Exchange(group, "gather", over)
-        rest, rest_sent = shard_bytes(small, group.compute_dtypes), again.sent(small, group.compute_dtypes)
-        rest_staging = again.staging(small, group.compute_dtypes)
     keeps = unit.auto_reshard and unit.schedule is None and unit.modules[0] is model  # the root will
-    needs_staging = memory.needs_staging and not shares
-    replicas = data.replicate_size
+    rests_on = None if keeps else group.options.post_forward_mesh
+    small = [] if rests_on is None else [section.over(rests_on.shard_size) for section in sections]
+    private, peers = group.transport.private, (data.shard_size - 1) * own
+    gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
+    gradients, travelling = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
+    trained = [(section.plan, dtype) for section, dtype in zip(gradients, travelling, strict=True)]
+    messages = [(plan, dtype) for plan, dtype in trained if plan.is_messages]
+    straight = (plan.params[at].numel * dtype.itemsize for plan, dtype in messages for at in plan.straight)
+    made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
         module=", ".join(dict.fromkeys(map(_class_of, unit.modules))),
         layout="flat" if group.is_flat else "even",
         elements=sum(math.prod(param.shape) for param in group.params),
         whole=whole,
-        shard=shard + (whole // data.shard_size if shares and dtypes != group.compute_dtypes else 0),
-        padding=padding,
+        shard=shard + (whole // data.shard_size if shares and dtypes != computed else 0),
+        padding=shard - content if is_whole else data.shard_size * (shard - kept) - (content - kept),
         content=content,
-        stored=_names(param.dtype for param in group.params),
-        compute=_names(group.compute_dtypes),
-        reduce=_names(travelling),
+        stored=_dtype_names(param.dtype for param in group.params),
+        compute=_dtype_names(computed),
+        reduce=_dtype_names(travelling),
         ranks=data.shard_size,
         rank=data.shard_rank,
-        replicas=replicas,
-        post_forward=None if over is None or keeps else over.shard_size,
+        replicas=data.replicate_size,
+        post_forward=None if rests_on is None else rests_on.shard_size,
         transport=group.transport.name,
         why=_why(group),
+        adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
         reshards=group.options.reshard_after_forward and not keeps and not is_whole,
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
-        largest_gradient=_largest_gradient(group),
-        straight_gradients=_straight_gradients(gradients, travelling),
-        reduced=reduced,
-        trained=trained,
-        staged=shard_bytes(sections, group.compute_dtypes) if needs_staging else 0,
-        rested=0 if keeps else rest,
-        gather_staging=gather.staging(sections, group.compute_dtypes),
-        reduce_staging=reduce.staging(gradients, travelling),
-        gather_sent=gather.sent(sections, group.compute_dtypes) + (data.shard_size - 1) * own,
-        rest_gather_sent=0 if keeps else rest_sent,
-        rest_gather_staging=0 if keeps else rest_staging,
-        reduce_sent=reduce.sent(gradients, travelling),
-        all_reduce_sent=2 * shard_bytes(gradients, travelling) * (replicas - 1) // replicas,
-        reduce_read=reduce.read(gradients, travelling),
+        largest_gradient=max(made, default=0),
+        straight_gradients=sum(straight),
+        reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients),
+        trained=sum(plan.shard_numel for plan, _ in trained),
+        staged=shard_bytes(sections, computed) if memory.needs_staging and not shares else 0,
+        rested=shard_bytes(small, computed) if small else 0,
+        gather=ExchangeFacts(gather.sent + peers, gather.staging),
+        rest_gather=_exchange(private.gather_route, rests_on.shard_group if rests_on else None, small, computed),
+        reduction=_reduction(group, gradients, travelling),
+        all_reduce_sent=2 * shard_bytes(gradients, travelling) * (data.replicate_size - 1) // data.replicate_size,
         gradient_buffers=group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers,
         communicates=not is_whole and data.shard_size > 1,
         parameters=tuple(_parameters(group, names)),
-        starts=tuple(full_starts(sections, group.compute_dtypes)),
-        compute_by_section=tuple(map(_name, group.compute_dtypes)),
+        starts=tuple(full_starts(sections, computed)),
+        compute_by_section=tuple(map(dtype_name, computed)),
     )
 
 
-def _straight_gradients(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
-    found = 0
-    for section, dtype in zip(sections, dtypes, strict=True):
-        plan = section.plan
-        found += sum(plan.params[at].numel for at in plan.straight if plan.is_messages) * dtype.itemsize
-    return found
+def _exchange(
+    make_route: Callable[[list[Transfer], dist.ProcessGroup, int], Route],
+    over: dist.ProcessGroup | None,
+    sections: Sequence[Section],
+    dtypes: Sequence[torch.dtype],
+    homes: Sequence[torch.dtype] = (),
+) -> ExchangeFacts:
+    """What a transport says of its route for buffers of these dtypes; those of shards are ``homes``, if they differ."""
+    if over is None or over.size() == 1 or not sections:
+        return ExchangeFacts()
+    plans = [section.plan for section in sections]
+    fulls = (torch.empty(plan.full_numel, dtype=d, device=META) for plan, d in zip(plans, dtypes, strict=True))
+    shards = (torch.empty(p.shard_numel, dtype=d, device=META) for p, d in zip(plans, homes or dtypes, strict=True))
+    transfers = list(map(Transfer, plans, fulls, shards))
+    route = make_route(transfers, over, 0)
+    return ExchangeFacts(route.sent, route.staging)
 
 
-def _largest_gradient(group: Group) -> int:
-    sizes = (
-        math.prod(param.shape) * group.compute_dtype(param).itemsize
-        for param in group.params
-        if param.sharded.requires_grad
-    )
-    return max(sizes, default=0)
+def _reduction(group: Group, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
+    over, transport = group.reduce_process_group, group.reduce_transport
+    if over is not None and transport.compares_reductions:  # in memory that ranks share
+        pairs = zip(sections, dtypes, strict=True)
+        held = sum(section.plan.held(over.rank()) * dtype.itemsize for section, dtype in pairs)
+        return ExchangeFacts(read=(over.size() - 1) * held)
+    is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
+    homes = [section.dtype for section in sections] if is_final else dtypes
+    return _exchange(transport.reduce_route, over, sections, dtypes, homes)
 
 
 def _why(group: Group) -> str:
@@ -354,16 +376,17 @@ def _parameters(group: Group, names: dict[int, str]) -> Iterator[ParameterFacts]
     places = {
         index: (at, position) for at, each in enumerate(group.sections) for position, index in enumerate(each.members)
     }
+    rank = group.data.shard_rank
     for index, param in enumerate(group.params):
         at, position = places.get(index, (-1, -1))
-        section = group.sections[at] if at >= 0 else None
+        plan = group.sections[at].plan if at >= 0 else None
         rows, chunk = (0, 1), math.prod(param.shape)
-        if section is not None and group.is_flat:
-            rows, chunk = section.plan.fragment(position, group.data.shard_rank), section.plan.shard_numel
+        if plan is not None and group.is_flat:
+            rows, chunk = plan.fragment(position, rank), plan.shard_numel
         elif param.dim is not None:
-            step = param.chunk_shape(0)[param.dim]
-            size, rank = param.shape[param.dim], group.data.shard_rank
-            rows, chunk = (min(rank * step, size), min((rank + 1) * step, size)), math.prod(param.chunk_shape(0))
+            first = param.chunk_shape(0)
+            step, size, chunk = first[param.dim], param.shape[param.dim], math.prod(first)
+            rows = min(rank * step, size), min((rank + 1) * step, size)
         users = [location.module for location in param.locations]
         full_names = dict.fromkeys(_full_name(param, number, names) for number in range(len(users)))
         yield ParameterFacts(
@@ -372,8 +395,8 @@ def _parameters(group: Group, names: dict[int, str]) -> Iterator[ParameterFacts]
             None if group.is_flat else param.dim,
             rows,
             chunk,
-            section.plan.full_offsets[position] if section is not None else -1,
-            _name(param.dtype),
+            plan.full_offsets[position] if plan is not None else -1,
+            dtype_name(param.dtype),
             at,
             len(param.shape) > 1 and not all(isinstance(user, nn.Embedding) for user in users),
             param.sharded.requires_grad,
@@ -384,8 +407,7 @@ def _parameters(group: Group, names: dict[int, str]) -> Iterator[ParameterFacts]
 
 def _full_name(param: ShardedParameter, number: int, names: dict[int, str]) -> str:
     location = param.locations[number]
-    prefix = names.get(id(location.module), "")
-    return plain_name(f"{prefix}.{location.name}" if prefix else location.name)
+    return plain_name(f"{names.get(id(location.module), '')}.{location.name}")
 
 
 def _class_of(module: nn.Module) -> str:
@@ -394,9 +416,5 @@ def _class_of(module: nn.Module) -> str:
     return name.removeprefix("FSDP") if unit_of(inner) is not None and inner is module else name
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(_name, dtypes)))
+def _dtype_names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(dtype_name, dtypes)))

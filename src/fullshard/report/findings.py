@@ -13,6 +13,7 @@ from statistics import mean, median
 from typing import Literal, NamedTuple
 
 from fullshard.report.recording import RankRecording, Span, Work, own_work, shares
+from fullshard.report.text import percent, seconds_text
 
 Kind = Literal["slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance"]
 
@@ -114,7 +115,9 @@ def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
     ]
     found.sort(key=lambda finding: -finding.share)
     if not found:
-        text = f"No rank and no communication takes {_WORTH_SAYING:.0%} of a step of {_ms(step)} from the others."
+        text = (
+            f"No rank and no communication takes {percent(_WORTH_SAYING)} of a step of {_time(step)} from the others."
+        )
         found = [Finding("balance", text)]
     return [*found, *_prefetch(complete)]
 
@@ -134,12 +137,12 @@ def _slow_rank(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: fl
     others = max((length for rank, length in late.items() if rank != slow), default=0.0)
     if late[slow] < _WORTH_SAYING * step or late[slow] < _STANDS_OUT * others:
         return []
-    text = f"Rank {slow} is slow: the others wait for it {_ms(late[slow])} of a step of {_ms(step)}."
+    text = f"Rank {slow} is slow: the others wait for it {_time(late[slow])} of a step of {_time(step)}."
     most = _most_of(slow, ranks)
     advice = "Its computation is as long as theirs: look at its host, its network, and what else runs there."
     if most is not None and most[0].length - most[1] > late[slow] / 4:
         work, theirs = most
-        text += f" {_named(work)} takes {_ms(work.length)} there, and {_ms(theirs)} on the others."
+        text += f" {_named(work)} takes {_time(work.length)} there, and {_time(theirs)} on the others."
         advice = (
             "Look at what this rank does between its passes that the others do not: its data, logs, checkpoints."
             if work.what == "outside"
@@ -168,9 +171,9 @@ def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, 
     if total < _WORTH_SAYING * step:
         return []
     most = by_group.most_common(_NAMED)
-    groups = ", ".join(f"'{group}' {_ms(length)}" for group, length in most)
+    groups = ", ".join(f"'{group}' {_time(length)}" for group, length in most)
     thing = "gathers" if what == "gather" else "reductions of gradients"
-    text = f"A rank waits {_ms(total)} of a step of {_ms(step)} for the bytes of {thing}, most for {groups}."
+    text = f"A rank waits {_time(total)} of a step of {_time(step)} for the bytes of {thing}, most for {groups}."
     if what == "gather":
         advice = (
             "Gather further ahead (set_prefetch_limit(2) costs one more buffer), or let groups stay whole after "
@@ -190,17 +193,17 @@ def _parts(ranks: Sequence[RankRecording], step: float) -> list[Finding]:
     each = [(rank.rank, shares(rank)) for rank in ranks]
     rank, most = max(each, key=lambda pair: pair[1].outside)
     if most.outside > 0.1 * step:
-        text = f"Rank {rank} spends {_ms(most.outside)} of a step of {_ms(step)} outside of passes and optimizer."
+        text = f"Rank {rank} spends {_time(most.outside)} of a step of {_time(step)} outside of passes and optimizer."
         advice = "Prepare batches beside training (a DataLoader with workers), and read losses and log less often."
         found.append(Finding("outside", text, advice, most.outside / step, rank))
     stepping = mean(share.optimizer for _, share in each)
     if stepping > 0.2 * step:
-        text = f"The optimizer takes {_ms(stepping)} of a step of {_ms(step)}."
+        text = f"The optimizer takes {_time(stepping)} of a step of {_time(step)}."
         advice = "Let it work on many parameters at once (foreach=True or fused=True), or take more micro-batches."
         found.append(Finding("optimizer", text, advice, stepping / step))
     moving = mean(share.moving for _, share in each)
     if moving > 0.1 * step:
-        text = f"The host copies and adds what is communicated for {_ms(moving)} of a step of {_ms(step)}."
+        text = f"The host copies and adds what is communicated for {_time(moving)} of a step of {_time(step)}."
         advice = "Take more micro-batches for each step, or larger batches: this does not grow with them."
         found.append(Finding("copies", text, advice, moving / step))
     return found
@@ -229,6 +232,5 @@ def _named(work: Work) -> str:
     return f"The {work.what} of '{work.group}'"
 
 
-def _ms(nanoseconds: float) -> str:
-    milliseconds = nanoseconds / 1e6
-    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2g} ms"
+def _time(nanoseconds: float) -> str:
+    return seconds_text(nanoseconds / 1e9)

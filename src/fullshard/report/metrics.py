@@ -20,17 +20,15 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
-from fullshard.device import Mark, is_host
+from fullshard.device import Mark
+from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.group import Group
-from fullshard.group.owners import owner_of
-from fullshard.report.recorder import Clock, Memory, Point
-from fullshard.report.watching import Overrides, listen_to_waits, watch_lanes
+from fullshard.report.watching import Point, TimedMark, Watch, from_others
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import schedule_of
 
 
 class ScalarWriter(Protocol):
@@ -62,14 +60,8 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter) -> 
         TypeError: ``to`` is neither a path nor has ``add_scalar``.
         OSError: the file cannot be opened.
     """
-    unit = unit_of(model)
-    if unit is None:
-        raise ValueError(
-            f"log_metrics expects a root that was sharded or wrapped, got {type(model).__name__}: call it after "
-            f"fully_shard"
-        )
-    write = _writer(to)
-    return Metrics(unit.schedule or unit.start(), write)
+    schedule = schedule_of(model, "log_metrics")
+    return Metrics(schedule, _writer(to))
 
 
 def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
@@ -103,40 +95,32 @@ class _Step:
         self.memory: dict[str, int] = {}
 
 
-class Metrics:
+class Metrics(Watch):
     """Figures that are written after each step, until it is stopped. Made by :func:`log_metrics`."""
 
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None]) -> None:
+        super().__init__(schedule)
         self._write = write
-        self._clock, self._memory = Clock(schedule.device), Memory(schedule.device)
-        self._groups = {id(group) for group in schedule.groups()}
-        self._device = schedule.device
-        self._now = _Step(self._clock.now())
+        self._now = _Step(self.clock.now())
         self._ended: deque[_Step] = deque()
         self._number = 0
-        overrides = Overrides()
-        self._undo: list[Callable[[], None]] = [overrides.remove]
-        groups = schedule.groups()
-        for group in groups:
-            if group.data.shard_group is not None:
-                overrides.around(group, "unshard", partial(self._unshard, group, _others(group, reduced=False)))
-        self._reduced = {id(group): _others(group, reduced=True) for group in groups}
-        overrides.around(schedule, "reduce", self._reduce)
-        if self._clock.streams is None:
-            self._undo.append(listen_to_waits(groups, self._waited))
-        else:
-            self._streams: set[Any] = set()
-            for context in {id(group.comm): group.comm for group in groups}.values():
-                self._streams.update(watch_lanes(overrides, context, self._run))
-        self._undo.append(register_optimizer_step_post_hook(self._end_step).remove)
+        self._reduced: dict[int, int] = {}
+        for group in schedule.groups():
+            ranks = group.data.shard_size
+            sections = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
+            self._reduced[id(group)] = from_others(full_bytes(*sections), ranks)
+            if ranks > 1:
+                received = from_others(group.full.buffer.nbytes, ranks)
+                self.overrides.around(group, "unshard", partial(self._unshard, group, received))
+        self.overrides.around(schedule, "reduce", self._reduce)
+        if self.clock.streams is not None:
+            self.watch_lanes(self._run)
 
     def stop(self) -> None:
         """Write what is left, and stop. May be called again."""
-        undo, self._undo = self._undo, []
-        for each in undo:
-            each()
-        if undo:
-            self._clock.end()
+        if self.is_running:
+            super().stop()
+            self.clock.end()
             self._flush()
 
     def __enter__(self) -> Self:
@@ -156,66 +140,30 @@ class Metrics:
             self._now.received += self._reduced[id(group)]
         reduce(group)
 
-    def _waited(self, wait: Wait, begin: int, end: int) -> None:
+    def waited(self, wait: Wait | None, begin: Point, end: Point) -> None:
         self._now.waits.append((begin, end))
 
     def _run(self, lane: str, run: Callable[..., Mark], *arguments: Any) -> Mark:
-        return _TimedMark(run(*arguments), self)
+        return TimedMark(run(*arguments), self, partial(self.waited, None))
 
-    def wait(self, mark: Mark) -> None:
-        """Wait for a mark of a device, and note for how long the stream that computes does."""
-        assert self._clock.streams is not None
-        if not self._undo or self._clock.streams.current(self._device) in self._streams:
-            mark.wait()
-            return
-        begin = self._clock.now()
-        mark.wait()
-        self._now.waits.append((begin, self._clock.now()))
-
-    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        params = (param for options in optimizer.param_groups for param in options["params"])
-        if not any((owner := owner_of(param)) is not None and id(owner[0]) in self._groups for param in params):
-            return
-        step, end = self._now, self._clock.now()
+    def after_step(self) -> None:
+        step, end = self._now, self.clock.now()
         step.end, self._now = end, _Step(end)
-        now = self._memory.now()
+        now = self.memory.now()
         step.memory = {"memory_bytes": now, "peak_memory_bytes": max(now, self._peak())}  # the kernel's lags behind
         self._ended.append(step)
         self._flush()
 
     def _peak(self) -> int:
-        if is_host(self._device):
+        if self.clock.streams is None:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return torch.accelerator.max_memory_allocated(self._device)
+        return torch.accelerator.max_memory_allocated(self.schedule.device)
 
     def _flush(self) -> None:
         """Write the steps whose end the device has passed."""
-        while self._ended and self._clock.has_passed(self._ended[0].end):
-            step, between = self._ended.popleft(), self._clock.between
+        while self._ended and self.clock.has_passed(self._ended[0].end):
+            step, between = self._ended.popleft(), self.clock.between
             waited = sum(between(begin, end) for begin, end in step.waits)
             figures = {"seconds": between(step.begin, step.end), "waited_seconds": waited}
             self._write(self._number, {**figures, "received_bytes": step.received, **step.memory})
             self._number += 1
-
-
-class _TimedMark:
-    """A mark of a device's lane, of which the first wait is noted."""
-
-    def __init__(self, mark: Mark, metrics: Metrics) -> None:
-        self._mark = mark
-        self._metrics: Metrics | None = metrics
-
-    def wait(self) -> None:
-        metrics, self._metrics = self._metrics, None
-        if metrics is None:
-            self._mark.wait()
-        else:
-            metrics.wait(self._mark)
-
-
-def _others(group: Group, reduced: bool) -> int:
-    """Bytes of a group that a rank gets from the others: its values, or its gradients in their dtype."""
-    size, policy, nbytes = group.data.shard_size, group.options.mp_policy, group.full.buffer.nbytes
-    if reduced and policy.reduce_dtype is not None and group.compute_dtypes:
-        nbytes = nbytes // group.compute_dtypes[0].itemsize * policy.reduce_dtype.itemsize
-    return nbytes * (size - 1) // size

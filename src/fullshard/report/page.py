@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from fullshard.report.findings import findings, lateness, waited
-from fullshard.report.recording import LANES, RankRecording, Span, shares
+from fullshard.report.recording import LANES, RankRecording, Span, shares, tracks
+from fullshard.report.text import counted
 
 #: Ranks that a picture or a table has, the ones that stand out first; of the others there are too many to see.
 _RANKS = 16
@@ -61,7 +62,7 @@ def render(ranks: Sequence[RankRecording]) -> str:
     """The page, as text."""
     whole = [rank for rank in ranks if rank.steps()]
     parts = [
-        f"<h1>Recording of {_counted(len(ranks), 'rank')}</h1>",
+        f"<h1>Recording of {counted(len(ranks), 'rank')}</h1>",
         _of_what(ranks),
         "<h2>What was found</h2>",
         "<ul>",
@@ -88,7 +89,7 @@ def render(ranks: Sequence[RankRecording]) -> str:
 def _of_what(ranks: Sequence[RankRecording]) -> str:
     hosts, steps = len({rank.host for rank in ranks}), max((len(rank.steps()) for rank in ranks), default=0)
     devices = ", ".join(sorted({rank.device for rank in ranks}))
-    text = f"{_counted(hosts, 'host')}, device {devices}, {_counted(steps, 'step')}."
+    text = f"{counted(hosts, 'host')}, device {devices}, {counted(steps, 'step')}."
     error = max((rank.clock_error for rank in ranks), default=0)
     if error:
         text += f" Clocks of different hosts were compared; they may be off by {error / 1e6:.2g} ms."
@@ -142,7 +143,7 @@ def draw_step(rank: RankRecording, step: int) -> Any:
     rows: list[tuple[str, list[Span]]] = []
     for lane in LANES:
         by_track: dict[int, list[Span]] = {}
-        for track, span in _rows(span for span in spans if span.lane == lane):
+        for track, span in tracks((span for span in spans if span.lane == lane), nests=False):
             by_track.setdefault(track, []).append(span)
         rows += [(lane if not track else "", found) for track, found in sorted(by_track.items())]
     figure, (above, below) = _figure(
@@ -161,17 +162,6 @@ def draw_step(rank: RankRecording, step: int) -> Any:
     below.set_ylim(0, 1.2 * max(held, default=1.0))
     below.title.set_fontsize("medium")
     return figure
-
-
-def _rows(spans: Iterable[Span]) -> list[tuple[int, Span]]:
-    """The spans with the number of a row, in which none overlaps another: what is nested lies below."""
-    ends: list[int] = []
-    found = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
-        ends[row:] = [span.end, *ends[row + 1 :]]
-        found.append((row, span))
-    return found
 
 
 def _bar(axis: Any, row: int, span: Span, begin: int, end: int) -> None:
@@ -297,7 +287,3 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(each)}</th>" for each in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(each)}</td>" for each in row) + "</tr>\n" for row in rows)
     return f"<table><tr>{head}</tr>\n{body}</table>"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -13,7 +13,8 @@ from os import PathLike
 from typing import Any
 
 from fullshard.report.facts import GroupFacts, ParameterFacts
-from fullshard.report.tables import bytes_text, name_of_run, runs
+from fullshard.report.tables import name_of_run, runs
+from fullshard.report.text import bytes_text, percent, shape_text
 
 #: Shades of parameters, and hatches of ranks, which take turns; how many groups and how many ranks a picture shows.
 _SHADES = ("#ffffff", "#e4e4e4", "#cccccc")
@@ -69,7 +70,7 @@ def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[s
 
 def _about(group: GroupFacts) -> str:
     dtypes = "/".join(group.compute)
-    return f"{bytes_text(group.whole)} {dtypes}, {group.layout}\npadding {100 * group.padding_share:.2f} % of shards"
+    return f"{bytes_text(group.whole)} {dtypes}, {group.layout}\npadding {percent(group.padding_share, 2)} of shards"
 
 
 def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
@@ -82,7 +83,7 @@ def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
         axes.barh(above, width, _NAMES, left=start, color=shade, **edge)
         axes.barh(below, width, _OWNERS, left=start, color="white", **edge)
         name = ".".join(param.name.split(".")[-2:])
-        shape = " x ".join(map(str, param.shape)) or "scalar"
+        shape = shape_text(param.shape)
         room = width / _LETTER
         lines = [line for line in (name, shape) if len(line) <= room] if len(name) <= room else []
         axes.text(start + width / 2, above, "\n".join(lines), ha="center", va="center", fontsize=8)

@@ -27,7 +27,7 @@ from fullshard.report import page, trace
 from fullshard.report.findings import Finding, findings
 from fullshard.report.recorder import RUNNING, Recorder
 from fullshard.report.recording import RankRecording, as_rank, read, write
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import schedule_of
 
 #: Exchanges by which the clocks of two hosts are compared.
 _EXCHANGES = 16
@@ -135,14 +135,9 @@ def record(model: nn.Module, steps: int = 3) -> Recording:
         ValueError: ``model`` is not sharded, or ``steps`` is less than 1.
         RuntimeError: the model is being recorded, or is in a forward or backward.
     """
-    unit = unit_of(model)
-    if unit is None:
-        raise ValueError(
-            f"record expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
-        )
+    schedule = schedule_of(model, "record")
     if steps < 1:
         raise ValueError(f"record expects at least 1 step, got {steps}")
-    schedule = unit.schedule or unit.start()
     if schedule in RUNNING:
         raise RuntimeError(f"{type(model).__name__} is being recorded: stop the other recording first")
     if not schedule.is_idle:

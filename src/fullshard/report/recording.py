@@ -111,6 +111,22 @@ class RankRecording:
         return found
 
 
+def tracks(spans: Iterable[Span], nests: bool = True) -> list[tuple[int, Span]]:
+    """The spans with the number of a track, on which any two are apart or, if it ``nests``, one contains the other."""
+    open_spans: list[list[Span]] = []
+    found = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        for stack in open_spans:
+            while stack and stack[-1].end <= span.start:
+                stack.pop()
+        fits = (at for at, on in enumerate(open_spans) if not on or (nests and span.end <= on[-1].end))
+        track = next(fits, len(open_spans))
+        open_spans += [[]] * (track == len(open_spans))
+        open_spans[track].append(span)
+        found.append((track, span))
+    return found
+
+
 @dataclass(frozen=True)
 class Shares:
     """How a rank spent its steps, in nanoseconds a step.

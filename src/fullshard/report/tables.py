@@ -1,42 +1,14 @@
-"""Reports as plain text: tables that line up, sizes and times for people."""
+"""Explanations as plain text."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from itertools import groupby
 
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import Exchanged, Phase
-
-_WIDTH = 110
-
-
-def bytes_text(nbytes: float) -> str:
-    """A size in units of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
-
-
-def seconds_text(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that line up: the first to the left, the others to the right."""
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, [head, ["-" * width for width in widths], *rows]))
+from fullshard.report.text import bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
 
 
 def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
@@ -51,22 +23,19 @@ def _look(group: GroupFacts) -> tuple[object, ...]:
 
 def name_of_run(alike: Sequence[GroupFacts]) -> str:
     first, last = alike[0].title, alike[-1].title
-    return first if len(alike) == 1 else f"{first} .. {last.rpartition('.')[2]} (x{len(alike)})"
-
-
-def wrapped(text: str) -> str:
-    """A paragraph in lines of one width."""
-    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+    if len(alike) == 1:
+        return first
+    where, _, number = last.rpartition(".")
+    return f"{first} .. {number if first.rpartition('.')[0] == where else last} (x{len(alike)})"
 
 
 def totals_text(groups: Sequence[GroupFacts]) -> str:
     """What all groups have together."""
     elements, content = sum(group.elements for group in groups), sum(group.content for group in groups)
     padding = sum(group.padding for group in groups)
-    share = 100 * padding / max(1, content)
     return (
-        f"{len(groups)} groups, {elements:,} elements, {bytes_text(content)}, padding {bytes_text(padding)} "
-        f"({share:.2f} %)"
+        f"{counted(len(groups), 'group')}, {elements:,} elements, {bytes_text(content)}, padding {bytes_text(padding)} "
+        f"({percent(padding / max(1, content), 2)})"
     )
 
 
@@ -85,7 +54,7 @@ def groups_text(groups: Sequence[GroupFacts]) -> str:
                 f"{each.elements:,}",
                 bytes_text(each.whole),
                 bytes_text(each.shard),
-                f"{100 * each.padding_share:.2f} %",
+                percent(each.padding_share, 2),
                 kept,
             ]
         )
@@ -123,7 +92,7 @@ def parameters_text(groups: Sequence[GroupFacts]) -> str:
             here = "whole" if param.dim is None and alike[0].layout == "even" else f"{first:,}:{stop:,}"
             cut = "elements" if alike[0].layout == "flat" else "-" if param.dim is None else f"dim {param.dim}"
             name = f"  {param.name.removeprefix(inside)}" + "".join(f" = {place}" for place in param.places[1:])
-            rows.append([name, " x ".join(map(str, param.shape)) or "scalar", cut, here, f"{param.chunk:,}"])
+            rows.append([name, shape_text(param.shape), cut, here, f"{param.chunk:,}"])
     return table(head, rows)
 
 
@@ -139,7 +108,7 @@ def memory_text(phases: Sequence[Phase]) -> str:
     widths = [max(len(row[at]) for row in rows) for at in range(2)]
     lines = [f"{name:<{widths[0]}}  {total:>{widths[1]}}  {formula}".rstrip() for name, total, formula in rows]
     indent = " " * (sum(widths) + 4)
-    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=indent) for line in lines)
+    return "\n".join(wrapped(line, indent) for line in lines)
 
 
 def traffic_text(traffic: Sequence[Exchanged]) -> str:
@@ -151,29 +120,29 @@ def traffic_text(traffic: Sequence[Exchanged]) -> str:
     return table(["a step exchanges", "times", "sent by a rank"], [*rows, ["in all", "", total]])
 
 
-def order_text(ordered: Sequence[GroupFacts], facts: ModelFacts) -> str:
+def order_text(facts: ModelFacts) -> str:
     """The groups as they run, and where that is known from."""
     known = "recorded" if facts.is_recorded else "of the modules; the first step records its own"
-    names = " > ".join(name_of_run(alike) for alike in runs(ordered))
+    names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
     return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
 
 
 def estimate_text(estimate: Estimate) -> str:
     """An estimate, for people."""
-    rows = []
+    rows, given = [], estimate.given
     for key, alike in groupby(estimate.groups, key=lambda each: (each.forward, each.backward)):
         members = list(alike)
         name = members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name.rpartition('.')[2]}"
         exchanges, exposed = (sum(getattr(each, what) for each in members) for what in ("exchanges", "exposed"))
         times = [len(members) * key[0], len(members) * key[1], exchanges, exposed]
         rows.append([name, *map(seconds_text, times)])
-    share = 100 * estimate.exposed / max(estimate.step, 1e-12)
+    share = percent(estimate.exposed / max(estimate.step, 1e-12))
     return "\n".join(
         [
             f"A step: {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} compute and "
-            f"{seconds_text(estimate.exposed)} ({share:.0f} %) wait for communication",
-            f"(given: {estimate.bandwidth:.3g} bytes/s, {seconds_text(estimate.latency)} an exchange, "
-            f"{estimate.flops:.3g} FLOP/s, {estimate.tokens:,} tokens a rank)",
+            f"{seconds_text(estimate.exposed)} ({share}) wait for communication",
+            f"(given: {given.bandwidth:.3g} bytes/s, {seconds_text(given.latency)} an exchange, "
+            f"{given.flops:.3g} FLOP/s, {given.tokens:,} tokens a rank)",
             "",
             table(["group", "forward", "backward", "exchanges", "exposed"], rows),
         ]

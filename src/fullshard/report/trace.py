@@ -7,12 +7,12 @@ tracks. Memory is a counter, and an arrow leads from the end of each gather to t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.recording import LANES, RankRecording, Span
+from fullshard.report.recording import LANES, RankRecording, tracks
 
 #: Tracks that a lane may have.
 _TRACKS = 64
@@ -28,22 +28,6 @@ def events(ranks: Sequence[RankRecording]) -> list[dict[str, Any]]:
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
     numbers = count(1)
     return [event for rank in ranks for event in _of_rank(rank.moved(origin), numbers)]
-
-
-def tracks(spans: Iterable[Span]) -> list[tuple[int, Span]]:
-    """The spans with the number of a track, on which any two are apart or one contains the other."""
-    open_spans: list[list[Span]] = []
-    found = []
-    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        for stack in open_spans:
-            while stack and stack[-1].end <= span.start:
-                stack.pop()
-        fits = [track for track, stack in enumerate(open_spans) if not stack or span.end <= stack[-1].end]
-        track = fits[0] if fits else len(open_spans)
-        open_spans += [] if fits else [[]]
-        open_spans[track].append(span)
-        found.append((track, span))
-    return found
 
 
 def _of_rank(rank: RankRecording, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:

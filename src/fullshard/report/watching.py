@@ -1,4 +1,4 @@
-"""How a recording or a count looks on: functions of its own in the places of methods, lanes that tell, and waits.
+"""How a recording or a count looks on at the steps of a model: clock and memory, lanes that tell, waits, optimizers.
 
 Everything here is put into single objects and taken out again. Classes stay as they are, but that of :data:`WAITS`,
 whose attribute is written without a call by who waits.
@@ -6,69 +6,226 @@ whose attribute is written without a call by who waits.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
-from fullshard.comm.local_ranks import LocalRanks
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fullshard.comm.host import HostTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
-from fullshard.device import Lane, Lanes, Mark, Pending
-from fullshard.group.context import CommContext
-from fullshard.group.group import Group
+from fullshard.device import Mark, Streams, is_host, streams_of
+from fullshard.group.owners import owner_of
+from fullshard.schedule.schedule import Schedule
 
-#: Is told of a wait that has ended, with its times in nanoseconds (``time.monotonic_ns``).
-WaitListener = Callable[[Wait, int, int], None]
-#: Runs something in a lane: is given the lane's own ``run`` and what that is to be given.
-Runner = Callable[..., Mark]
-
+#: A point in time: nanoseconds of the host's clock, or an event of a device that says it later.
+Point = Any
 _NOTHING = object()
 
 
+class Clock:
+    """Where times come from: the host, or events in the streams of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.streams: Streams | None = streams_of(device)
+        self._begin, self._event = 0, None
+        if self.streams is not None:
+            self.streams.synchronize(device)
+            self._begin, self._event = time.monotonic_ns(), self._record()
+
+    def now(self) -> Point:
+        """The point that the current stream, or the host, has reached."""
+        return time.monotonic_ns() if self.streams is None else self._record()
+
+    def _record(self) -> Any:
+        assert self.streams is not None
+        return self.streams.current(self._device).record_event(torch.Event(self._device, enable_timing=True))
+
+    def end(self) -> None:
+        """Wait until the device has reached all points."""
+        if self.streams is not None:
+            self.streams.synchronize(self._device)
+
+    def has_passed(self, point: Point) -> bool:
+        """Whether the device has reached a point."""
+        return isinstance(point, int) or bool(point.query())
+
+    def between(self, begin: Point, end: Point) -> float:
+        """Seconds from one point to another."""
+        return (end - begin) / 1e9 if isinstance(begin, int) else begin.elapsed_time(end) / 1e3
+
+    def time_of(self, point: Point) -> int:
+        """The time of a point, in nanoseconds of the host's clock."""
+        if isinstance(point, int):
+            return point
+        assert self._event is not None
+        return self._begin + int(1e6 * self._event.elapsed_time(point))
+
+
+class Memory:
+    """How much memory this process uses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = "resident memory of the process" if is_host(device) else f"allocated on {device}"
+        self._file, self._page = -1, os.sysconf("SC_PAGE_SIZE")
+        if is_host(device) and os.path.exists("/proc/self/statm"):
+            self._file = os.open("/proc/self/statm", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
+
+    def now(self) -> int:
+        """In bytes; 0 where it is unknown."""
+        if self._file >= 0:
+            return int(os.pread(self._file, 64, 0).split()[1]) * self._page
+        return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
+
+
+class _Layer:
+    """A function in the place of a method of one object. ``below`` is the method, or an earlier such function."""
+
+    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._attributes, self._name, self._function = vars(owner), name, function
+        self.below, self.before = getattr(owner, name), self._attributes.get(name, _NOTHING)
+        self._attributes[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self.below, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Take it out, from under later ones too."""
+        above = self._attributes[self._name]
+        if above is not self:
+            while above.below is not self:
+                above = above.below
+            above.below, above.before = self.below, self.before
+        elif self.before is _NOTHING:
+            del self._attributes[self._name]
+        else:
+            self._attributes[self._name] = self.before
+
+
 class Overrides:
-    """What stands in attributes of objects until it is removed."""
+    """What stands in the places of methods until it is removed. Others may come and go meanwhile."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[dict[str, Any], str, object]] = []
-
-    def put(self, owner: Any, name: str, value: Any) -> None:
-        """Let an attribute of an object be ``value``."""
-        self._put.append((vars(owner), name, vars(owner).get(name, _NOTHING)))
-        vars(owner)[name] = value
+        self._layers: list[_Layer] = []
 
     def around(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``function`` be called in place of a method, with the method before the arguments."""
-        self.put(owner, name, partial(function, getattr(owner, name)))
+        """Let ``function`` be called in place of a method of an object, with the method before the arguments."""
+        self._layers.append(_Layer(owner, name, function))
 
     def remove(self) -> None:
         """Put everything back, the last first."""
-        while self._put:
-            attributes, name, before = self._put.pop()
-            if before is _NOTHING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
+        while self._layers:
+            self._layers.pop().remove()
 
 
-class _WatchedLane(Lane):
-    """The same lane, which has its work run by somebody who looks on."""
+class Watch:
+    """Looks on at the steps of a schedule, until it is stopped. Who derives from it says what becomes of what it sees.
 
-    def __init__(self, lane: Lane, runner: Runner) -> None:
-        vars(self).update(vars(lane))
-        self._runner = runner
+    Nothing but its schedule and its user keep it alive, so that it ends with the model.
+    """
 
-    def run(self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Any = None) -> Mark:
-        return self._runner(super().run, start, then, after)
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.clock, self.memory = Clock(schedule.device), Memory(schedule.device)
+        self.overrides, self._elsewhere = Overrides(), Overrides()
+        self._streams: set[Any] = set()
+        self._ours = {id(group) for group in schedule.groups()}
+        self.is_running = True
+        _follow_steps()
+        _watches.append(weakref.ref(self, _watches.remove))
+        if self.clock.streams is None:
+            self._listen_to_waits()
+
+    def stop(self) -> None:
+        """Put everything back. May be called again."""
+        self.is_running = False
+        self.overrides.remove()
+        self._elsewhere.remove()
+        _watches[:] = [each for each in _watches if each() is not self]
+        if not _watches:
+            WAITS.__class__ = Waits
+
+    def waited(self, wait: Wait, begin: int, end: int) -> None:
+        """A wait of the host has ended, also a short one of ranks that share memory; times are in nanoseconds."""
+
+    def before_step(self) -> None:
+        """An optimizer with parameters of the schedule begins its step."""
+
+    def after_step(self) -> None:
+        """Its step has ended."""
+
+    def has_parameter_of(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer steps on a parameter of the schedule."""
+        params = (param for options in optimizer.param_groups for param in options["params"])
+        return any((owner := owner_of(param)) is not None and id(owner[0]) in self._ours for param in params)
+
+    def watch_lanes(self, runner: Callable[..., Mark]) -> None:
+        """Have ``runner`` called for what is run in a lane: with its name, its own ``run``, and what that is given."""
+        for lanes in {id(group.comm): group.comm.lanes for group in self.schedule.groups()}.values():
+            for name, lane in zip(("gather", "reduce", "all-reduce"), lanes, strict=True):
+                self.overrides.around(lane, "run", partial(runner, name))
+                self._streams.add(lane._stream)
+
+    def computes_here(self) -> bool:
+        """Whether the current stream of the device is none of the lanes'."""
+        streams = self.clock.streams
+        return streams is not None and streams.current(self.schedule.device) not in self._streams
+
+    def _listen_to_waits(self) -> None:
+        """Other models may share the ranks of a host: these know the watch by a weak reference alone."""
+        transports = {each for g in self.schedule.groups() for each in (g.transport, g.reduce_transport)}
+        for ranks in {each.local_ranks for each in transports if isinstance(each, HostTransport)}:
+            self._elsewhere.around(ranks, "wait", partial(_wait, weakref.ref(self)))
+        weakref.finalize(self, self._elsewhere.remove)
+        WAITS.__class__ = _ToldWaits
 
 
-def watch_lanes(overrides: Overrides, context: CommContext, runner: Callable[..., Mark]) -> list[Any]:
-    """Have ``runner`` called for what is run in the lanes of a context, with the name of the lane first; returns their
-    streams, ``None`` for those of the host."""
-    lanes = context.lanes
-    names = ("gather", "reduce", "all-reduce")
-    watched = (_WatchedLane(lane, partial(runner, name)) for name, lane in zip(names, lanes, strict=True))
-    overrides.put(context, "lanes", Lanes(*watched))
-    return [lane._stream for lane in lanes]
+def from_others(nbytes: int, ranks: int) -> int:
+    """How many bytes of what is ``nbytes`` whole a rank gets from the others."""
+    return nbytes * (ranks - 1) // ranks
+
+
+class TimedMark:
+    """A mark of a device's lane: ``tell`` is given the times between which the computation first waits for it."""
+
+    def __init__(self, mark: Mark, watch: Watch, tell: Callable[[Point, Point], None]) -> None:
+        self._mark, self._watch = mark, watch
+        self._tell: Callable[[Point, Point], None] | None = tell
+
+    def wait(self) -> None:
+        watch = self._watch
+        if self._tell is None or not watch.is_running or not watch.computes_here():
+            self._mark.wait()
+            return
+        tell, self._tell = self._tell, None
+        begin = watch.clock.now()
+        self._mark.wait()
+        tell(begin, watch.clock.now())
+
+
+#: Those that run.
+_watches: list[weakref.ref[Watch]] = []
+
+
+@cache
+def _follow_steps() -> None:
+    """Keep one hook for all from now on: torch goes through its hooks, and none may be removed meanwhile."""
+
+    def tell(what: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in [reference() for reference in _watches]:
+            if watch is not None and watch.has_parameter_of(optimizer):
+                getattr(watch, what)()
+
+    register_optimizer_step_pre_hook(partial(tell, "before_step"))
+    register_optimizer_step_post_hook(partial(tell, "after_step"))
 
 
 class _ToldWaits(Waits):
@@ -84,49 +241,19 @@ class _ToldWaits(Waits):
         if wait is before or _inside:
             return
         now = time.monotonic_ns()
-        if before is not None:
-            for listener in _listeners:
-                listener(before, _begin[0], now)
+        for reference in _watches if before is not None else ():
+            if (watch := reference()) is not None:
+                watch.waited(before, _begin[0], now)
         _begin[0] = now
 
 
-_listeners: list[WaitListener] = []
 _begin = [0]
 #: Waits of ranks that share memory and are under way. They tell :data:`WAITS` only if they last.
 _inside: list[str] = []
 
 
-def listen_to_waits(groups: Iterable[Group], listener: WaitListener) -> Callable[[], None]:
-    """Call ``listener`` for each wait of the training that ends, also for short ones of ranks that share memory.
-
-    Returns:
-        a function that ends it.
-    """
-    overrides = Overrides()
-    transports = {id(each): each for group in groups for each in (group.transport, group.reduce_transport)}
-    local_ranks = {id(each): each for t in transports.values() if (each := getattr(t, "local_ranks", None)) is not None}
-    for ranks in local_ranks.values():
-        overrides.around(ranks, "wait", partial(_wait, listener, ranks))
-    _listeners.append(listener)
-    WAITS.__class__ = _ToldWaits
-
-    def stop() -> None:
-        overrides.remove()
-        _listeners.remove(listener)
-        if not _listeners:
-            WAITS.__class__ = Waits
-
-    return stop
-
-
 def _wait(
-    listener: WaitListener,
-    ranks: LocalRanks,
-    wait: Callable[..., None],
-    counters: Any,
-    value: int,
-    doing: str,
-    tag: int = -1,
+    watch: weakref.ref[Watch], wait: Callable[..., None], counters: Any, value: int, doing: str, tag: int = -1
 ) -> None:
     begin = time.monotonic_ns()
     _inside.append(doing)
@@ -134,4 +261,5 @@ def _wait(
         wait(counters, value, doing, tag)
     finally:
         _inside.pop()
-        listener(Wait(doing, None, tag), begin, time.monotonic_ns())
+        if (listener := watch()) is not None:
+            listener.waited(Wait(doing, None, tag), begin, time.monotonic_ns())

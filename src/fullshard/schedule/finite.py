@@ -23,7 +23,7 @@ from fullshard.comm.waits import WAITS
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import schedule_of
 
 
 class NonFiniteError(ArithmeticError):
@@ -77,13 +77,7 @@ def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
         NonFiniteError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
             parameter, the step, and the first index. Other ranks lose this one, and say so.
     """
-    unit = unit_of(model)
-    if unit is None:
-        raise ValueError(
-            f"detect_non_finite expects a root that was sharded or wrapped, got {type(model).__name__}: call it after "
-            f"fully_shard"
-        )
-    return NonFiniteDetector(model, unit.schedule or unit.start())
+    return NonFiniteDetector(model, schedule_of(model, "detect_non_finite"))
 
 
 def _look_at_output(name: str, module: nn.Module, args: Any, output: Any) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import Generic, TypeVar
 
-from fullshard.group.group import Group
+Group = TypeVar("Group")
 
 _LONGEST = 100_000  # uses of groups that are remembered when no backward ever forgets them
 
 
-class Order:
+class Order(Generic[Group]):
     """Which group follows which, in forward and in backward.
 
     Attributes:
@@ -42,7 +43,7 @@ class Order:
     def next_in_backward(self, group: Group) -> Iterator[Group]:
         """The groups whose backward follows that of the last use of ``group``, which begins."""
         for at, other in enumerate(reversed(self.finished)):
-            if other is group:
+            if other == group:
                 del self.finished[-1 - at]
                 return islice(reversed(self.finished), at, None)
         return iter(())

@@ -96,7 +96,7 @@ class Schedule:
         self.comm = CommContext(device)
         self.clock = Clock(begin_backward=self.begin_backward)
         self.passes = Passes(self.clock)
-        self.order = Order()
+        self.order: Order[Group] = Order()
         self.consistency = Consistency(device, self.passes)
         self.observers: list[Observer] = []
         #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.schedule.finite`.

@@ -412,3 +412,17 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit to which a module belongs, if ``fully_shard`` was applied to it."""
     return module.__dict__.get("_fullshard_unit")
+
+
+def schedule_of(model: nn.Module, who: str) -> Schedule:
+    """The schedule of a root, for ``who`` is called with it.
+
+    Raises:
+        ValueError: it is not sharded.
+    """
+    unit = unit_of(model)
+    if unit is None:
+        raise ValueError(
+            f"{who} expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
+        )
+    return unit.schedule or unit.start()

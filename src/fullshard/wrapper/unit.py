@@ -109,7 +109,9 @@ class _HookTransport(Transport):
         self._hook = hook
 
     def _route(self, request: Request) -> Any:
-        return SimpleNamespace(start=partial(self._start, request.transfers))
+        sizes = ((full.nbytes, plan.world_size) for plan, full, _ in request.transfers)
+        sent = sum(nbytes // ranks * (ranks - 1) for nbytes, ranks in sizes)  # as reduce-scatters: hooks do not tell
+        return SimpleNamespace(start=partial(self._start, request.transfers), staging=0, sent=sent)
 
     def _start(self, transfers: Sequence[Transfer], shards: Sequence[torch.Tensor], *__: object) -> Pending:
         for (_, full, _), shard in zip(transfers, shards, strict=True):
