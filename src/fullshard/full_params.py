@@ -88,16 +88,10 @@ def gather(
 ) -> dict[int, torch.Tensor]:
     """Gather tensors that are sharded like the parameters of ``group``, in one piece of memory that only they have.
 
-    Every rank of the group must call it.
-
-    Args:
-        parts: for each parameter what this rank has of the tensor that belongs to it, shaped as ``param.local``; zeros
-            for ``None``.
-        dtypes: of the tensors of each of the group's sections, the same on all ranks; those of the parameters by
-            default.
-
-    Returns:
-        the whole tensors by the index of their parameter, in the parameter's shape, on the compute device.
+    Every rank of the group must call it. ``parts`` has for each parameter what this rank has of its tensor, shaped as
+    ``param.local``, or ``None`` for zeros; ``dtypes`` are those of the tensors of each section, the same on all ranks
+    and by default the parameters'. Returns the whole tensors, in the shape of their parameter and by its index, on the
+    compute device.
     """
     if group.memory.has_meta:
         group.memory.refuse_meta()

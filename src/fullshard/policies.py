@@ -31,7 +31,7 @@ S = TypeVar("S")
 
 
 class Checked:
-    """Data that checks its switches and its dtypes when it is made; it knows them by the types of its fields."""
+    """Data that checks switches, dtypes and functions when it is made; it knows them by the types of its fields."""
 
     def __post_init__(self) -> None:
         for field, kind in type(self).__dataclass_fields__.items():  # type: ignore[attr-defined]
@@ -43,6 +43,8 @@ class Checked:
                 expect(isinstance(value, torch.dtype), name, value, wanted)
                 if not value.is_floating_point:
                     raise ValueError(f"{name} is {value}, which is not floating-point; expected {wanted}")
+            elif kind.type.startswith("Callable"):
+                expect(value is None or callable(value), name, value, "a function of a parameter, or None")
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,7 @@ class MixedPrecisionPolicy(Checked):
             dtype, to compute in that, or ``None`` or ``param_dtype``. The same on every rank.
         buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch's.)
 
-    Raises:
-        TypeError: for a field that is neither a ``torch.dtype`` nor ``None``, or a function that cannot be called.
-        ValueError: for a dtype that is not floating-point.
+    A TypeError for a field of another type, a ValueError for a dtype that is not floating-point.
     """
 
     param_dtype: torch.dtype | None = None
@@ -74,11 +74,6 @@ class MixedPrecisionPolicy(Checked):
         default=None, kw_only=True
     )
     buffer_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        override, name = self.param_dtype_override_fn, "MixedPrecisionPolicy.param_dtype_override_fn"
-        expect(override is None or callable(override), name, override, "a function of a parameter, or None")
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
         """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``."""
@@ -120,10 +115,10 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.optimizer_state:
+            what = "parameters without the state of their optimizer" if self.parameters else "nothing"
             raise ValueError(
-                "CPUOffloadPolicy(optimizer_state=False) offloads "
-                + ("parameters without the state of their optimizer" if self.parameters else "nothing")
-                + ": the optimizer runs where the parameters are. Leave optimizer_state=True, or use OffloadPolicy()"
+                f"CPUOffloadPolicy(optimizer_state=False) offloads {what}: the optimizer runs where the parameters "
+                f"are. Leave optimizer_state=True, or use OffloadPolicy()"
             )
 
 
@@ -240,9 +235,8 @@ class ShardPlacementResult:
             ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is taken as well. ``None`` for the mesh of the
             ``fully_shard`` call.
 
-    Raises:
-        InvalidShardPlacement: (a TypeError and ValueError) if ``placement`` is not a ``Shard`` or ``mesh`` not a mesh.
-        ValueError: if the mesh does not have one of these two forms.
+    An InvalidShardPlacement (a TypeError and ValueError) if ``placement`` is not a ``Shard`` or ``mesh`` not a mesh; a
+    ValueError if the mesh does not have one of these two forms.
     """
 
     placement: Shard | None = None
@@ -264,16 +258,12 @@ class ShardPlacementResult:
         what = "a DeviceMesh, an FSDPMeshInfo-like object with .mesh and .shard_mesh_dim, or None"
         expect(isinstance(mesh, DeviceMesh), "ShardPlacementResult.mesh", mesh, what, InvalidShardPlacement)
         if mesh.ndim not in (1, 2):
-            raise ValueError(
-                f"ShardPlacementResult.mesh is {mesh}, of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, "
-                "shard). Slice the mesh by the names of its data-parallel dimensions"
-            )
-        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"ShardPlacementResult.mesh is {mesh}, which has two dimensions without names; make it with "
-                'mesh_dim_names=("replicate", "shard"), so that it is clear which is which'
-            )
-        return mesh
+            problem = f"of {mesh.ndim} dimensions; expected 1 (shard) or 2 (replicate, shard). Slice it by their names"
+        elif mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            problem = 'of two dimensions without names; make it with mesh_dim_names=("replicate", "shard")'
+        else:
+            return mesh
+        raise ValueError(f"ShardPlacementResult.mesh is {mesh}, {problem}")
 
 
 def _described_mesh(info: Any) -> DeviceMesh:

@@ -39,17 +39,10 @@ _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
-    """``tree`` with every tensor replaced by ``fn(tensor)``.
+    """``tree`` with every tensor replaced by ``fn(tensor)``; ``tree`` itself if ``fn`` returned each tensor itself.
 
     A tensor that appears several times is given to ``fn`` once, and containers that appear several times stay one
     container; cycles are followed and come out as cycles.
-
-    Args:
-        fn: returns the tensor itself to leave it as it is.
-        tree: any nesting of what the module's docstring lists.
-
-    Returns:
-        ``tree`` itself if ``fn`` returned every tensor unchanged.
     """
     if isinstance(tree, Tensor):
         return fn(tree)  # type: ignore[return-value]
@@ -182,23 +175,17 @@ class _Walk:
 
 def _kind(cls: type) -> _Kind | None:
     """``None`` for a leaf. Registrations are looked up each time, because they may come at any time."""
-    kind = _BUILTIN_KINDS.get(cls)
-    if kind is None:
-        kind = _REGISTERED if cls in PYTREE_NODES else _derived_kind(cls)
-    return kind
+    return _BUILTIN_KINDS.get(cls) or (_REGISTERED if cls in PYTREE_NODES else _derived_kind(cls))
 
 
 @lru_cache(maxsize=1024)
 def _derived_kind(cls: type) -> _Kind | None:
     if issubclass(cls, PackedSequence):
         return _PACKED
-    if issubclass(cls, nn.Module):
-        return None
     if issubclass(cls, tuple):
         return _TUPLE
-    if dataclasses.is_dataclass(cls) or issubclass(cls, (dict, list, UserDict, UserList)):
-        return _OBJECT
-    return None
+    is_object = dataclasses.is_dataclass(cls) or issubclass(cls, (dict, list, UserDict, UserList))
+    return _OBJECT if is_object and not issubclass(cls, nn.Module) else None
 
 
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
@@ -257,11 +244,6 @@ def _build_tuple(node: Any, new: list[Any], context: Any) -> Any:
     return copy
 
 
-def _fill_dict(blank: dict[Any, Any], new: list[Any], keys: Any) -> dict[Any, Any]:
-    blank.update(zip(keys, new, strict=True))
-    return blank
-
-
 _OBJECT = _Kind(_open_object, _fill_object, fills=True)
 _TUPLE = _Kind(lambda node: (node, None), _build_tuple)
 _PACKED = _Kind(
@@ -274,6 +256,6 @@ _REGISTERED = _Kind(
 )
 _BUILTIN_KINDS: dict[type, _Kind] = {
     tuple: _TUPLE,
-    dict: _Kind(lambda node: (node.values(), tuple(node)), _fill_dict, fills=True),
+    dict: _Kind(lambda node: (node.values(), [(dict.__setitem__, key, None) for key in node]), _fill_object, True),
     **dict.fromkeys((list, OrderedDict, defaultdict), _OBJECT),
 }

@@ -256,8 +256,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     They are the outermost that repeat, neither the experts of a layer nor its sub-layers, in the order of registration
     and each once; of an encoder-decoder those of both stacks; an empty list if nothing repeats.
     """
-    found = (_find_blocks(model, may_be_block) for may_be_block in (_is_composite, _has_matrix, _has_params))
-    return next(filter(None, found), [])
+    kinds = (2, False), (2, True), (0, True)
+    return next(filter(None, (_find_blocks(model, partial(_may_be_block, *kind)) for kind in kinds)), [])
 
 
 def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
@@ -335,16 +335,10 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _is_composite(module: nn.Module) -> bool:
-    """Whether it is no layer of torch.nn. A module of the user's own may compute with its own parameters."""
+def _may_be_block(ndim: int, plain: bool, module: nn.Module) -> bool:
+    """Whether it can be called and has a parameter of ``ndim`` dims or more; a layer of torch.nn only where ``plain``.
+    A module of the user's own may compute with its own parameters."""
     is_from_torch = type_before_parametrizations(module).__module__.startswith("torch.nn.")
-    return _has_matrix(module) and not (is_from_torch and not _children(module))
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return _has_params(module) and any(param.ndim >= 2 for param in module.parameters())
-
-
-def _has_params(module: nn.Module) -> bool:
-    """Whether a module has parameters and can be called."""
-    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
+    if type(module).forward is nn.Module.forward or (is_from_torch and not plain and not _children(module)):
+        return False
+    return any(param.ndim >= ndim for param in module.parameters())

@@ -104,11 +104,8 @@ def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.devi
 
     ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
     meta are emptied and their ``reset_parameters()`` is called, whose errors are raised after a warning that names the
-    module. Tensors that several modules share stay shared, with the values of the first.
-
-    Args:
-        modules: :func:`managed_modules`, the root first.
-        but: tensors that are no reason to initialize a module. Those of an initialized module are replaced in it.
+    module. Tensors that several modules share stay shared, with the values of the first. The tensors in ``but`` are no
+    reason to initialize a module; those of an initialized one are replaced in it.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")

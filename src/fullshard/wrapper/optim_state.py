@@ -62,8 +62,7 @@ def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
     is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose modules
     are not below ``root`` are left out."""
     paths = {module: path for path, module in root.named_modules()}
-    units = dict.fromkeys(unit for module in paths if (unit := unit_of(module)) is not None)
-    groups = dict.fromkeys(group for unit in units for group in unit.groups)
+    groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
     for group in groups:
         group.check_in()  # users may have replaced parameters since the last step
     shown: dict[nn.Parameter, list[Place]] = {}
@@ -101,8 +100,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _ranks_of(shown: Mapping[nn.Parameter, list[Place]]) -> dist.ProcessGroup | None:
     """The ranks of a model, each of which must call it; ``None`` for all that there are."""
-    params = [place.param for inside in shown.values() for place in inside if place.param is not None]
-    meshes = {param.spec.mesh for param in params}
+    meshes = {place.param.spec.mesh for inside in shown.values() for place in inside if place.param is not None}
     return group_of(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()) if meshes else None
 
 
@@ -147,10 +145,8 @@ def whole_state(
     """``state_dict`` with the names and the shapes of the model without sharding, whole or in rows as ``config`` says.
 
     All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.wrapper.optim_methods`.
-
-    Args:
-        params: what the keys of ``state_dict`` stand for.
-        new: the optimizer, if DTensors of zeros are its state where no rank has made a step with it.
+    ``params`` are what the keys of ``state_dict`` stand for; ``new`` is the optimizer, if zeros are its state where no
+    rank has made a step with it.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
@@ -279,12 +275,9 @@ def local_state(
 ) -> dict[str, Any]:
     """``state_dict``, by the names of the original parameters, as the optimizer of ``params`` can load it.
 
-    Values may be whole tensors, DTensors or ShardedTensors. Whole ones are cut without communication.
-
-    Args:
-        params: what the optimizer has, by its keys.
-        rank0_only: what counts is the ``state_dict`` of the first rank of ``process_group``, which sends it.
-        named: an optimizer that needs a state of every parameter: it keeps its own where there is none.
+    Values may be whole tensors, DTensors or ShardedTensors. Whole ones are cut without communication. With
+    ``rank0_only`` the ``state_dict`` of the first rank of ``process_group`` counts, which sends it. ``named`` is an
+    optimizer that needs a state of every parameter: it keeps its own where there is none.
     """
     _is_flat(model)
     shown = shown_parameters(model)

@@ -60,8 +60,7 @@ class MixedPrecision(Checked):
         cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
         _module_classes_to_ignore: wrap policies wrap modules of these classes on their own, and they keep their dtypes.
 
-    Raises:
-        TypeError, ValueError: for a field of another type, for a dtype that is not floating-point.
+    A TypeError for a field of another type, a ValueError for a dtype that is not floating-point.
     """
 
     param_dtype: torch.dtype | None = None
