@@ -152,11 +152,11 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        return _names(self.shard)
+        return (self.shard,) if isinstance(self.shard, str) else self.shard or ()
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        return _names(self.replicate)
+        return (self.replicate,) if isinstance(self.replicate, str) else self.replicate or ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -296,10 +296,8 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
         return ShardPlacementResult(result)
     if is_foreign(result, "ShardPlacementResult", "placement", "mesh_info"):
         return ShardPlacementResult(result.placement, result.mesh_info)  # type: ignore[attr-defined]
-    raise InvalidShardPlacement(
-        f"shard_placement_fn returned {describe(result)}; expected None, a torch.distributed.tensor Shard(dim), or a "
-        "ShardPlacementResult (fullshard's or PyTorch's)"
-    )
+    expected = "None, a torch.distributed.tensor Shard(dim), or a ShardPlacementResult (fullshard's or PyTorch's)"
+    raise InvalidShardPlacement(f"shard_placement_fn returned {describe(result)}; expected {expected}")
 
 
 #: Fields that PyTorch's objects lack, in some release or in all.
@@ -357,9 +355,3 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
-
-
-def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return (names,) if isinstance(names, str) else names
