@@ -443,8 +443,8 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/passes.py",
-        "            if not is_capturing(self._device)\n",
-        "",
+        " and not is_capturing(self._device)]",
+        "]",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(

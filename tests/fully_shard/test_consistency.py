@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.comm.waits import WAITS
 from fullshard.group.context import Clock
-from fullshard.schedule.passes import Consistency, Passes
+from fullshard.schedule.passes import Consistency, Passes, _Comparison
 from tests.fully_shard.cases import environment, inputs
 from tests.fully_shard.test_communication import CountingReduceScatter
 from tests.harness import World, ranks
@@ -205,16 +205,17 @@ def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
     """A rank that looks for the difference waits for the others, which may wait for its part of a sum meanwhile."""
     consistency = Consistency(torch.device("cpu"), Passes(Clock()))
 
-    class Differs:
-        process_group, number, calls, kind, steps = SimpleNamespace(group_name="all"), 7, (), "backward", 3
-        is_there = staticmethod(lambda: True)
+    class Differs(_Comparison):
+        def is_there(self) -> bool:
+            return True
 
         def check(self) -> None:
             told.update(consistency.passes(None, 4, 0))
             raise RuntimeError("the ranks did not run the same")
 
     told: dict[str, dict[str, str]] = {}
-    consistency._under_way.append(Differs())  # type: ignore[arg-type]
+    process_group: Any = SimpleNamespace(group_name="all")
+    consistency._under_way.append(Differs([], "backward", 3, process_group, 7))
     with pytest.raises(RuntimeError, match="did not run the same"):
         consistency.check()
     assert told == {"all 0 7": {"0": "a backward after 3 steps of optimizers", "1": "the end of the backward"}}

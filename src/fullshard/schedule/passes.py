@@ -12,7 +12,8 @@ backward, and after a forward without gradients. On devices with streams nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -105,9 +106,8 @@ class Consistency:
         self._number = 0  # of the pass, the same on all ranks
         self.calls: list[Call] = []
         self.unlike_before = ""
-        self._followers: dict[
-            tuple[Kind | None, Call | None], Call | None
-        ] = {}  # what came after what, in the last passes
+        #: What came after what, in the last passes.
+        self._followers: dict[tuple[Kind | None, Call | None], Call | None] = {}
 
     def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
         """Compare with the ranks of these groups, over which the tree communicates."""
@@ -136,12 +136,7 @@ class Consistency:
 
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
-        started = [
-            _Comparison(calls, kind, steps, process_group, self._number)
-            for process_group in self._process_groups
-            if not is_capturing(self._device)
-            if (calls := [call for call in self.calls if _is_compared(*call, process_group)])
-        ]
+        started = [one for one in self._comparisons(kind, steps) if one.calls and not is_capturing(self._device)]
         self._under_way += started
         if self._followers:
             self.announce(None, NOTHING)
@@ -151,23 +146,30 @@ class Consistency:
         self.unlike_before = ""
         self._number += 1
 
+    def _comparisons(self, kind: Kind, steps: int) -> list[_Comparison]:
+        """What the ranks of each process group have to compare of the calls so far."""
+        calls = [*self.calls]
+        return [
+            _Comparison(
+                [call for call in calls if _is_compared(*call, process_group)], kind, steps, process_group, self._number
+            )
+            for process_group in self._process_groups
+        ]
+
     def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
         """What this rank communicated about last, by its number in the pass, by process group and pass: in the pass of
         a ``kind`` that runs, if any, and in those whose comparison has not ended.
 
         ``tree`` identifies the tree on all ranks. Another thread calls it.
         """
-        passes = [(one.process_group, one.number, one.calls, one.kind, one.steps, True) for one in [*self._under_way]]
-        for process_group in self._process_groups if kind is not None else ():
-            calls = [call for call in [*self.calls] if _is_compared(*call, process_group)]
-            passes.append((process_group, self._number, calls, kind or "forward", steps, False))
+        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind, steps)
         return {
-            f"{process_group.group_name} {tree} {number}": {
+            f"{one.process_group.group_name} {tree} {one.number}": {
                 str(at): text
-                for at, text in enumerate([*described(calls, kind, steps), *[f"the end of the {kind}"] * has_ended])
-                if at == 0 or at > len(calls) - _LAST
+                for at, text in enumerate([*one.described(), *[f"the end of the {one.kind}"] * (one in ended)])
+                if at == 0 or at > len(one.calls) - _LAST
             }
-            for process_group, number, calls, kind, steps, has_ended in passes
+            for one in (*ended, *running)
         }
 
     def check(self) -> None:
@@ -201,13 +203,19 @@ def may_end_processes(group: Group) -> bool:
     return checks_are_on() and any(has_peers(each) and backend_name(each, group.device) == "gloo" for each in used)
 
 
+@dataclass(eq=False)
 class _Comparison:
-    """What the ranks of a process group communicated about in one pass, which has a ``number``."""
+    """What the ranks of a process group communicated about in one pass."""
 
-    def __init__(
-        self, calls: list[Call], kind: Kind, steps: int, process_group: dist.ProcessGroup, number: int
-    ) -> None:
-        self.calls, self.kind, self.steps, self.process_group, self.number = calls, kind, steps, process_group, number
+    calls: list[Call]
+    kind: Kind
+    steps: int
+    process_group: dist.ProcessGroup
+    number: int  # of the pass
+
+    def described(self) -> list[str]:
+        """A pass and what was communicated about in it, for people."""
+        return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_told, self.calls)]
 
     def start(self, device: torch.device) -> None:
         said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
@@ -236,7 +244,7 @@ class _Comparison:
         said = self._every.view(self.process_group.size(), -1)
         if bool((said == said[0]).all()):
             return
-        one, here, other, there = first_difference([*described(self.calls, self.kind, self.steps)], self.process_group)
+        one, here, other, there = first_difference(self.described(), self.process_group)
         raise RuntimeError(
             f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
             f"in this {self.kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
@@ -244,12 +252,6 @@ class _Comparison:
             f"call set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
             f"fullshard.leave_out(module, tensor) in its place"
         )
-
-
-def described(calls: Iterable[Call], kind: Kind, steps: int) -> Iterator[str]:
-    """A pass and what was communicated about in it, for people."""
-    yield f"a {kind} after {steps} steps of optimizers"
-    yield from map(_told, calls)
 
 
 def _told(call: Call) -> str:
