@@ -198,8 +198,9 @@ CAN_SWAP_MEMORY = swap_memory is not None
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identifies the storage of a tensor. Storages have no public identity but an address, which empty ones share."""
-    return tensor.untyped_storage()._cdata
+    """Identifies the storage of a tensor; 0 for one that has none. Storages have no public identity but an address,
+    which empty ones share."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -187,6 +187,7 @@ class GroupContext:
         offload = self.options.offload
         #: Whether parameters rest on the CPU.
         self.offloads = isinstance(offload, CPUOffloadPolicy) and offload.parameters
+        self.pins_memory = bool(getattr(offload, "pin_memory", False))  # page-locks what rests on the CPU
         self.reduce_transport = self.transport
         self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""
@@ -238,11 +239,6 @@ class GroupContext:
         """The mixed precision of one parameter."""
         policy, dtype = self.options.mp_policy, param.overridden_dtype
         return policy if dtype is None else replace(policy, param_dtype=dtype)
-
-    @property
-    def pins_memory(self) -> bool:
-        """Whether what rests on the CPU is page-locked, if it belongs to a device with streams."""
-        return bool(getattr(self.options.offload, "pin_memory", False))
 
     @property
     def offloads_state(self) -> bool:

@@ -55,9 +55,8 @@ class PostForwardShard:
                 param = group.params[index]
                 if param.unsharded_spec is None:
                     placements = Replicate(), Replicate() if param.dim is None else Shard(param.dim)
-                    shown = private.make_dtensor(
-                        local, private.altered_spec(param.spec, mesh.mesh, placements, local.dtype)
-                    )
+                    spec = private.altered_spec(param.spec, mesh.mesh, placements, local.dtype)
+                    shown = private.make_dtensor(local, spec)
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
@@ -121,12 +120,7 @@ class FullBuffer:
         if self._extensions is not None:
             self._extensions.arrive()
         leaves = {index: param.unsharded for index, param in enumerate(group.params) if param.unsharded is not None}
-        inside = [
-            part
-            for leaf in leaves.values()
-            if private.is_traceable_subclass(leaf)
-            for part in private.plain_parts(leaf)
-        ]
+        inside = [part for leaf in leaves.values() for part in private.plain_parts(leaf) if part is not leaf]
         self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
         self._versions = tuple(map(private.version_of, self._leaves))
         self._released = (RELEASED,) * len(self._leaves)

@@ -31,11 +31,16 @@ class WholePlaces:
     def __init__(
         self, params: Sequence[ShardedParameter], sections: Sequence[Section], fulls: Sequence[torch.Tensor]
     ) -> None:
+        self._params = params
         self.views: dict[int, torch.Tensor] = {}
         self.straight: dict[int, torch.Tensor] = {}  # gradients that are not copied
+        self.dtypes: dict[int, torch.dtype] = {}  # in which each travels
         for section, full in zip(sections, fulls, strict=True):
-            self.views.update(whole_views(params, section, full))
-        self.dtypes = {index: view.dtype for index, view in self.views.items()}  # in which each travels
+            self.dtypes.update(dict.fromkeys(section.members, full.dtype))
+            self._lay_out(section, full)
+
+    def _lay_out(self, section: Section, full: torch.Tensor) -> None:
+        self.views.update(whole_views(self._params, section, full))
 
     def write(self, grads: Grads) -> None:
         """Copy gradients to their places."""
@@ -57,26 +62,21 @@ class WholePlaces:
 class MessagePlaces(WholePlaces):
     """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
 
-    def __init__(
-        self, params: Sequence[ShardedParameter], sections: Sequence[Section], fulls: Sequence[torch.Tensor]
-    ) -> None:
-        self.views, self.straight, self.dtypes = {}, {}, {}
-        self._params = params
+    def __init__(self, *given: Any) -> None:
         #: Of each gradient that is copied: what is copied where, from its elements to a section of the buffer.
         self._pieces: dict[int, tuple[tuple[Piece, ...], torch.Tensor]] = {}
         #: Sections that one call fills: whose gradients it takes; these in order, with -1 for gaps; zeros for gaps; and
         #: the messages.
         self._rows: list[tuple[frozenset[int], list[int], list[Any], torch.Tensor]] = []
-        for section, full in zip(sections, fulls, strict=True):
-            self._lay_out(section, full)
+        super().__init__(*given)
         self.kept = frozenset(self.dtypes.keys() - self._pieces.keys())
 
     def _lay_out(self, section: Section, full: torch.Tensor) -> None:
         plan, size = section.plan, section.plan.world_size
         pitch, end, is_row = full.numel() // size, 0, True
+        self._device = full.device
         keys, zeros = list[int](), list[Any]()
         for position, (index, param) in enumerate(zip(section.members, plan.params, strict=True)):
-            self.dtypes[index], self._device = full.dtype, full.device
             if position in plan.straight:
                 continue
             start, chunk = plan.shard_offsets[position], math.prod(param.chunk_shape(0, size))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.comm.transport import Transport
-from fullshard.device import Mark
+from fullshard.device import PASSED, Mark
 from fullshard.group.context import LEGAL, CommContext, State
 from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer
@@ -138,28 +138,25 @@ class Group(TrainedGroup):
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
             self.memory.refuse_meta()
-        self._gather = self.full.fill()
-        if self._gather is None:
-            self._show_unsharded()
+        gather = self.full.fill()
+        self._gather = gather or PASSED
+        if gather is None:
+            self.wait_for_unshard()
             return False
         self.to_state(State.GATHERING)
         return True
 
     def wait_for_unshard(self) -> None:
-        """Wait for the gather, and let the modules show the unsharded parameters."""
-        if self.state is State.GATHERING:
-            assert self._gather is not None
+        """Wait for the gather, if one was started, and let the modules show the unsharded parameters."""
+        if self._gather is not None:
             self._gather.wait()
             self._gather = None
-            self._show_unsharded()
-
-    def _show_unsharded(self) -> None:
-        self.to_state(State.UNSHARDED)
-        if self.full.arrive():
-            for index, param in enumerate(self.params):
-                self.gradients.listen(index, param)
-            self.module_params.prepare()
-        self.module_params.show(self.module_params.as_unsharded)
+            self.to_state(State.UNSHARDED)
+            if self.full.arrive():
+                for index, param in enumerate(self.params):
+                    self.gradients.listen(index, param)
+                self.module_params.prepare()
+            self.module_params.show(self.module_params.as_unsharded)
 
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""

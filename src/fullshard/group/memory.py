@@ -31,9 +31,7 @@ class Memory:
         self._group = group
         device = group.device
         held = [param.held for param in group.params]
-        #: Nothing is allocated while every parameter is on meta; some alone may be until they are materialized.
-        self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)
-        self.has_meta = any(tensor.is_meta for tensor in held)
+        self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)  # then nothing is allocated
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
@@ -81,8 +79,7 @@ class Memory:
             memory = host_memory((nbytes,), torch.uint8, group.device, group.pins_memory)
         else:
             memory = group.transport.private.allocate(nbytes, group.device)
-        if not self.is_meta:
-            memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
+        memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
         self.views = shard_views(memory, group.sections, dtypes)
         places: dict[int, torch.Tensor] = {}
         for section, view in zip(group.sections, self.views, strict=True):
@@ -101,15 +98,14 @@ class Memory:
                 continue
             held = param.held
             if held.is_meta and not place.is_meta:
-                param.place(torch.empty_like(place, device="meta"))
-                continue
-            if not place.is_meta:
+                place = torch.empty_like(place, device="meta")
+            else:
                 place.copy_(held if param.placed else param.chunk_of(held))
             param.place(place)
         for param in group.params:
             if param.extends and not param.lies_at(param.local):
                 param.place_extension(group.offloads)
-        self.has_meta = any(param.held.is_meta for param in group.params)
+        self.has_meta = any(param.held.is_meta for param in group.params)  # some until they are materialized
 
     def stage(self, staging: SlotBuffer | None) -> SlotBuffer:
         """Copy the shard to the compute device and dtype, in memory from the pool."""

@@ -168,8 +168,6 @@ class ModuleParameters:
         """
         self.stand_ins.clear()
         replaced = [self._take_in(param) for param in self._group.params]
-        for param in self._group.params:
-            param.heed_grad_dtype()
         self._prepare_updates()
         return any(replaced)
 
@@ -184,6 +182,7 @@ class ModuleParameters:
                 param.sharded = shown
             else:
                 self.stand_ins.add((id(location.module), location.name))
+        param.heed_grad_dtype()
         return not param.lies_at(param.local)
 
     @staticmethod

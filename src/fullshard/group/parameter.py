@@ -280,7 +280,7 @@ class ShardedParameter:
 
     def copy_values(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of what stands for the parameter, for ``copy.deepcopy``, which cannot copy a DTensor itself."""
-        twin = memo.get(id(self.sharded))
+        twin: nn.Parameter | None = memo.get(id(self.sharded))
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
             memo[id(self.sharded)] = twin  # first: what is attached, as an optimizer is, may lead back to it
@@ -288,8 +288,7 @@ class ShardedParameter:
             private.choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:
                 twin.grad = self.sharded.grad.detach().clone()
-        copied: nn.Parameter = twin
-        return copied
+        return twin
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -310,10 +309,9 @@ class ShardedParameter:
         return private.make_dtensor(whole, private.altered_spec(self.unsharded_spec, dtype=whole.dtype))
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient that autograd computed, as a plain tensor of ``shape``."""
-        if self.unsharded_spec is None:
-            return grad
+        """The gradient that autograd computed of a DTensor, as a plain tensor of ``shape``."""
         assert isinstance(grad, DTensor), f"the gradient of the DTensor '{self.name}' is a {type(grad).__name__}"
+        assert self.unsharded_spec is not None
         wanted: list[Placement] = list(self.unsharded_spec.placements)
         for at in self.data.spmd_dims:  # sums over these are the group's reduction: here they would be summed twice
             wanted[at] = grad.placements[at] if isinstance(grad.placements[at], Partial) else Replicate()

@@ -13,23 +13,18 @@ from fullshard.torch_private import running_backward
 
 
 class Finalization:
-    """The end of the steps of one tree of modules, whose root has a ``name``, for errors.
-
-    Attributes:
-        by_hand: whether it is done by hand, as the user chose.
-        is_awaited: whether reductions that were finalized have yet to be waited for.
-    """
+    """The end of the steps of one tree of modules, whose root has a ``name``, for errors."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.by_hand = False
+        self.by_hand = False  # as the user chose
         self.reset()
 
     def reset(self) -> None:
         """Forget the step: it has ended, or an error cut it short."""
         self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
         self._forward: Callable[[], object] = lambda: None  # is there as long as a backward may follow
-        self.is_awaited = False
+        self.is_awaited = False  # whether reductions that were finalized have yet to be waited for
 
     @property
     def is_by_hand(self) -> bool:

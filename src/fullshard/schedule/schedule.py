@@ -107,7 +107,6 @@ class Schedule:
         self.after_optimizer: torch.Event | None = None
         self.forward_root: Scheduled | None = None  # the unit whose forward is the outermost one
         self._process_groups: list[dist.ProcessGroup] = []
-        self._checked = False
         self._is_profiled = False  # in the pass that runs; outside of passes each gather asks
         self._compares_order = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self.is_in_backward = False  # one has begun that has not ended
@@ -130,8 +129,7 @@ class Schedule:
                 for param in group.params:
                     param.heed_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
-                    prefix = names.get(id(location.module), "")
-                    param.name = plain_name(f"{prefix}.{location.name}" if prefix else location.name)
+                    param.name = plain_name(f"{names.get(id(location.module), '')}.{location.name}")
         used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
         self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.consistency.compare_over(self._process_groups)
@@ -144,11 +142,10 @@ class Schedule:
     def size_slots(self) -> None:
         """An ordinary slot is as large as the largest group that takes turns."""
         for group in self.groups():
-            options = group.options
-            group.full.buffer.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
-            if group.full.buffer.takes_turns:
-                pool = group.parameter_pool
-                pool.ordinary = max(pool.ordinary, group.full.buffer.nbytes)
+            options, buffer, pool = group.options, group.full.buffer, group.parameter_pool
+            buffer.takes_turns = options.reshard_after_forward and not options.keep_unsharded_storage
+            if buffer.takes_turns:
+                pool.ordinary = max(pool.ordinary, buffer.nbytes)
 
     def free_buffers(self) -> int:
         """Free what is kept for the next step, and the staging of transports; returns the bytes."""
@@ -177,11 +174,10 @@ class Schedule:
         self.finalization.begin_forward()
         self.consistency.check()
         checks.check_process_groups(self._process_groups)
-        is_first = not self._checked
+        is_first = self.step == 0
         if is_first:
             checks.check_first_forward(unit.modules, self.groups())
             self.clock.announce = self.consistency.announce if any(map(may_end_processes, self.groups())) else None
-            self._checked = True
         if emptied := [buffers for each in self.units for buffers in each.emptied]:
             for each in self.units:
                 each.emptied.clear()
@@ -205,9 +201,8 @@ class Schedule:
         else:  # what replaced parameters was copied just now
             self.clock.written = mark_now(self.device)
         if is_first:
-            checks.warn_of_strangers(
-                unit.modules, self.groups(), {param for each in self.units for param in each.ignored}
-            )
+            ignored = {param for each in self.units for param in each.ignored}
+            checks.warn_of_strangers(unit.modules, self.groups(), ignored)
         for group in self.groups():
             if group.memory.is_apart:
                 group.meet()
@@ -317,9 +312,9 @@ class Schedule:
         """Wait for every reduction."""
         self.comm.reductions.keep_at_most(0)
         self.comm.reductions.take_in()
-        for group in self.groups() if self.inspect is not None else ():
-            assert self.inspect is not None
-            self.inspect(group, True)
+        if self.inspect is not None:
+            for group in self.groups():
+                self.inspect(group, True)
         self.order.finished.clear()
         self.finalization.reset()
 

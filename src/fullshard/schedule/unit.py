@@ -173,7 +173,8 @@ class Unit:
         recomputes = running_backward() >= 0
         self._to_run.discard(module)
         ended = not self._to_run
-        output = self._own_output(output)
+        if not {*map(_storage_of, self.needed)}.isdisjoint(map(storage_id, tree.tensors(output))):
+            output = self._own_output(output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
         mark = None
@@ -231,10 +232,8 @@ class Unit:
 
     def _own_output(self, output: Any) -> Any:
         """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = set(map(_storage_of, self.needed))
-        return tree.map_tensors(
-            lambda each: each.clone() if each.layout is torch.strided and storage_id(each) in storages else each, output
-        )
+        storages = {*map(_storage_of, self.needed)}
+        return tree.map_tensors(lambda each: each.clone() if storage_id(each) in storages else each, output)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
