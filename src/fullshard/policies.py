@@ -104,8 +104,7 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
             pages are lost to other processes; say ``False`` where CPU memory is scarce.
         parameters: whether sharded parameters and their gradients rest on the CPU.
-        optimizer_state: whether the optimizer's state rests on the CPU. A ValueError if it is not and parameters, on
-            which the optimizer steps, are, or nothing at all.
+        optimizer_state: whether the optimizer's state rests on the CPU. ``False`` is a ValueError.
     """
 
     pin_memory: bool = True
@@ -128,8 +127,9 @@ class DataParallelMeshDims:
 
     Args:
         shard: name of the dimension to shard over; several names act as one dimension made of all of them.
-        replicate: name of the dimension to replicate over; several act as one. A ValueError if no dimension is named,
-            or one twice; a TypeError for what is not a name.
+        replicate: name of the dimension to replicate over; several act as one.
+
+    A ValueError if no dimension is named, or one twice; a TypeError for what is not a name.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -145,10 +145,8 @@ class DataParallelMeshDims:
         if not self.names:
             raise ValueError("DataParallelMeshDims names no dimension: set shard, replicate or both")
         if len(set(self.names)) < len(self.names):
-            raise ValueError(
-                f"DataParallelMeshDims names a dimension twice: shard={self.shard!r}, replicate={self.replicate!r}; "
-                "a mesh dimension can do only one of the two"
-            )
+            both = f"shard={self.shard!r}, replicate={self.replicate!r}; a mesh dimension can do only one of the two"
+            raise ValueError(f"DataParallelMeshDims names a dimension twice: {both}")
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -1,13 +1,10 @@
 """Which submodules become groups of their own: the auto-wrap policies, and blocks found without one.
 
 A policy is an object with ``_run_policy`` (:class:`ModuleWrapPolicy`, :class:`CustomPolicy`, PyTorch's own) or a
-function ``(module, recurse, nonwrapped_numel) -> bool``. :func:`targets` asks either for both front ends and answers in
-the order in which modules must be handled; :func:`repeated_blocks` needs no policy. What is then done to the modules is
-left to the front ends; only :func:`wrap` constructs a wrapper, where the user writes it.
-
-A function is asked twice about a module, as in PyTorch: with ``recurse=True`` and the elements of all its parameters
-whether its children shall be considered, and after those, with ``recurse=False`` and the elements they left, whether
-the module itself is wanted::
+function ``(module, recurse, nonwrapped_numel) -> bool``; :func:`targets` asks either for both front ends. A function is
+asked twice about a module, as in PyTorch: with ``recurse=True`` and the elements of all its parameters whether its
+children shall be considered, and after those, with ``recurse=False`` and the elements they left, whether the module
+itself is wanted::
 
     root (recurse? 100)            a, b and d are targets, in the order b, a, d
      |- a    (recurse? 60)

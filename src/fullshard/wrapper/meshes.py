@@ -31,8 +31,8 @@ def strategy_and_mesh(
 ) -> tuple[ShardingStrategy, DataMesh]:
     """The strategy that counts, and the mesh over which it shards and replicates, the same object for the same groups.
     All ranks must call it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one
-    with a pair of groups gathers which ranks they have. ``has_policy`` says whether one call makes all
-    instances, so that they get the same groups."""
+    with a pair of groups gathers which ranks they have. With ``has_policy`` one call makes all instances, so that they
+    get the same groups."""
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():

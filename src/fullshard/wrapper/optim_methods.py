@@ -31,8 +31,7 @@ class OptimStateMethods:
 
     Raises:
         AssertionError: the wrappers in a model differ in their settings of state dicts or in ``use_orig_params``.
-        KeyError: the optimizer has parameters that are not the model's, or the state dict some that are not the
-            optimizer's.
+        KeyError: parameters of the optimizer are not the model's, or some of the state dict not the optimizer's.
         ValueError: a state has not the shape of its parameter; parameters of one flat parameter have states that
             cannot be joined; there is no ``"state"``.
         RuntimeError: without ``use_orig_params``: a rank has no state of what the first rank has.
@@ -45,11 +44,8 @@ class OptimStateMethods:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
         Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others. These
-        can be loaded into, also when the optimizer made no step yet: then they are zeros.
-
-        Args:
-            optim_state_dict: in place of ``optim.state_dict()``.
-            group: the ranks of the model, as by default.
+        can be loaded into, also when the optimizer made no step yet: then they are zeros. ``optim_state_dict`` is taken
+        in place of ``optim.state_dict()``; ``group`` are the ranks of the model, as by default.
         """
         state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
         keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
