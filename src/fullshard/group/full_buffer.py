@@ -79,8 +79,7 @@ class FullBuffer:
         self._leaves: tuple[torch.Tensor, ...] = ()  # and what they hold
         self._versions: tuple[int, ...] = ()
         self._released: tuple[int, ...] = ()
-        #: Where the values are between forward and backward, if they rest on a smaller mesh.
-        self._post_forward: PostForwardShard | None = None
+        self._post_forward: PostForwardShard | None = None  # where the values rest, if on a smaller mesh
 
     @property
     def views(self) -> tuple[torch.Tensor, ...]:

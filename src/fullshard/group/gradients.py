@@ -55,8 +55,7 @@ class Gradients:
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
-        #: Whether the buffer takes gradients; while a reduction reads it, it is in use and does not.
-        self._collects = False
+        self._collects = False  # whether the buffer takes gradients; while a reduction reads it, it does not
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()

@@ -44,8 +44,7 @@ class Memory:
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
         for place in self.places.values() if not group.is_flat else ():
             give_own_storage(place)
-        #: Of each section, where they are contiguous.
-        self.shards = self.views if self.shared is None else self.shared.shards
+        self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
         self.needs_staging = (group.offloads and not is_host(device)) or dtypes != group.compute_dtypes

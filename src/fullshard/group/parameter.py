@@ -82,10 +82,8 @@ class ShardedParameter:
         self.unsharded_spec = private.spec_of(param) if isinstance(param, DTensor) else None
         self.spec = self._sharded_spec(whole)
         self.extends = self.defines_gather(whole)
-        #: The dtype in which it is gathered, if not that of the group's policy.
-        self.overridden_dtype: torch.dtype | None = None
-        #: Of its gradients. Stays when the parameter is converted or replaced.
-        self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)
+        self.overridden_dtype: torch.dtype | None = None  # in which it is gathered, if not the policy's
+        self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)  # stays when it is converted or replaced
         self.sharded: nn.Parameter = param  # until the group has a place for it
         self.local = whole
         self.placed = False

@@ -89,12 +89,10 @@ class Unit:
         self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
     ) -> None:
         self.modules = tuple(modules)
-        #: Whether it is several modules, none of which contains the others: never the root.
-        self.is_list = len(self.modules) > 1
+        self.is_list = len(self.modules) > 1  # modules of which none contains the others: never the root
         self.device = device
         self.mp_policy = mp_policy
-        #: Whether the root may choose to stay unsharded after forward, because the user did not say.
-        self.auto_reshard = auto_reshard
+        self.auto_reshard = auto_reshard  # whether the root may choose to stay unsharded: the user did not say
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
         #: Whether the root chose so: then nobody promised that parameters stay unchanged while they are unsharded.
         self.chose_to_keep = False
@@ -116,8 +114,7 @@ class Unit:
         self._to_run: set[nn.Module] = set()
         self._in_method = False
         self._use = Use()
-        #: Whether its forward returned no tensor: then nothing tells when its backward begins, and its groups stay.
-        self._is_opaque = False
+        self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
         self._entered = 0  # uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
 
