@@ -32,7 +32,6 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import BrokenCheckpoint, Checkpoint, CheckpointError
 from fullshard.checkpoint.blocks import checksum
-from fullshard.checkpoint.reader import Target
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
 
@@ -405,4 +404,4 @@ def test_reading_past_a_tensor_is_an_error(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, seeded(Filled), step=1)
     assert path is not None
     with pytest.raises(ValueError, match=r"has the shape \(31,\) here, and \(30,\)"):
-        Checkpoint(path).read([Target("model.blocks.0.bias", (31,), (0,), torch.empty(31))])
+        Checkpoint(path).read([("model.blocks.0.bias", (31,), (0,), torch.empty(31))])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -182,7 +184,7 @@ def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path
         writing: Any = import_module("fullshard.checkpoint.save")._Writing
         before = writing._write_file
         patch.setattr(
-            writing, "_write_file", lambda self: (written.extend(b.tensor.nbytes for b in self.boxes), before(self))[1]
+            writing, "_write_file", lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]
         )
         path = checkpoint.save(tmp_path, model, optimizer)
     total = torch.tensor(sum(written))
@@ -260,6 +262,29 @@ def test_names_are_those_of_the_model_as_it_is_now(world: World, tmp_path: Path)
     assert inside is not None
     names = [name.removeprefix("model.") for name in Checkpoint(alone).tensors]
     assert sorted(Checkpoint(inside).tensors) == sorted(f"model.1.{name}" for name in names)
+
+
+@ranks(2)
+def test_what_is_known_of_parameters_is_found_anew_once_they_are_replaced_or_moved(
+    world: World, tmp_path: Path
+) -> None:
+    model = sharded("fully_shard")
+    checkpoint.save(tmp_path, model, step=1)
+    with torch.no_grad():
+        values = {name: param * 2 for name, param in model.state_dict().items()}
+    before = weakref.ref(next(model.parameters()))
+    model.load_state_dict(values, assign=True)
+    checkpoint.save(tmp_path, model, step=2)
+    gc.collect()
+    assert before() is None
+    model.moved = model.blocks
+    del model.blocks
+    path = checkpoint.save(tmp_path, model, step=3)
+    assert path is not None
+    with Checkpoint(tmp_path / "step-00000002") as saved, Checkpoint(path) as renamed:
+        for name, value in values.items():
+            assert saved.tensor(f"model.{name}").equal(value.full_tensor())
+            assert renamed.tensor(f"model.{name.replace('blocks', 'moved')}").equal(value.full_tensor())
 
 
 @ranks(2)

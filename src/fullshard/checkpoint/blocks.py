@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
@@ -49,7 +49,7 @@ def without_collections() -> Iterator[None]:
 
 
 def checksum(data: bytes | memoryview) -> str:
-    return xxhash.xxh3_64_hexdigest(data)
+    return xxhash.xxh3_64(data).hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -71,41 +71,44 @@ def _memory(nbytes: int) -> tuple[memoryview, int]:
 
 
 class BlockWriter:
-    """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk.
-
-    Attributes:
-        size: bytes that were written so far.
-        checksums: of the blocks, whole once the file is closed.
-    """
+    """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk. ``checksums``
+    are those of the blocks, whole once the file is closed, and ``size`` the bytes that are in the file."""
 
     def __init__(self, path: Path) -> None:
-        self.size, self.checksums = 0, list[str]()
-        self._hash, self._hashed = xxhash.xxh3_64(), 0  # of a block that comes in parts
+        self.checksums = list[str]()
+        self._hash = xxhash.xxh3_64()  # of the block that is being written
+        self.size, self._room = 0, BLOCK  # and the bytes that its last block lacks
         self._small, self._address, self._held = *_memory(BLOCK), 0  # small parts, to be written in one call
         self._tell = TELL.get()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
         """Adds bytes."""
-        length = len(data)
-        self.size += length
-        if length >= _LARGE or self._held + length > BLOCK:
+        if len(data) >= _LARGE:
             self._write_small()
-        if length >= _LARGE:
             self._write(memoryview(data))
-        else:
-            self._small[self._held : self._held + length] = data
-            self._held += length
+            return
+        while data:
+            part = data[: self._room - self._held]
+            self._small[self._held : self._held + len(part)] = part
+            self._held += len(part)
+            if self._held == self._room:
+                self._write_small()
+            data = data[len(part) :]
 
-    def write_tensor(self, tensor: torch.Tensor) -> None:
-        """Adds the values of a contiguous tensor on the CPU."""
-        nbytes = tensor.nbytes
-        if nbytes >= _LARGE or self._held + nbytes > BLOCK:
-            self.write(bytes_of(tensor))
-        else:
-            ctypes.memmove(self._address + self._held, tensor.data_ptr(), nbytes)
-            self.size += nbytes
-            self._held += nbytes
+    def write_tensors(self, tensors: Iterable[tuple[bytes, torch.Tensor]]) -> None:
+        """Adds the values of tensors, each behind some bytes."""
+        for before, tensor in tensors:
+            length, nbytes, plain = len(before), tensor.nbytes, tensor.is_cpu and tensor.is_contiguous()
+            at = self._held + length
+            if plain and nbytes < _LARGE and at + nbytes < self._room:
+                self._small[self._held : at] = before
+                ctypes.memmove(self._address + at, tensor.data_ptr(), nbytes)
+                self._held = at + nbytes
+            else:
+                self.write(before)
+                whole = tensor if plain else tensor.cpu().contiguous()
+                self.write(bytes_of(whole))
 
     def _write_small(self) -> None:
         held, self._held = self._held, 0
@@ -113,24 +116,22 @@ class BlockWriter:
 
     def _write(self, data: memoryview) -> None:
         while data:
-            part = data[: BLOCK - self._hashed]
-            if len(part) == BLOCK:
-                self.checksums.append(checksum(part))
-            else:
-                self._hash.update(part)
-                self._hashed += len(part)
-                if self._hashed == BLOCK:
-                    self._end_block()
+            part = data[: self._room]
+            self._hash.update(part)
             data = data[len(part) :]
             while part:
                 written = os.write(self._file, part)
                 self._tell(written)
+                self.size += written
                 part = part[written:]
+            self._room = BLOCK - self.size % BLOCK
+            if self._room == BLOCK:
+                self._end_block()
 
     def close(self) -> None:
         """Ends the file; it is on the disk when this returns."""
         self._write_small()
-        if self._hashed:
+        if self._room < BLOCK:
             self._end_block()
         os.fsync(self._file)
         self.abandon()
@@ -144,7 +145,6 @@ class BlockWriter:
     def _end_block(self) -> None:
         self.checksums.append(self._hash.hexdigest())
         self._hash.reset()
-        self._hashed = 0
 
 
 class BlockReader:
@@ -160,7 +160,7 @@ class BlockReader:
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
-        self._number, self._length = -1, 0  # of the block that was read last, in parts, and the memory where it lies
+        self._first, self._last = 0, 0  # byte of the block that was read last, in parts, and the memory where it lies
         self._memory, self._address = memoryview(b""), 0
         self._file = -1
         try:
@@ -188,18 +188,15 @@ class BlockReader:
 
     def read_to(self, tensor: torch.Tensor, start: int) -> None:
         """Fills a contiguous tensor on the CPU. Small ones lie in the same block as the one before."""
-        within, nbytes = start - self._number * BLOCK, tensor.nbytes
-        if 0 <= within <= within + nbytes <= self._length:
-            ctypes.memmove(tensor.data_ptr(), self._address + within, nbytes)
+        nbytes = tensor.nbytes
+        if self._first <= start and start + nbytes <= self._last:
+            ctypes.memmove(tensor.data_ptr(), self._address + start - self._first, nbytes)
         else:
             self.read_into(bytes_of(tensor), start)
 
     def check(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[tuple[int, int]]:
-        """Reads all of it; yields first and last byte of each block that is not what was written.
-
-        Args:
-            tell: is called with the bytes of each block that was read.
-        """
+        """Reads all of it; yields first and last byte of each block that is not what was written. ``tell`` is called
+        with the bytes of each block that was read."""
         scratch = memoryview(bytearray(min(BLOCK, self.size)))
         for start in range(0, self.size, BLOCK):
             try:
@@ -215,12 +212,12 @@ class BlockReader:
 
     def _block(self, number: int, length: int) -> memoryview:
         """A block that is needed in parts: small tensors lie in one."""
-        if self._number != number or not self._length:
+        if not self._first <= number * BLOCK < self._last:
             if not self._memory:
                 self._memory, self._address = _memory(min(BLOCK, self.size))
-            self._length = 0  # until it is there
+            self._last = 0  # until it is there
             self._read(number, self._memory[:length])
-            self._number, self._length = number, length
+            self._first, self._last = number * BLOCK, number * BLOCK + length
         return self._memory[:length]
 
     def _read(self, number: int, block: memoryview) -> None:

@@ -20,10 +20,7 @@ _RUN = 1 << 22
 
 def compare(a: Checkpoint, b: Checkpoint, tell: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
     """What of two checkpoints differs, the largest difference first. Tensors of models are found whoever wrote them.
-
-    Args:
-        tell: is called with the bytes of each tensor that was compared.
-    """
+    ``tell`` is called with the bytes of each tensor that was compared."""
     names: list[dict[str, str]] = []
     for each in (a, b):
         model = {stored: f"model.{name}" for name, stored in each.model.items()}

@@ -14,10 +14,10 @@ The names are those of ``torch.distributed.checkpoint.state_dict``, without any 
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -28,12 +28,12 @@ from torch.serialization import get_safe_globals
 from fullshard.checkpoint.layout import Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
 from fullshard.group.flat import FLAT_NAME, FlatParameter, Fragment
-from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
+from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.optim_state import Place, expect, shown_parameters
+from fullshard.wrapper.optim_state import Found, Place, expect, shown_parameters
 from fullshard.wrapper.state_dict import in_place
 
 #: In what stands for a tensor subclass in the state of an optimizer: its class.
@@ -47,12 +47,13 @@ class Contents:
     """What this rank has of a checkpoint.
 
     Attributes:
-        boxes: of tensors.
+        boxes: of tensors, and ``tensors``: the values of each, in the memory in which they are used.
         values: what is no tensor, on ranks that speak for it; the layout says who else does.
         paths: of each name, the keys that lead there in a nested state dict.
     """
 
     boxes: list[Box] = field(default_factory=list)
+    tensors: list[torch.Tensor] = field(default_factory=list)
     values: dict[str, tuple[Any, Layout]] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
 
@@ -63,7 +64,8 @@ class Contents:
             if type(local) is not torch.Tensor and is_traceable_subclass(local) and layout.order is None:
                 self._add_inner(list(paths.values()), local, layout)
                 return
-            self.boxes += layout.split(tuple(paths), local)
+            self.boxes += layout.named(names := tuple(paths))
+            self.tensors += layout.split(names[0], local)
         else:
             self.values.update((name, (value, layout or layout_of(torch.empty(0)))) for name in paths)
         self.paths |= paths
@@ -73,11 +75,9 @@ class Contents:
         return any(box.copies.among < ranks for box in self.boxes)
 
     def held_by_others(self, ranks: int) -> list[str]:
-        """What this rank holds, and some of ``ranks`` may hold too that are not known here.
-
-        That is what is whole, as buffers are, which pipelines have on some ranks only; and what lies over fewer ranks,
-        as parameters do that tensor parallel did not cut.
-        """
+        """What this rank holds, and some of ``ranks`` may hold too that are not known here: what is whole, as buffers
+        are, which pipelines have on some ranks only; and what lies over fewer ranks, as parameters do that tensor
+        parallel did not cut."""
         copies = {name: layout.copies for name, (_, layout) in self.values.items()}
         names = {name for name, each in copies.items() if each.ranks == "all" or each.among < ranks}
         return sorted(names | {key for box in self.boxes if (key := box.key(ranks))})
@@ -117,52 +117,65 @@ def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
     return f"[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
 
 
+class Known(NamedTuple):
+    """The layout of a parameter, and its names in the plain model, without anything around its modules."""
+
+    layout: Layout
+    names: list[str]
+
+
 class Parameters:
     """The parameters of a model, as optimizers have them, with what this rank holds of each original one.
 
     Attributes:
+        found: the parameters by groups. What is known of a group stays there for the next time.
         shown: for each parameter that an optimizer may have, the original ones that lie in it.
-        layouts: by place, and ``names``: in the plain model, without anything around its modules.
+        known: by place, what is known of each.
     """
 
-    #: Layout and names of parameters, and what they were found from: it takes longer than to write some KiB.
-    _known: ClassVar[WeakKeyDictionary[ShardedParameter, tuple[Any, ...]]] = WeakKeyDictionary()
-
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.shown = shown_parameters(model)
-        self.layouts: dict[Place, Layout] = {}
-        self.names: dict[Place, list[str]] = {}
-        prefixes = {module: _clean(f"{path}.*")[:-1] for path, module in model.named_modules()}
-        everywhere: dict[nn.Parameter, list[str]] = {}
-        if any(place.param is None for places in self.shown.values() for place in places):
-            for name, param in model.named_parameters(remove_duplicate=False):
+        self.model, self.found = model, list[Found]()
+        self.shown = shown_parameters(model, self.found)
+        self.known: dict[Place, Known] = {}
+        for found in self.found:
+            if found.saved is None:
+                found.saved = self._known_of(found), None, []
+            self.known |= found.saved[0]
+
+    def _known_of(self, found: Found) -> dict[Place, Known]:
+        known, everywhere = dict[Place, Known](), dict[nn.Parameter, list[str]]()
+        prefixes = {module: _clean(f"{path}*")[:-1] for module, path in found.paths.items() if path is not None}
+        if found.shown and not prefixes:  # they belong to no group
+            for name, param in self.model.named_parameters(remove_duplicate=False):
                 everywhere.setdefault(param, []).append(_clean(name))
-        for param, places in self.shown.items():
+        for param, places in found.shown.items():
             for place in places:
                 at = () if place.param is None else place.param.locations
-                lasting = len(at) == 1 and not place.param.is_flat
-                found_from = (place.param.spec, place.name, place.param.held.shape) if lasting else None
-                if lasting and (known := self._known.get(place.param)) and known[:3] == found_from:
-                    self.layouts[place], self.names[place] = known[3:]
-                    continue
-                self.layouts[place] = layout_of(place.param or param)
                 names = [prefixes[each.module] + each.name for each in at if each.module in prefixes]
-                if len(names) != 1:
-                    names = list(dict.fromkeys(names or everywhere.get(param, [place.name])))
-                self.names[place] = names
-                if found_from:
-                    self._known[place.param] = *found_from, self.layouts[place], names
+                names = list(dict.fromkeys(names or everywhere.get(param, [place.name])))
+                known[place] = Known(layout_of(place.param or param), names)
+        return known
 
     def collect(self, contents: Contents, frozen: bool) -> None:
         """Adds the parameters; the frozen ones if ``frozen``."""
-        for param, places in self.shown.items():
-            for place in places if frozen or param.requires_grad else ():
-                held = param if place.param is None else place.param.held
-                if held.is_meta:
-                    raise CheckpointError(f"parameter '{place.name}' is on the meta device: call to_empty() first")
-                paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in self.names[place]}
-                contents.add(paths, held, self.layouts[place])
+        for found in self.found:
+            known, part, holders = found.saved
+            if part is None or not frozen:
+                part, holders = Contents(), []
+                for param, places in found.shown.items():
+                    for place in places if frozen or param.requires_grad else ():
+                        held = param if place.param is None else place.param.held
+                        if held.is_meta:
+                            raise CheckpointError(f"'{place.name}' is on the meta device: call to_empty() first")
+                        paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in known[place].names}
+                        part.add(paths, held, known[place].layout)
+                        holders += [param] * (len(part.boxes) - len(holders))
+                if frozen and all(map(is_, map(local_tensor, holders), part.tensors)):
+                    part.tensors.clear()  # which may be others the next time
+                    found.saved = known, part, holders
+            contents.boxes += part.boxes
+            contents.tensors += part.tensors or map(local_tensor, holders)
+            contents.paths |= part.paths
 
     def collect_state(self, contents: Contents, states: Mapping[Any, State], everyone: bool = False) -> None:
         """Adds states of an optimizer; ``everyone``: also values that belong to all of a parameter, on all ranks."""
@@ -170,15 +183,18 @@ class Parameters:
         for param, state in states.items():
             for place in self.shown[param]:
                 for key, value in state.items():
-                    path = ("optimizer", "state", self.names[place][0], key)
+                    path = ("optimizer", "state", self.known[place].names[0], key)
                     self._collect_value(contents, param, place, path, value, everyone)
 
     def _collect_value(
         self, contents: Contents, param: nn.Parameter, place: Place, path: Path, value: Any, everyone: bool
     ) -> None:
-        layout = self.layouts[place]
+        layout = self.known[place].layout
         if isinstance(value, DTensor) or is_traceable_subclass(value):
-            contents.add(named(path), value, None if isinstance(value, DTensor) else layout)
+            is_alike = not isinstance(value, DTensor) or (
+                isinstance(param, DTensor) and spec_of(value) is spec_of(param)
+            )
+            contents.add(named(path), value, layout if is_alike else None)
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
@@ -197,8 +213,8 @@ class Parameters:
                     self._collect_value(contents, param, place, (*path, key), each, everyone)
             value = _outline(value)
         if everyone or layout.has_first:
-            whole = layout_of(torch.empty(value.shape if isinstance(value, torch.Tensor) else 0))
-            contents.add(named(path), value, Layout(whole.shape, whole.boxes, layout.copies))
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else (0,)
+            contents.add(named(path), value, Layout(shape, (((0,) * len(shape), shape),), layout.copies))
 
     def collect_options(self, contents: Contents, optimizer: Optimizer) -> None:
         """Adds the options of an optimizer."""
@@ -208,14 +224,14 @@ class Parameters:
 
     def names_in(self, options: State) -> list[str]:
         expect(self.shown, options["params"])
-        return [self.names[place][0] for param in options["params"] for place in self.shown[param]]
+        return [self.known[place].names[0] for param in options["params"] for place in self.shown[param]]
 
     def rest(self) -> State:
         """What the model has beside parameters: persistent buffers, extra state, what hooks add."""
         is_wrapped = _is_wrapped(self.model)
         with in_place(self.model):
             saved = self.model.state_dict(keep_vars=not is_wrapped)  # which takes half the time
-        known = {name for names in self.names.values() for name in names}
+        known = {name for each in self.known.values() for name in each.names}
         return {
             name: value
             for name, value in saved.items()
@@ -244,17 +260,15 @@ class Parameters:
 
     def written(self) -> None:
         """Tells the groups that their shards were written to."""
-        for group in {place.group for place in self.layouts if place.group is not None}:
+        for group in {place.group for place in self.known if place.group is not None}:
             group.writes += 1
 
 
 def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[nn.Parameter, State]:
-    """For each parameter of an optimizer the state that a checkpoint has of it, with tensors to read into.
-
-    Tensors of the same shape and dtype that the optimizer has already are taken.
-    """
+    """For each parameter of an optimizer the state that a checkpoint has of it, with tensors to read into: those
+    that the optimizer has already, if they have the same shape and dtype."""
     saved: dict[str, dict[str, str]] = {}
-    prefix, known = "optimizer.state.", {names[0] for names in params.names.values()}
+    prefix, known = "optimizer.state.", {each.names[0] for each in params.known.values()}
     for name in (*checkpoint.manifest.objects, *checkpoint.tensors):
         if name.startswith(prefix):
             param_name, _, key = name.removeprefix(prefix).rpartition(".")
@@ -271,15 +285,15 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                 continue  # this rank has nothing of it, and so no state
             state: State = {}
             for place in places:
-                for key, name in saved.get(params.names[place][0], {}).items():
+                for key, name in saved.get(params.known[place].names[0], {}).items():
                     if "." in key:
                         continue
                     if name in checkpoint.manifest.objects:
                         outline = checkpoint.value(name)
-                        state[key] = _filled(outline, name, param, params.layouts[place], checkpoint)
+                        state[key] = _filled(outline, name, param, params.known[place].layout, checkpoint)
                     elif key not in state:
-                        entry = checkpoint.tensors[name]
-                        is_part = entry.shape == params.layouts[place].shape and (entry.shape or key != "step")
+                        entry, _ = checkpoint.tensors.places[name]
+                        is_part = entry.shape == params.known[place].layout.shape and (entry.shape or key != "step")
                         kept = optimizer.state.get(param, {}).get(key) if param in optimizer.state else None
                         shape = tuple(param.shape) if is_part else entry.shape
                         if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, entry.dtype):
@@ -392,9 +406,11 @@ def load_optimizer(
                 optimizer.state[param][key] = value
 
 
-def targets(contents: Contents, names: Container[str]) -> list[Target]:
+def targets(contents: Contents, names: Container[str]) -> Iterator[Target]:
     """Where to read each box that a checkpoint has: under one of its names, as what is tied was saved under each."""
-    return [Target(box.names[0], *box[1:4]) for box in contents.boxes if box.names[0] in names]
+    for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
+        if (name := box[0][0]) in names:
+            yield name, box[1], box[2], tensor
 
 
 def without_dtensors(value: Any, path: Path, found: dict[Path, DTensor]) -> Any:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.checkpoint.blocks import BrokenCheckpoint
-from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, check
+from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check
 from fullshard.torch_private import storage_info
 
 #: Bytes to whose multiples pieces are aligned, as torch aligns values.
@@ -67,11 +67,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(data: bytes, path: Path) -> Manifest:
-    """The description that lies in a ``.metadata``.
-
-    Raises:
-        BrokenCheckpoint: it is no metadata of DCP, or promises what the files beside it do not have.
-    """
+    """The description in a ``.metadata``; a BrokenCheckpoint if it is no metadata of DCP, or promises what the files
+    beside it do not have."""
     try:
         for opcode, argument, _ in pickletools.genops(data):  # the unpickler makes a table as long as the largest place
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
@@ -89,7 +86,7 @@ def read_metadata(data: bytes, path: Path) -> Manifest:
 def _described(metadata: Metadata, path: Path) -> Manifest:
     if not isinstance(metadata, Metadata):
         raise TypeError(f"it is a {type(metadata).__name__}")
-    manifest = Manifest()
+    manifest, entries = Manifest(), dict[str, Entry]()
     places: dict[MetadataIndex, Stored] = {}
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
@@ -105,20 +102,17 @@ def _described(metadata: Metadata, path: Path) -> Manifest:
             for chunk in stored.chunks:
                 place = places[MetadataIndex(name, chunk.offsets)]
                 entry.pieces.append(Piece(*place, -1, tuple(chunk.offsets), tuple(chunk.sizes)))
-            manifest.tensors[name] = entry
+            entries[name] = entry
         else:
             manifest.objects[name] = places[MetadataIndex(name)]
+    manifest.tensors = Tensors.of(entries)
     if isinstance(metadata.planner_data, dict):
         manifest.paths = {name: tuple(map(str, path)) for name, path in metadata.planner_data.items()}
     return manifest
 
 
 def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) -> bytes:
-    """The ``.metadata`` of what a manifest describes.
-
-    Args:
-        paths: of each name, the keys that lead to its value in the nested state dict.
-    """
+    """The ``.metadata`` of what a manifest describes; ``paths`` are the keys that lead to each name's value."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     size_of, kind_of = cache(torch.Size), cache(TensorProperties)  # a pickle holds an object once, and refers to it
@@ -156,9 +150,7 @@ class _Skeleton(io.RawIOBase):
 @lru_cache(maxsize=4096)
 def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, int]:
     """What ``torch.save`` writes before and after the values of a contiguous tensor, and the bytes of all three.
-
-    Zeros follow, so that the next one begins at a multiple of :data:`ALIGNMENT`.
-    """
+    Zeros follow, so that the next one begins at a multiple of :data:`ALIGNMENT`."""
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
         torch.save(torch.empty(sizes, dtype=dtype), skeleton)  # type: ignore[arg-type]
@@ -169,11 +161,8 @@ def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, in
 
 
 def saved(value: Any, what: str) -> bytes:
-    """The bytes of a value that is no tensor of its own: numbers, texts, tensors, and lists and dicts of these.
-
-    Raises:
-        TypeError: it could not be loaded without executing code.
-    """
+    """The bytes of a value that is no tensor of its own: numbers, texts, tensors, and lists and dicts of these; a
+    TypeError if it could not be loaded without executing code."""
     data = io.BytesIO()
     try:
         torch.save(value, data)

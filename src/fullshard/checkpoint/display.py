@@ -50,9 +50,7 @@ def print_json(value: Any) -> None:
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     """Prints rows under names of columns; a column whose name begins with ">" is aligned to the right.
-
-    Names come from files: what is not printable, such as the escape sequences of terminals, is replaced.
-    """
+    Names come from files: what is not printable, such as the escape sequences of terminals, is replaced."""
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
     cells = [["-" if cell is None else _printable(" ".join(str(cell).split())) for cell in row] for row in rows]

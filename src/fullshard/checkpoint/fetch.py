@@ -187,13 +187,8 @@ class _NearReader(BlockReader):
 
 
 def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
-    """The near copies that the hosts have, the newest first. All ranks must call it.
-
-    Args:
-        root: the directory of near copies of this host.
-        directory: of checkpoints, which decides what training goes on from a near copy.
-        ranks: that load.
-    """
+    """The near copies that the hosts have, the newest first. All ranks must call it. ``root`` is the directory of near
+    copies of this host; that of checkpoints decides what training goes on from a near copy."""
     hosts = Hosts(root, ranks)
     _, every = ranks.attempt(lambda: (_held_in(root) if hosts.leader == ranks.rank else {},))
     found: dict[str, dict[int, _Held]] = {}

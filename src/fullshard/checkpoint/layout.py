@@ -33,29 +33,20 @@ class Copies(NamedTuple):
     ranks: object  # a key
     number: int  # of this rank among them
     size: int
-    among: int = (
-        1  # the ranks over which the tensor lies; others may have the same, beside pipelines and tensor parallel
-    )
+    #: The ranks over which the tensor lies; others may have the same, beside pipelines and tensor parallel.
+    among: int = 1
 
 
 ONLY_HERE = Copies(None, 0, 1)
 
 
 class Box(NamedTuple):
-    """Values of a tensor that this rank holds.
-
-    Attributes:
-        names: of the tensor, several for one that is tied.
-        shape: of all of it.
-        offsets: where the box begins.
-        tensor: the values, in the memory in which they are used.
-        copies: which ranks hold the same box.
-    """
+    """Where a part of a tensor lies that this rank holds, and which ranks hold the same. There are several names if the
+    tensor is tied."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    tensor: torch.Tensor
     copies: Copies
 
     def key(self, ranks: int) -> str:
@@ -86,20 +77,21 @@ class Layout:
         """Whether this rank holds the first element: it speaks for values that belong to all of the parameter."""
         return any(not any(offsets) for offsets, _ in self.boxes)
 
-    def split(self, names: tuple[str, ...], local: torch.Tensor) -> list[Box]:
+    def named(self, names: tuple[str, ...]) -> tuple[Box, ...]:
         """The boxes of a tensor that is laid out so."""
+        return tuple([Box(names, self.shape, offsets, self.copies) for offsets, _ in self.boxes])
+
+    def split(self, what: str, local: torch.Tensor) -> list[torch.Tensor]:
+        """The values of each box, in the memory in which they are used."""
         local = local.new_empty(self.shape) if 0 in self.shape else local.detach() if local.requires_grad else local
         if type(local) is not torch.Tensor and is_traceable_subclass(local):
-            raise TypeError(f"'{names[0]}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
+            raise TypeError(f"'{what}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
         if self.order is None:
-            return [Box(names, self.shape, offsets, local, self.copies) for offsets, _ in self.boxes]
-        at, inverse, boxes = 0, sorted(range(len(self.order)), key=self.order.__getitem__), list[Box]()
-        for offsets, sizes in self.boxes:
-            numel = math.prod(sizes)
-            part = local[at : at + numel].view([sizes[dim] for dim in self.order]).permute(inverse)
-            boxes.append(Box(names, self.shape, offsets, part, self.copies))
-            at += numel
-        return boxes
+            return [local] * len(self.boxes)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        parts = local.split([math.prod(sizes) for _, sizes in self.boxes])
+        shaped = [[sizes[dim] for dim in self.order] for _, sizes in self.boxes]
+        return [part.view(shape).permute(inverse) for part, shape in zip(parts, shaped, strict=True)]
 
 
 def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:

@@ -75,9 +75,8 @@ def load(
     """
     finish()
     ranks = Ranks(process_group)
-    (paths, *_), _ = ranks.attempt(lambda: (checkpoints(directory) if ranks.first else [], None))
-    paths = ranks.gather(paths)[0]
-    candidates = [_Candidate(path, partial(Checkpoint, path), nullcontext, "") for path in paths]
+    _, told = ranks.attempt(lambda: (checkpoints(directory) if ranks.first else [],))
+    candidates = [_Candidate(path, partial(Checkpoint, path), nullcontext, "") for path in told[0]]
     if near is not None:
         candidates = _with_near(candidates, Path(near), Path(directory), ranks)
     broken: list[str] = []
@@ -162,10 +161,10 @@ class _Loading:
             contents.values.clear()
             self._read_state(contents, state)
             self._compare(contents, optimizer)
-            self.checkpoint.read(targets(contents, manifest.tensors))
+            self.checkpoint.read(targets(contents, manifest.tensors.places))
             self.params.written()
-            there = manifest.tensors.keys() | manifest.objects.keys()
-            self.rest = {name: each for name, each in self.rest.items() if f"model.{name}" in there}
+            both = manifest.tensors, manifest.objects
+            self.rest = {name: each for name, each in self.rest.items() if any(f"model.{name}" in of for of in both)}
 
     def _read_state(self, contents: Contents, state: Mapping[str, Any]) -> None:
         manifest = self.checkpoint.manifest
@@ -199,7 +198,7 @@ class _Loading:
                 f"model.{name}"
                 for param, places in self.params.shown.items()
                 for place in places
-                for name in self.params.names[place]
+                for name in self.params.known[place].names
                 if not param.requires_grad
             }
             here = {name for name in here if not frozen & {name.rsplit(".", depth)[0] for depth in range(3)}}

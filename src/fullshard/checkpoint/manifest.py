@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +42,6 @@ class Piece(NamedTuple):
     sizes: tuple[int, ...]
 
 
-#: Makes a piece of a tuple, a few times as fast as its class does.
-_piece: Callable[[tuple[Any, ...]], Piece] = partial(tuple.__new__, Piece)
-
-
 @dataclass
 class Entry:
     """A tensor: its dtype and shape, and the pieces that make it."""
@@ -58,6 +53,70 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class Kind:
+    """What tensors have in common that differ only in their names and in where their pieces begin.
+
+    Attributes:
+        pieces: file, length, how far behind the start the values begin (or -1), offsets and sizes of each.
+        starts: for each piece, where it begins of each tensor.
+        boxes: by offsets and sizes, the number of a piece.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: list[tuple[str, int, int, tuple[int, ...], tuple[int, ...]]]
+    starts: list[list[int]]
+    boxes: dict[Any, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.boxes = {piece[3:]: number for number, piece in enumerate(self.pieces)}
+
+    def piece(self, number: int, at: int) -> Piece:
+        """A piece of one of the tensors."""
+        (file, length, head, offsets, sizes), start = self.pieces[number], self.starts[number][at]
+        return Piece(file, start, length, start + head if head >= 0 else -1, offsets, sizes)
+
+
+class Tensors(Mapping[str, Entry]):
+    """Tensors by name. There are many of few kinds, so that an entry is made when it is asked for. ``numbers`` has the
+    kind of each, ``members`` the names of each kind, and ``places`` the kind of a name, and where it stands there."""
+
+    def __init__(self, names: Sequence[str], numbers: Sequence[int], kinds: Sequence[Kind]) -> None:
+        self.numbers, self.kinds, self.members = numbers, kinds, [list[str]() for _ in kinds]
+        for name, number in zip(names, numbers, strict=True):
+            self.members[number].append(name)
+        self.places: dict[str, Any] = dict.fromkeys(names)
+        for kind, members in zip(kinds, self.members, strict=True):
+            self.places.update(zip(members, zip(repeat(kind), count(), strict=False), strict=False))
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Entry]) -> Tensors:
+        found: dict[tuple[Any, ...], tuple[int, list[tuple[int, ...]]]] = {}
+        numbers = []
+        for each in entries.values():
+            pieces = [(p.file, p.length, p.data if p.data < 0 else p.data - p.start, *p[4:]) for p in each.pieces]
+            number, starts = found.setdefault((each.dtype, each.shape, *pieces), (len(found), []))
+            numbers.append(number)
+            starts.append(tuple([piece.start for piece in each.pieces]))
+        columns = ([list(column) for column in zip(*starts, strict=True)] for _, starts in found.values())
+        kinds = [Kind(dtype, shape, pieces, next(columns)) for dtype, shape, *pieces in found]
+        return cls(list(entries), numbers, kinds)
+
+    def __getitem__(self, name: str) -> Entry:
+        kind, at = self.places[name]
+        return Entry(kind.dtype, kind.shape, [kind.piece(number, at) for number in range(len(kind.pieces))])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
 
 
 class Stored(NamedTuple):
@@ -95,7 +154,7 @@ class Manifest:
     frozen: bool = True
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, StoredFile] = field(default_factory=dict)
-    tensors: dict[str, Entry] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=lambda: Tensors((), (), ()))
     objects: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, list[int]] = field(default_factory=dict)
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -113,38 +172,17 @@ def number_of(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
-class _Kind(NamedTuple):
-    """What tensors have in common that differ only in their names and in where their pieces begin."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    #: Of each piece: file, length, how far behind the start its values begin (or -1), offsets, sizes.
-    pieces: tuple[tuple[str, int, int, tuple[int, ...], tuple[int, ...]], ...]
-
-
-def _by_kind(tensors: Mapping[str, Entry]) -> dict[_Kind, tuple[list[str], list[tuple[int, ...]]]]:
-    """The names of tensors of each kind, and where the pieces of each begin. A model has many tensors of few kinds."""
-    found: dict[_Kind, tuple[list[str], list[tuple[int, ...]]]] = {}
-    for name, each in tensors.items():
-        boxes = [(p.file, p.length, p.data if p.data < 0 else p.data - p.start, *p[4:]) for p in each.pieces]
-        names, starts = found.setdefault(_Kind(each.dtype, each.shape, tuple(boxes)), ([], []))
-        names.append(name)
-        starts.append(tuple([piece.start for piece in each.pieces]))
-    return found
-
-
 def encode_contents(manifest: Manifest) -> bytes:
     """The part of the file that lists tensors and values. It is the same for every save of the same model."""
     numbers = {name: number for number, name in enumerate(manifest.files)}
-    kinds, kind_of = list[Any](), dict[str, int]()
-    for (dtype, shape, pieces), (names, starts) in _by_kind(manifest.tensors).items():
-        kind_of |= dict.fromkeys(names, len(kinds))
-        boxes = [(numbers[file], *rest) for file, *rest in pieces]
-        kinds.append((str(dtype), shape, boxes, list(zip(*starts, strict=True))))
+    kinds = [
+        (str(kind.dtype), kind.shape, [(numbers[file], *rest) for file, *rest in kind.pieces], kind.starts)
+        for kind in manifest.tensors.kinds
+    ]
     contents = {
         "kinds": kinds,
         "tensors": list(manifest.tensors),
-        "kind": [kind_of[name] for name in manifest.tensors],
+        "kind": manifest.tensors.numbers,
         "objects": {name: [numbers[each.file], *each[1:]] for name, each in manifest.objects.items()},
     }
     return json.dumps(contents, separators=(",", ":")).encode()
@@ -171,11 +209,7 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest that lies in a directory.
-
-    Raises:
-        BrokenCheckpoint: it is not what was written, or does not fit itself.
-    """
+    """The manifest in a directory; a BrokenCheckpoint if it is not what was written, or does not fit itself."""
     found = _MANIFEST.fullmatch(data)
     if found is None or checksum(found[2]) != found[1].decode():
         raise BrokenCheckpoint(f"{path} is not what was written (wrong checksum)")
@@ -193,33 +227,22 @@ def decode(data: bytes, path: Path) -> Manifest:
         manifest.files = {name: StoredFile(size, sums) for name, (size, sums) in told["files"].items()}
         manifest.near = {key: str(value) for key, value in told.get("near", {}).items()}
         manifest.objects = {name: Stored(files[number], *place) for name, (number, *place) in told["objects"].items()}
-        check(manifest, path)
         manifest.tensors = _tensors(manifest, told, path)
+        check(manifest, path)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
     return manifest
 
 
-def _tensors(manifest: Manifest, told: dict[str, Any], path: Path) -> dict[str, Entry]:
-    """The tensors by columns: each kind is checked and made once, for all that are alike."""
-    files, names, of_kind, entries = list(manifest.files), told["tensors"], told["kind"], list[Iterator[Entry]]()
-    by_kind: list[list[str]] = [[] for _ in told["kinds"]]
-    for name, number in zip(names, of_kind, strict=True):
-        by_kind[number].append(name)
-    for (dtype, shape, boxes, starts), its_names in zip(told["kinds"], by_kind, strict=True):
-        pieces = [(files[number], length, head, tuple(at), tuple(size)) for number, length, head, at, size in boxes]
-        kind = _Kind(dtype_of(dtype), tuple(shape), tuple(pieces))
-        _check_kind(manifest, kind, its_names, starts, path)
-        columns = []
-        for (file, length, head, at, size), begins in zip(pieces, starts, strict=True):
-            data = [begin + head for begin in begins] if head >= 0 else repeat(-1)
-            columns.append(map(_piece, zip(repeat(file), begins, repeat(length), data, repeat(at), repeat(size))))
-        rows: Iterable[tuple[Piece, ...]] = zip(*columns, strict=True) if columns else repeat((), len(its_names))
-        entries.append(iter([Entry(kind.dtype, kind.shape, list(row)) for row in rows]))
-    found = {name: next(entries[number]) for name, number in zip(names, of_kind, strict=True)}
-    if len(found) != len(names) or not set(map(type, names)) <= {str}:
+def _tensors(manifest: Manifest, told: dict[str, Any], path: Path) -> Tensors:
+    files, kinds = list(manifest.files), list[Kind]()
+    for dtype, shape, boxes, starts in told["kinds"]:
+        pieces = [(files[number], length, head, tuple(at), tuple(sizes)) for number, length, head, at, sizes in boxes]
+        kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
+    tensors = Tensors(told["tensors"], told["kind"], kinds)
+    if len(tensors) != len(told["tensors"]) or not set(map(type, tensors)) <= {str}:
         raise BrokenCheckpoint(f"{path} has a name twice, or one that is no text")
-    return found
+    return tensors
 
 
 def mark_of(path: Path) -> str:
@@ -250,28 +273,26 @@ def check(manifest: Manifest, path: Path) -> None:
             raise BrokenCheckpoint(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
     for name, each in manifest.objects.items():
         _check_runs(manifest, each.file, [each.start], each.length, [name], path)
-    for kind, (names, starts) in _by_kind(manifest.tensors).items():
-        _check_kind(manifest, kind, names, list(zip(*starts, strict=True)), path)
+    for kind, names in zip(manifest.tensors.kinds, manifest.tensors.members, strict=True):
+        _check_kind(manifest, kind, names, path)
 
 
-def _check_kind(
-    manifest: Manifest, kind: _Kind, names: Sequence[str], starts: Sequence[Sequence[int]], path: Path
-) -> None:
-    """Refuses tensors of one kind; ``starts``: for each piece, where it begins of each tensor."""
-    (dtype, shape, pieces), what = kind, f"{path}: tensor '{next(iter(names), '')}'"
+def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path) -> None:
+    """Refuses tensors of one kind."""
+    shape, what = kind.shape, f"{path}: tensor '{next(iter(names), '')}'"
     if not _are_counts(shape):
         raise BrokenCheckpoint(f"{what} has the shape {shape}")
-    for (file, length, head, offsets, sizes), begins in zip(pieces, starts, strict=True):
-        _check_runs(manifest, file, begins, length, names, path)
+    for (file, length, head, offsets, sizes), starts in zip(kind.pieces, kind.starts, strict=True):
+        _check_runs(manifest, file, starts, length, names, path)
         box = (offsets, sizes, shape)
         if not (_are_counts((*offsets, *sizes)) and len({len(each) for each in box}) == 1):
             raise BrokenCheckpoint(f"{what} has a piece of {sizes} at {offsets}")
         if any(map(gt, map(add, offsets, sizes), shape)):
             raise BrokenCheckpoint(f"{what} of shape {shape} has a piece of {sizes} at {offsets}")
-        nbytes = math.prod(sizes) * dtype.itemsize
+        nbytes = math.prod(sizes) * kind.dtype.itemsize
         if type(head) is not int or head < -1 or max(head, 0) + nbytes > length:
             raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
-    if sum(math.prod(sizes) for *_, sizes in pieces) != math.prod(shape):
+    if sum(math.prod(sizes) for *_, sizes in kind.pieces) != math.prod(shape):
         raise BrokenCheckpoint(f"{what} of shape {shape} is not covered by its pieces")
 
 

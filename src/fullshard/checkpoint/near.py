@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint.background import finish
-from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, checksum
+from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum
 from fullshard.checkpoint.manifest import StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import checkpoints
@@ -92,15 +92,8 @@ class Hosts:
         self.sources = [rank for rank, to in targets.items() if to == ranks.rank]
 
     def spread(self, partial: Path, files: Sequence[Sent]) -> None:
-        """Sends the file of this rank to another host, and writes those that come. All ranks must call it.
-
-        Args:
-            partial: where this rank's file is, and the others' are written.
-            files: of each rank.
-
-        Raises:
-            CheckpointError: a file could not be written, or is not what was sent.
-        """
+        """Sends the file of this rank, one of ``files``, to another host, and writes those that come beside it. All
+        ranks must call it. A CheckpointError if one could not be written, or is not what was sent."""
         group, mine = self._ranks.group, files[self._ranks.rank]
         size = mine.size if self.to is not None else 0
         data = torch.from_file(str(partial / mine.name), shared=False, size=size, dtype=torch.uint8) if size else None
@@ -140,7 +133,7 @@ class _Copy:
     def write(self, data: torch.Tensor) -> None:
         try:
             if self._writer is not None and self._error is None:
-                self._writer.write_tensor(data)
+                self._writer.write(bytes_of(data))
         except OSError as error:
             self._error = error
 

@@ -21,12 +21,8 @@ class LostRank(CheckpointError):
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone where there is none.
-
-    Args:
-        process_group: ``None`` for all ranks.
-        background: they communicate beside training, and so by a group of their own. Every rank must make it.
-    """
+    """The ranks of a process group, by default all, or this process alone where there is none. Those of the background
+    communicate beside training, and so by a group of their own, which every rank must make."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, background: bool = False) -> None:
         self.group: dist.ProcessGroup | None = None  # that moves what is on the CPU

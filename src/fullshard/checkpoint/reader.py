@@ -13,29 +13,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, Manifest, Piece, decode, few, number_of
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
 
-
-class Target(NamedTuple):
-    """A box of a tensor that is to be read into memory.
-
-    Attributes:
-        name: of the tensor in the checkpoint.
-        shape: of all of it.
-        offsets: where the box begins.
-        tensor: takes the values; on any device, of any dtype and strides.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    tensor: torch.Tensor
+#: A box of a tensor that is to be read into memory: the name of the tensor in the checkpoint, its shape, where the box
+#: begins, and what takes its values, on any device, of any dtype and strides.
+Target = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -93,15 +81,13 @@ class Checkpoint:
                     raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
 
     @property
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> Tensors:
         return self.manifest.tensors
 
     @property
     def model(self) -> dict[str, str]:
-        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint.
-
-        In what DCP wrote these are what lies under a key ``model``, or else everything that lies under no key.
-        """
+        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint. In what
+        DCP wrote these are what lies under a key ``model``, or else everything that lies under no key."""
         paths = {name: self.path_of(name) for name in self.tensors}
         found = {
             ".".join(path[path.index("model") + 1 :]): name for name, path in paths.items() if "model" in path[:-1]
@@ -114,9 +100,9 @@ class Checkpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         """All of a tensor, on the CPU."""
-        entry = self._entry(name)
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read([Target(name, entry.shape, (0,) * len(entry.shape), whole)])
+        kind, _ = self._place(name)
+        whole = torch.empty(kind.shape, dtype=kind.dtype)
+        self.read([(name, kind.shape, (0,) * len(kind.shape), whole)])
         return whole
 
     def value(self, name: str) -> Any:
@@ -141,11 +127,7 @@ class Checkpoint:
 
     def verify(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[str]:
         """Reads everything; yields a sentence for each file that lacks bytes, and for each block that is not what was
-        written, with the tensors in it.
-
-        Args:
-            tell: is called with the bytes that were read, again and again.
-        """
+        written, with the tensors in it. ``tell`` is called with the bytes that were read, again and again."""
         lacking = self.lacking()
         yield from lacking.values()
         for name, file in self.manifest.files.items():
@@ -170,28 +152,32 @@ class Checkpoint:
             ValueError: it has another shape.
             BrokenCheckpoint: the bytes are not what was written; some boxes may be filled then.
         """
-        wanted: list[tuple[str, int, Piece, Target, Entry, bool]] = []
+        wanted: dict[str, list[tuple[int, str, torch.Tensor, tuple[Piece, tuple[int, ...]] | None]]] = {}
         written: list[torch.Tensor] = []
-        for target in targets:
-            name, shape, offsets, into = target
-            entry = self.tensors.get(name) or self._entry(name)
-            if entry.shape != shape:
-                raise ValueError(f"'{name}' has the shape {shape} here, and {entry.shape} in {self.path}")
-            box = offsets, tuple(into.shape)
-            same = [piece for piece in entry.pieces if piece[4:] == box]
-            in_place = bool(same) and into.dtype == entry.dtype and into.is_cpu and into.is_contiguous()
-            for piece in same or entry.pieces:
-                wanted.append((piece[0], piece[1], piece, target, entry, in_place and piece.data >= 0))
-        wanted.sort(key=operator.itemgetter(0, 1))
+        for name, shape, offsets, into in targets:
+            kind, at = self.tensors.places.get(name) or self._place(name)
+            if kind.shape != shape:
+                raise ValueError(f"'{name}' has the shape {shape} here, and {kind.shape} in {self.path}")
+            same = kind.boxes.get((offsets, into.shape), -1)
+            if same >= 0 and into.dtype == kind.dtype and into.is_cpu and into.is_contiguous():
+                file, _, head, _, _ = kind.pieces[same]
+                if head >= 0:
+                    wanted.setdefault(file, []).append((kind.starts[same][at] + head, name, into, None))
+                    written.append(into)
+                    continue
+            for number in range(len(kind.pieces)) if same < 0 else [same]:
+                piece = kind.piece(number, at)
+                wanted.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
         try:
-            for file, _, piece, target, entry, in_place in wanted:
-                if in_place:
-                    self._reader(file).read_to(target.tensor, piece.data)
-                    written.append(target.tensor)
-                else:
-                    self._copy(piece, target, entry)
+            for file in sorted(wanted):
+                reader, runs = self._reader(file), wanted[file]
+                for start, name, into, part in sorted(runs, key=operator.itemgetter(0)):
+                    if part is None:
+                        reader.read_to(into, start)
+                    else:
+                        self._copy(*part, self.tensors.places[name][0].dtype, into.detach())
         except BrokenCheckpoint as error:
-            raise BrokenCheckpoint(f"tensor '{target.name}': {error}") from error
+            raise BrokenCheckpoint(f"tensor '{name}': {error}") from error
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
@@ -205,33 +191,32 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _entry(self, name: str) -> Entry:
-        if name not in self.tensors:
+    def _place(self, name: str) -> tuple[Kind, int]:
+        if name not in self.tensors.places:
             raise KeyError(f"{self.path} has no tensor '{name}'")
-        return self.tensors[name]
+        return self.tensors.places[name]
 
-    def _copy(self, piece: Piece, target: Target, entry: Entry) -> None:
+    def _copy(self, piece: Piece, offsets: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor) -> None:
         """Copies what a piece and a box have in common."""
-        into, box = target.tensor.detach(), (piece.offsets, piece.sizes, target.offsets)
-        lows = list(map(max, piece.offsets, target.offsets))
-        ends = [min(at + size, to + want) for at, size, to, want in zip(*box, into.shape, strict=True)]
+        lows, both = list(map(max, piece.offsets, offsets)), (piece.offsets, piece.sizes, offsets, into.shape)
+        ends = [min(at + size, to + want) for at, size, to, want in zip(*both, strict=True)]
         sizes = [end - low for low, end in zip(lows, ends, strict=True)]
         if any(size <= 0 for size in sizes):
             return
         for dim, (low, size) in enumerate(zip(lows, sizes, strict=True)):
             if size != into.shape[dim]:
-                into = into.narrow(dim, low - target.offsets[dim], size)
+                into = into.narrow(dim, low - offsets[dim], size)
         begins = [low - at for low, at in zip(lows, piece.offsets, strict=True)]
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
-            whole = dcp.loaded_tensor(data, entry.dtype, piece.sizes, f"what {self.path / piece.file} has of it")
+            whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"what {self.path / piece.file} has of it")
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
             return
         strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
-        start = piece.data + entry.dtype.itemsize * sum(map(operator.mul, begins, strides))
+        start = piece.data + dtype.itemsize * sum(map(operator.mul, begins, strides))
         span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == entry.dtype and into.is_cpu
-        run = into if direct else torch.empty(span, dtype=entry.dtype)
+        direct = span == math.prod(sizes) and into.is_contiguous() and into.dtype == dtype and into.is_cpu
+        run = into if direct else torch.empty(span, dtype=dtype)
         self._reader(piece.file).read_into(bytes_of(run), start)
         if direct:
             torch.autograd.graph.increment_version(into)

@@ -24,7 +24,8 @@ import socket
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ from fullshard.checkpoint.manifest import (
     Piece,
     Stored,
     StoredFile,
+    Tensors,
     check,
     encode,
     encode_contents,
@@ -138,6 +140,7 @@ class _Writing:
     hosts: Hosts | None = None  # of a near copy
     partial: Path = Path()
     boxes: list[Box] = field(default_factory=list)  # that this rank writes
+    tensors: list[torch.Tensor] = field(default_factory=list)  # their values
     values: list[tuple[str, bytes]] = field(default_factory=list)  # the same of what is no tensor
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     _lock: int = -1
@@ -209,38 +212,39 @@ class _Writing:
     def _choose(self, contents: Contents, holders: Mapping[str, list[int]]) -> None:
         """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others."""
         self.paths = contents.paths
-        boxes: dict[object, list[Box]] = {}
-        for box in contents.boxes:
+        mine, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
+        for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
             if holders and (at := holders.get(box.key(self.ranks.size))):
                 box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
-            boxes.setdefault((box.copies.ranks, box.copies.size), []).append(box)
-        for same in boxes.values():
+            alone = box.copies.size == 1
+            (mine if alone else shared.setdefault((box.copies.ranks, box.copies.size), [])).append((box, tensor))
+        for same in shared.values():
             if holders:  # ranks may have met them in another order
-                same.sort(key=lambda box: (box.names[0], box.offsets))
-            total, before = max(1, sum(box.tensor.nbytes for box in same)), 0
-            for box in same:
+                same.sort(key=lambda pair: (pair[0].names[0], pair[0].offsets))
+            total, before = max(1, sum(tensor.nbytes for _, tensor in same)), 0
+            for box, tensor in same:
                 if min(before * box.copies.size // total, box.copies.size - 1) == box.copies.number:
-                    self.boxes.append(box)
-                before += box.tensor.nbytes
+                    mine.append((box, tensor))
+                before += tensor.nbytes
+        self.boxes, self.tensors = [box for box, _ in mine], [tensor for _, tensor in mine]
         for name, (value, layout) in contents.values.items():
             if holders[name][0] == self.ranks.rank if name in holders else not layout.copies.number:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))
 
     def copy(self) -> None:
         """Copies what is to be written to memory of the host that nobody changes."""
-        sizes = [-(-box.tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for box in self.boxes]
-        pin = any(box.tensor.device.type == "cuda" for box in self.boxes)
+        sizes = [-(-tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for tensor in self.tensors]
+        pin = any(tensor.device.type == "cuda" for tensor in self.tensors)
         arena, at = Background.memory(sum(sizes), pin), 0
         copies = []
-        for box, size in zip(self.boxes, sizes, strict=True):
-            part = arena[at : at + box.tensor.nbytes].view(box.tensor.dtype).view(box.tensor.shape)
-            copies.append(box._replace(tensor=part))
+        for tensor, size in zip(self.tensors, sizes, strict=True):
+            copies.append(arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             at += size
         with torch.no_grad():
-            foreach_copy([box.tensor for box in copies], [box.tensor for box in self.boxes])
-        if any(box.tensor.device.type != "cpu" for box in self.boxes):
+            foreach_copy(copies, self.tensors)
+        if any(not tensor.is_cpu for tensor in self.tensors):
             torch.accelerator.synchronize()
-        self.boxes = copies
+        self.tensors = copies
 
     def write(self) -> Path | None:
         """Writes it, and makes it visible; returns ``None`` for a near copy for which there was no space."""
@@ -250,7 +254,9 @@ class _Writing:
             keys = tuple(key for key, _, _ in told)
             if hosts is not None:
                 self.ranks.attempt(partial(hosts.spread, self.partial, [sent for _, _, sent in told]))
-            known = all(told[leader][1] == keys for leader in (hosts.members if hosts else [0]))
+            known = all(
+                told[leader][1] == checksum("".join(keys).encode()) for leader in (hosts.members if hosts else [0])
+            )
             parts = self.ranks.gather_to_first((file, None if known else outline))
             parts = self.ranks.broadcast(parts) if hosts is not None else parts
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
@@ -269,33 +275,25 @@ class _Writing:
             self._discard()
         return self.directory / str(everyone[self.leader])
 
-    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, tuple[str, ...], Sent]]:
+    def _write_file(self) -> tuple[StoredFile, _Outline, tuple[str, str, Sent]]:
         name = f"__{self.ranks.rank}_0.distcp"
-        tensors: list[Any] = []
-        values: list[Any] = []
+        kinds = [(tensor.dtype, tensor.shape) for tensor in self.tensors]
+        outline = _Outline(name, self.boxes, kinds, [(each, len(data)) for each, data in self.values], self.paths)
+        if outline != _Last.outline:
+            _Last.outline, _Last.between, _Last.key = outline, outline.laid_out()[2], uuid.uuid4().hex
         writer = BlockWriter(self.partial / name)
         try:
-            for value_name, data in self.values:
-                values.append((value_name, Stored(name, writer.size, len(data))))
+            for _, data in self.values:
                 writer.write(data)
-            writer.write(bytes(-writer.size % dcp.ALIGNMENT))
-            for names, shape, offsets, tensor, _ in self.boxes:
-                sizes, dtype = tuple(tensor.shape), tensor.dtype
-                before, after, length = dcp.around(dtype, sizes)
-                start = writer.size
-                writer.write(before)
-                writer.write_tensor(tensor if tensor.is_cpu and tensor.is_contiguous() else tensor.cpu().contiguous())
-                writer.write(after)
-                tensors.append((names, dtype, shape, Piece(name, start, length, start + len(before), offsets, sizes)))
+            writer.write_tensors(zip(_Last.between, self.tensors, strict=False))
+            writer.write(_Last.between[-1])
             writer.close()
         except OSError as error:
             raise CheckpointError(f"{self.partial / name} could not be written: {error.strerror}") from error
         finally:
             writer.abandon()
-        outline, file = _Outline(tensors, values, self.paths), StoredFile(writer.size, writer.checksums)
-        if outline != _Last.outline:
-            _Last.outline, _Last.key = outline, uuid.uuid4().hex
-        return file, outline, (_Last.key, _Last.keys, Sent.of(name, file))
+        file = StoredFile(writer.size, writer.checksums)
+        return file, outline, (_Last.key, checksum("".join(_Last.keys).encode()), Sent.of(name, file))
 
     def _publish(self, parts: list[tuple[StoredFile, _Outline | None]]) -> str:
         """Writes what describes the files, and renames the directory; returns its name."""
@@ -323,15 +321,17 @@ class _Writing:
 
     def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
         """What DCP's metadata and the manifest say of tensors and values."""
-        manifest, paths = self.manifest, dict[str, tuple[str | int, ...]]()
-        for tensors, values, its_paths in outlines:
-            paths |= its_paths
+        manifest, paths, entries = self.manifest, dict[str, tuple[str | int, ...]](), dict[str, Entry]()
+        for outline in outlines:
+            tensors, values, _ = outline.laid_out()
+            paths |= outline.paths
             for names, dtype, shape, piece in tensors:
                 for each in names:
-                    entry = manifest.tensors.setdefault(each, Entry(dtype, shape))
+                    entry = entries.setdefault(each, Entry(dtype, shape))
                     if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
                         entry.pieces.append(piece)
             manifest.objects.update(values)
+        manifest.tensors = Tensors.of(entries)
         check(manifest, self.partial / MANIFEST)  # a rank may have nothing of what others have
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
 
@@ -450,22 +450,41 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 class _Outline(NamedTuple):
-    """What lies where in the file of a rank."""
+    """The file of a rank: its name, what lies there in this order, and names in the nested state dict."""
 
-    tensors: list[tuple[tuple[str, ...], torch.dtype, tuple[int, ...], Piece]]  # names, dtype, shape, place
-    values: list[tuple[str, Stored]]
+    name: str
+    boxes: list[Box]
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    values: list[tuple[str, int]]  # names and lengths: they come first
     paths: dict[str, tuple[str | int, ...]]
+
+    def laid_out(self) -> tuple[list[Any], dict[str, Stored], list[bytes]]:
+        """Names, dtype, shape and place of each tensor; places of values; and what is written before each tensor and
+        after the last."""
+        tensors, values, at = list[Any](), dict[str, Stored](), 0
+        for name, length in self.values:
+            values[name] = Stored(self.name, at, length)
+            at += length
+        between, join = [bytes(-at % dcp.ALIGNMENT)], cache(add)  # of which few are different
+        at += len(between[0])
+        for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
+            before, after, length = dcp.around(dtype, tuple(sizes))
+            tensors.append((names, dtype, shape, Piece(self.name, at, length, at + len(before), offsets, tuple(sizes))))
+            between[-1:] = join(between[-1], before), after
+            at += len(before) + sizes.numel() * dtype.itemsize + len(after)
+        return tensors, values, between
 
 
 class _Last:
     """What described the last save: for the next one of the same model it is the same, and is not made again.
 
     Attributes:
-        outline: of this rank, and ``key``, a name for it.
+        outline: of this rank, what it says is written between tensors, and ``key``, a name for it.
         keys: of all ranks in the last save that this rank described; ``metadata`` and ``contents`` are what it wrote.
     """
 
     outline: _Outline | None = None
+    between: list[bytes]
     key = ""
     keys: tuple[str, ...] = ()
     metadata = b""

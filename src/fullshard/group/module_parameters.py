@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -26,11 +27,13 @@ _requires_grad = attrgetter("requires_grad")
 Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 
-class Presentation(NamedTuple):
+@dataclass(eq=False)
+class Presentation:
     """Tensors for the places of parameters: by name where these are registered, by path where modules keep them."""
 
     registered: Updates
     apart: Sequence[tuple[nn.Module, tuple[Any, ...], Any]]
+    found: Any = None  # what state dicts know of the parameters
 
 
 class ModuleParameters:

@@ -57,26 +57,46 @@ class Place:
     param: Any = None  # the group's :class:`ShardedParameter`, a :class:`Fragment` in a flat parameter
 
 
-def shown_parameters(root: nn.Module) -> dict[nn.Parameter, list[Place]]:
+@dataclass(eq=False, slots=True)
+class Found:
+    """The parameters of a group, where they stand, and what checkpoints know of them."""
+
+    paths: dict[nn.Module, str | None]  # ``None``: it is not below the root
+    shown: dict[nn.Parameter, list[Place]]
+    names: list[str]
+    saved: Any = None
+
+
+def shown_parameters(root: nn.Module, found: list[Found] | None = None) -> dict[nn.Parameter, list[Place]]:
     """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order. That
     is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose modules
-    are not below ``root`` are left out."""
-    paths = {module: path for path, module in root.named_modules()}
+    are not below ``root`` are left out. ``found`` gets those of each group, and at the end those of none."""
+    paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
     groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
     for group in groups:
         group.check_in()  # users may have replaced parameters since the last step
     shown: dict[nn.Parameter, list[Place]] = {}
     taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
+    found = [] if found is None else found
     for group in groups:
-        for index, param in enumerate(group.params):
-            names = [plain_name(f"{paths[at.module]}.{at.name}") for at in param.locations if at.module in paths]
-            if names:
-                shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
-                taken.update(names)
+        presentation = group.module_params.as_sharded
+        known: Found | None = presentation.found
+        if known is None or any(paths.get(module) != path for module, path in known.paths.items()):
+            presentation.found = known = Found({}, {}, [])
+            for index, param in enumerate(group.params):
+                known.paths |= {at.module: paths.get(at.module) for at in param.locations}
+                names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
+                if names:
+                    known.shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
+                    known.names += names
+        found.append(known)
+        shown.update(known.shown)
+        taken.update(known.names)
+    found.append(others := Found({}, {}, []))
     for module, path in paths.items():
         for name, whole in module._parameters.items():
-            if whole is not None and whole not in shown and (plain := plain_name(f"{path}.{name}")) not in taken:
-                shown[whole] = [Place(plain)]
+            if whole is not None and path + name not in taken and whole not in shown:
+                others.shown[whole] = shown[whole] = [Place(path + name)]
     return shown
 
 
