@@ -16,9 +16,6 @@ from fullshard.buffer.sections import Section
 from fullshard.group.context import GroupContext
 from fullshard.torch_private import GRADIENTS_KEEP_DTYPE
 
-#: The dtypes of ``param.grad`` and of what travels, and the indices of their parameters.
-Members = tuple[tuple[torch.dtype, torch.dtype], list[int]]
-
 
 class GradientDtypes:
     """The dtypes of the gradients of one group."""
@@ -42,8 +39,8 @@ class GradientDtypes:
         group = self._group
         return self._said(index) or self.found.setdefault(index, group.compute_dtype(group.params[index]))
 
-    def together(self, indices: Iterable[int]) -> list[Members]:
-        """The parameters by the dtypes of their gradients."""
+    def together(self, indices: Iterable[int]) -> list[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
+        """The parameters by the dtypes of ``param.grad`` and of what travels."""
         params, alone = self._group.params, {index: self.alone(index) for index in indices}
         travels: dict[bool, torch.dtype] = {}  # apart, or real gradients would travel in a complex dtype
         for dtype in alone.values():

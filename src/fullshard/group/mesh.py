@@ -59,14 +59,8 @@ _default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakV
 
 
 def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:
-    """Check ``mesh`` and find its groups.
-
-    Raises:
-        ValueError: the mesh has other than one or two dims, has no names where names are needed, lacks a named dim, or
-            lacks this rank.
-        AssertionError: a 2-D mesh without names.
-        RuntimeError: the mesh has no process groups, or they were destroyed.
-    """
+    """Check ``mesh`` and find its groups. Raises ValueError if its dims, their names or its ranks do not fit,
+    AssertionError if it is 2-D and has no names, RuntimeError if it has no process groups or they were destroyed."""
     if dims is not None:
         return _named(mesh, dims)
     if mesh.ndim == 1:
