@@ -338,7 +338,7 @@ def test_a_number_of_ranks_that_is_no_factor(world: World, size: int) -> None:
     def mistake(fsdp: ModuleType) -> None:
         fsdp.fully_shard(mlp(), reshard_after_forward=size)
 
-    refused(mistake, ValueError, f"reshard_after_forward={size}", "factor of the 2 ranks")
+    refused(mistake, ValueError, f"reshard_after_forward is {size}", "factor of the 2 ranks")
 
 
 @ranks(2)

@@ -210,9 +210,7 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
             )
         refuse_torchs(each)
         if unit_of(each) is not None:
-            raise AssertionError(
-                f"fully_shard was already applied to this {type(each).__name__}: it can be applied once to each module"
-            )
+            raise AssertionError(f"fully_shard was already applied to this {type(each).__name__}, and can be only once")
     inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
     return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
 
@@ -234,19 +232,14 @@ def refuse_torchs(module: nn.Module) -> None:
 
 def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
     """Whether parameters are resharded after forward, and the post-forward mesh, if there is one."""
-    if not isinstance(choice, int):
-        raise ValueError(
-            f"reshard_after_forward must be a bool, an int (how many ranks to reshard to) or None, got {choice!r}"
-        )
+    what, size = "reshard_after_forward", data.shard_size
+    policies.expect(isinstance(choice, int), what, choice, "a bool, an int (how many ranks) or None", ValueError)
     if data.shard_group is None:
         return False, None
     if isinstance(choice, bool):
         return choice, None
-    size = data.shard_size
-    if choice < 1 or size % choice != 0:
-        raise ValueError(
-            f"reshard_after_forward={choice} must be a factor of the {size} ranks over which parameters are sharded"
-        )
+    is_factor = choice > 0 and size % choice == 0
+    policies.expect(is_factor, what, choice, f"a factor of the {size} ranks that shard parameters", ValueError)
     return choice > 1, smaller_mesh(data, choice) if 1 < choice < size else None
 
 

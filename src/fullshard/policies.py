@@ -80,11 +80,9 @@ class MixedPrecisionPolicy(Checked):
         said = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
         if said is None or said == self.param_dtype:
             return None
-        if said != param.dtype:
-            raise ValueError(
-                f"param_dtype_override_fn must return None, param_dtype ({self.param_dtype}) or the own dtype of a "
-                f"parameter, and for '{name}', of {param.dtype}, it returned {describe(said)}"
-            )
+        what = f"what param_dtype_override_fn returned for parameter '{name}'"
+        wanted = f"None, param_dtype ({self.param_dtype}) or its own dtype, {param.dtype}"
+        expect(said == param.dtype, what, said, wanted, ValueError)
         return param.dtype if param.is_floating_point() else None
 
 

@@ -53,11 +53,9 @@ def strategy_and_mesh(
         mesh = _mesh_of(device_type, dist.group.WORLD)
     else:
         pair = process_group if isinstance(process_group, tuple) else ()
-        if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
-            raise ValueError(
-                f"process_group for {strategy} must be a tuple of two process groups that have this rank, to shard "
-                f"over and to replicate over, got {process_group!r}"
-            )
+        is_pair = len(pair) == 2 and all(isinstance(group, dist.ProcessGroup) for group in pair)
+        wanted = "a tuple of two process groups that have this rank, to shard over and to replicate over"
+        expect(is_pair, f"process_group for {strategy}", process_group, wanted, ValueError)
         mesh = _mesh_of(device_type, dist.group.WORLD, *pair)
     data = data_mesh(mesh)
     if data.shard_size == 1:
