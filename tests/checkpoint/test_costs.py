@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint.blocks import BLOCK, BlockReader
+from fullshard.checkpoint.blocks import _AHEAD, BLOCK, BlockReader, BlockWriter
 from tests.checkpoint.test_save import run, sharded
 from tests.harness import RankPool, World
 from tests.harness.models import seeded
@@ -67,6 +67,21 @@ def test_memory_rises_by_no_more_than_the_largest_tensor(rank_pool: RankPool, tm
     for size in (2, 3, 1):
         found = run(rank_pool, peaks, size, tmp_path, cut, False)
         assert max(found) < LARGEST + SLACK, f"{[peak // MIB for peak in found]} MiB on {size} ranks"
+
+
+def test_the_disk_begins_before_a_file_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+
+    def begin(file: int, start: Any, nbytes: Any, how: int) -> None:
+        told.append((start.value, nbytes.value))
+
+    monkeypatch.setattr("fullshard.checkpoint.blocks._begin", begin)
+    writer = BlockWriter(tmp_path / "file")
+    writer.write(bytes(100))
+    writer.write(bytes(2 * _AHEAD))
+    assert told == [(0, _AHEAD), (_AHEAD, _AHEAD)]
+    writer.close()
+    assert list(BlockReader(tmp_path / "file", 2 * _AHEAD + 100, writer.checksums).check()) == []
 
 
 def reads(world: World, folder: Path, cut: str) -> tuple[list[tuple[str, int]], int, int]:
