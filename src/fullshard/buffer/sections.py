@@ -17,6 +17,7 @@ from fullshard.buffer.plan import Plan, make_plan
 
 #: Bytes to which sections, and everything on its way, are aligned: a cache line, and more than any dtype asks for.
 ALIGNMENT = 64
+Dtypes = Sequence[torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -32,42 +33,38 @@ class Section:
         return Section(self.dtype, self.members, make_plan(self.plan.params, ranks))
 
 
-def full_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+def full_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:
     """Size in bytes of the full buffer when the sections have these dtypes."""
     return full_starts(sections, dtypes)[-1]
 
 
-def full_starts(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> list[int]:
+def full_starts(sections: Sequence[Section], dtypes: Dtypes) -> list[int]:
     """Where in the full buffer each section begins, and where the last ends, in bytes."""
     return starts([section.plan.full_numel for section in sections], dtypes)
 
 
-def shard_bytes(sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> int:
+def shard_bytes(sections: Sequence[Section], dtypes: Dtypes) -> int:
     """Size in bytes of a shard when the sections have these dtypes."""
     return starts([section.plan.shard_numel for section in sections], dtypes)[-1]
 
 
-def full_views(
-    memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
-) -> tuple[torch.Tensor, ...]:
+def full_views(memory: torch.Tensor, sections: Sequence[Section], dtypes: Dtypes) -> tuple[torch.Tensor, ...]:
     """The sections of a full buffer: 1-D tensors of ``plan.full_numel`` elements in ``memory`` (1-D, uint8)."""
     return views(memory, [section.plan.full_numel for section in sections], dtypes)
 
 
-def shard_views(
-    memory: torch.Tensor, sections: Sequence[Section], dtypes: Sequence[torch.dtype]
-) -> tuple[torch.Tensor, ...]:
+def shard_views(memory: torch.Tensor, sections: Sequence[Section], dtypes: Dtypes) -> tuple[torch.Tensor, ...]:
     """The sections of a shard: 1-D tensors of ``plan.shard_numel`` elements in ``memory`` (1-D, uint8)."""
     return views(memory, [section.plan.shard_numel for section in sections], dtypes)
 
 
-def starts(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[int]:
+def starts(numels: Sequence[int], dtypes: Dtypes) -> list[int]:
     """Where tensors that lie end to end begin, each on a boundary, and where the last ends, in bytes."""
     nbytes = (align(numel * dtype.itemsize) for numel, dtype in zip(numels, dtypes, strict=True))
     return list(accumulate(nbytes, initial=0))
 
 
-def views(memory: torch.Tensor, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, ...]:
+def views(memory: torch.Tensor, numels: Sequence[int], dtypes: Dtypes) -> tuple[torch.Tensor, ...]:
     """Such tensors in ``memory`` (1-D, uint8)."""
     return tuple(
         memory[start : start + numel * dtype.itemsize].view(dtype)

@@ -39,8 +39,6 @@ _ENTRY = 8
 _ENTRIES = 8 * _ENTRY * _AHEAD
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
-#: Of a segment that was opened: a rank, and the inode of its slot.
-_Key = tuple[int, int]
 
 
 class HostTransport(Transport):
@@ -66,7 +64,7 @@ class HostTransport(Transport):
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
-        self._opened: dict[_Key, Segment] = {}  # the other ranks'
+        self._opened: list[dict[int, Segment]] = [{} for _ in range(size)]  # slots of the other ranks, by inode
         self._purged = [0] * size
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
         self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
@@ -159,14 +157,14 @@ class HostTransport(Transport):
                 self._forget_slots_of(rank)
                 self._purged[rank] = dropped
         slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
-        for total in reading.route.sums(slots, self._opened):
+        for total in reading.route.sums(slots):
             total.write(reading.shards, reading.divisor)
         reading.is_read = True
         reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
         self.done.set(number)
 
-    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> _Key:
-        """Where ``rank`` has the values to be added up."""
+    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> Segment | None:
+        """Where ``rank`` has the values to be added up; ``None`` for this one."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self._entries[rank][at : at + 7]
         route = reading.route
@@ -183,19 +181,20 @@ class HostTransport(Transport):
                 f"rank {there} has gradients of other parameters of {named(tag)} than rank {here}: where ranks "
                 f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
-        key = (rank, address[2])
-        if rank != self.local_ranks.rank and key not in self._opened:
+        if rank == self.local_ranks.rank:
+            return None
+        opened, inode = self._opened[rank], address[2]
+        if inode not in opened:
             try:
-                self._opened[key] = Segment.open(Address(*address))
+                opened[inode] = Segment.open(Address(*address))
             except OSError as error:  # its memory ended with it
                 wait = Wait("a reduction", self.local_ranks.process_group(), route.tag)
                 raise lost(wait, f"rank {there}", error) from error
-        return key
+        return opened[inode]
 
     def _forget_slots_of(self, rank: int) -> None:
         """Let go of slots that a rank gave back to the system."""
-        for key in [key for key in self._opened if key[0] == rank]:
-            del self._opened[key]
+        self._opened[rank].clear()
         for route in self._routes:
             route.known.clear()
 
@@ -258,11 +257,10 @@ class _HostReduceRoute:
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
         #: The same on ranks that reduce the same parameters.
-        self.subject = hash(
-            tuple((start, *plan.full_offsets) for start, plan in zip(self._starts, self._plans, strict=True))
-        )
+        starts = zip(self._starts, self._plans, strict=True)
+        self.subject = hash(tuple((start, *plan.full_offsets) for start, plan in starts))
         self._scratch = scratch
-        self.known: dict[tuple[_Key, ...], list[Sum]] = {}
+        self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         return self._transport.start(self, shards, reduction.divisor)
@@ -281,8 +279,8 @@ class _HostReduceRoute:
                     sums.append(Sum(block, terms, self._shard_dtypes[section], self._scratch))
         return sums
 
-    def sums(self, slots: tuple[_Key, ...], opened: dict[_Key, Segment]) -> list[Sum]:
-        """The sums of what lies in the ranks' slots; this rank's own is not among the ``opened`` ones."""
+    def sums(self, slots: tuple[Segment | None, ...]) -> list[Sum]:
+        """The sums of what lies in the ranks' slots."""
         if slots not in self.known:
-            self.known[slots] = self._make([opened.get(slot) for slot in slots])
+            self.known[slots] = self._make(slots)
         return self.known[slots]

@@ -41,8 +41,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:
     """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``."""
-    for transfer in transfers:
-        plan, full, shard = transfer.plan, transfer.full, transfer.shard
+    for plan, full, shard in transfers:
         where = f"of the group of parameter '{plan.params[0].name}'" if plan.params else "of a group without parameters"
         if plan.world_size != world_size:
             raise ValueError(
