@@ -480,8 +480,8 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._ready.set(self._number)\n        self.done.set(self._number)",
-        "self._ready.set(self._number)",
+        "        self.done.set(self._ready.value)\n",
+        "",
         "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
     Mutation(
@@ -504,7 +504,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._ready.note(self._dropped)",
+        "self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)",
         "pass",
         "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),

@@ -59,7 +59,6 @@ class HostTransport(Transport):
         self.done = Counters(control, LINE * size, rank, size)
         starts = range(2 * LINE * size, control.address.nbytes, _ENTRIES)
         self._entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
-        self._number = self._dropped = 0  # of reductions that this rank has started, and of slots that it has lost
         self._under_way: deque[_PendingHostReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
@@ -121,8 +120,7 @@ class HostTransport(Transport):
         slot = self._address_of(route.fulls)
         assert slot is not None, "the buffers left the slots of their transport"
         self._close_files()
-        self._number += 1
-        local_ranks, number = self.local_ranks, self._number
+        local_ranks, number = self.local_ranks, self._ready.value + 1
         local_ranks.wait(self.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
         at = number % _AHEAD * _ENTRY
         self._entries[local_ranks.rank][at : at + 7] = [number, route.tag, route.subject, *slot]
@@ -134,9 +132,8 @@ class HostTransport(Transport):
 
     def reset(self) -> None:
         self._under_way.clear()
-        self._number = (self._number // _ROUND + 1) * _ROUND
-        self._ready.set(self._number)
-        self.done.set(self._number)
+        self._ready.set((self._ready.value // _ROUND + 1) * _ROUND)
+        self.done.set(self._ready.value)
 
     def let_go(self) -> None:
         for rank in range(self.local_ranks.size):
@@ -206,8 +203,7 @@ class HostTransport(Transport):
     def _forget(self, start: int, file: File | None) -> None:
         """Tell the other ranks that a slot of this one is gone."""
         self._slots.pop(start, None)
-        self._dropped += 1
-        self._ready.note(self._dropped)
+        self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)
         self._files.append((self._ready.value, file))
         self._close_files()
 
