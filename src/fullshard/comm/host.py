@@ -156,7 +156,6 @@ class HostTransport(Transport):
         slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
         for total in reading.route.sums(slots):
             total.write(reading.shards, reading.divisor)
-        reading.is_read = True
         reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
         self.done.set(number)
 
@@ -223,13 +222,12 @@ class _PendingHostReduction(StillRead):
     transport: HostTransport
     route: _HostReduceRoute
     number: int
-    shards: Sequence[torch.Tensor]
+    shards: Sequence[torch.Tensor]  # none any more once it was read
     divisor: float
-    is_read: bool = False
 
     def finish(self) -> None:
         self.transport.read_up_to(self.number)
-        if not self.is_read:
+        if self.shards:
             raise RuntimeError(
                 f"a reduction of {named(self.route.tag)} was lost when reset_iter_state() was called after an error, "
                 f"perhaps in another model on the same ranks: call it on this model too"
