@@ -34,7 +34,6 @@ class SharedBuffer:
         self.memory = view.tensor(start, nbytes, torch.uint8)
         #: Identifies the storage that all views of the buffer have.
         self.storage_id = storage_id(self.memory)
-        self._everything = ((0, self._view.address.nbytes),)
         self._is_private = False
         self._uses = 0
         self._faults = 0
@@ -81,7 +80,7 @@ class SharedBuffer:
 
     def _tell_children(self) -> None:
         """Let forked processes see what the views show now; they see a private copy in any case."""
-        self._view.pages.own = self._everything if self.in_use and not self._is_private else ()
+        self._view.pages.own = ((0, self._view.pages.nbytes),) if self.in_use and not self._is_private else ()
 
     def keep_memory(self, keep: bool) -> None:
         """Does nothing: it has memory of its own, at one address."""
