@@ -52,7 +52,7 @@ class HostTransport(Transport):
     compares_reductions = CAN_SWAP_MEMORY  # else gradients are no part of the slots that ranks share, but messages
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
-        self.private = messages
+        self._private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
         self._ready = Counters(control, 0, rank, size)

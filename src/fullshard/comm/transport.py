@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -167,10 +166,12 @@ class Transport:
     #: Whether ranks compare which parameters they reduce while they wait for one another.
     compares_reductions = False
 
-    @cached_property
+    _private: Transport | None = None
+
+    @property
     def private(self) -> Transport:
         """The transport for buffers in memory of this rank alone; itself, unless ranks share memory."""
-        return self
+        return self._private or self
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
         """Whether collectives of several tensors are one launch, so that smaller parameters may be straight."""
