@@ -174,12 +174,9 @@ class _MessageRoute:
         self._rounds = list(zip_longest(*every, fillvalue=Round()))
         self._turn = max(map(self._round_bytes, self._rounds), default=0)
         self.staging = self._scratch + min(DEPTH, len(self._rounds)) * self._turn
-        self._bound: dict[int, list[_BoundRound]] = {}
-
-    @property
-    def sent(self) -> int:
         leaving = (each for rounds in self._rounds for each in self._leaving(rounds))
-        return sum(len(peers) * each.sent_bytes([dtype.itemsize for dtype in self._dtypes]) for peers, each in leaving)
+        self.sent = sum(len(peers) * each.sent_bytes(itemsizes) for peers, each in leaving)
+        self._bound: dict[int, list[_BoundRound]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
         """An exchange in staging of its own; its rounds there are the same ones in every step."""

@@ -88,15 +88,8 @@ class Route(Protocol):
     Its buffers may be on meta, if it is never taken.
     """
 
-    @property
-    def staging(self) -> int:
-        """Bytes of the memory that it takes beside its buffers."""
-        ...
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank sends, with the fewest that any algorithm of a collective needs."""
-        ...
+    staging: int  # bytes of the memory that it takes beside its buffers
+    sent: int  # bytes that this rank sends, with the fewest that any algorithm of a collective needs
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
