@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.torch_private import foreach_copy, is_traceable_subclass
 
-#: To compare with: the type of a device is a new string whenever it is asked for.
-CPU = torch.device("cpu")
+CPU = torch.device("cpu")  # to compare with: the type of a device is a new string whenever it is asked for
 META = torch.device("meta")
 
 
@@ -56,8 +55,7 @@ class HostMark:
             step()
 
 
-#: A mark that has passed already.
-PASSED: Mark = HostMark(())
+PASSED: Mark = HostMark(())  # a mark that has passed already
 
 
 @dataclass(slots=True, eq=False)
@@ -98,8 +96,7 @@ class Streams:
         torch.accelerator.synchronize(device)
 
 
-#: Devices without streams: the host completes itself what it started there.
-HOSTS = {CPU, META}
+HOSTS = {CPU, META}  # devices without streams: the host completes itself what it started there
 _streams = Streams()
 
 

@@ -25,8 +25,7 @@ _LARGEST_INT = 2**31 - 1
 #: With any of these the user has chosen thresholds.
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 
-#: The bytes that the heap was told to keep; 0 while no tree asks for it.
-kept = 0
+kept = 0  # the bytes that the heap was told to keep; 0 while no tree asks for it
 _asked: dict[int, int] = {}
 _is_over = False
 

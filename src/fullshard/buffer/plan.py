@@ -82,8 +82,7 @@ class ParamShape:
         return self.shape if self.dim is None else (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
-#: The size of a dim, its stride in the full buffer and its stride in shards.
-_Dim = tuple[int, int, int]
+_Dim = tuple[int, int, int]  # the size of a dim, its stride in the full buffer and its stride in shards
 
 
 @dataclass(frozen=True)

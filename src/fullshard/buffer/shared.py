@@ -32,8 +32,7 @@ class SharedBuffer:
         self.nbytes = nbytes
         self._view = view
         self.memory = view.tensor(start, nbytes, torch.uint8)
-        #: Identifies the storage that all views of the buffer have.
-        self.storage_id = storage_id(self.memory)
+        self.storage_id = storage_id(self.memory)  # identifies the storage that all views of the buffer have
         self._is_private = False
         self._uses = 0
         self._faults = 0

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Bytes that counters take for each process: no two share a cache line.
-LINE = 64
+LINE = 64  # bytes that counters take for each process: no two share a cache line
 _PAGEMAP = "/proc/self/pagemap"
 _OF_PROCESS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
@@ -183,8 +182,7 @@ class Segment:
         self._end.atexit = False  # tensors may outlive this module
         _mapped[pages.start] = pages
         self.address = address
-        #: Of the process that made the segment: others may open it as long as this is there.
-        self.file = file
+        self.file = file  # of the process that made the segment: others may open it as long as this is there
 
     @classmethod
     def reserve(cls, nbytes: int) -> Segment:

@@ -113,8 +113,7 @@ class SlotBuffer:
         with torch.inference_mode(False):
             own = torch.empty(0, dtype=torch.uint8, device=pool.device)
         self._storage = own.untyped_storage()
-        #: Identifies the storage that all views of the buffer have.
-        self.storage_id = storage_id(own)
+        self.storage_id = storage_id(own)  # identifies the storage that all views of the buffer have
         pool.buffers.add(self)
 
     @cached_property
@@ -238,8 +237,7 @@ class Lease:
         return flat.view(tuple(shape))
 
 
-#: Bytes of a small buffer.
-_SMALL = 2**20
+_SMALL = 2**20  # bytes of a small buffer
 
 
 class Staging:

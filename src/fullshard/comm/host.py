@@ -31,8 +31,7 @@ from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
-#: Reductions that a rank may be ahead of the slowest one.
-_AHEAD = 64
+_AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address. And
 #: the bytes in which each rank says it of all that are under way.
 _ENTRY = 8

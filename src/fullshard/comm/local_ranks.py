@@ -27,8 +27,7 @@ from fullshard.torch_private import timeout_of
 _LOOK, _YIELD = 20e-6, 2e-3
 #: It sleeps for a fiftieth of the time that it has waited, at least and at most so many seconds.
 _SLEEP, _LONGEST_SLEEP = 100e-6, 5e-3
-#: Seconds between two looks at whether the other ranks still live.
-_ALIVE = 0.05
+_ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
 
 class LocalRanks:

@@ -40,15 +40,12 @@ LARGE = 256 * 2**10
 #: spins while another thread sends to the same rank, which two that exchange little at the same moment hit nearly every
 #: time. More ranks, and larger groups, cost less by messages. Measured by ``benchmarks/exchanges.py``.
 SMALL = 2**18
-#: Bytes of staging for each rank in a round, however many ranks there are.
-LEAST_STAGING = 64 * 2**10
-#: Rounds that are under way at once.
-DEPTH = 2
+LEAST_STAGING = 64 * 2**10  # bytes of staging for each rank in a round, however many ranks there are
+DEPTH = 2  # rounds that are under way at once
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
-#: A message as the process group wants it, and the rank at its other end.
-Message = tuple[list[torch.Tensor], int]
+Message = tuple[list[torch.Tensor], int]  # a message as the process group wants it, and the rank at its other end
 
 
 class PointToPointTransport(Transport):

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from fullshard.comm.waits import waiting
 from fullshard.torch_private import all_gather_single
 
-#: Bytes of an object that travel with its length, and bytes of that length.
-_SMALL, _LENGTH = 248, 8
+_SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:

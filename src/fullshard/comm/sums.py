@@ -20,8 +20,7 @@ from fullshard.buffer.slots import Lease
 from fullshard.comm.transport import Transfer
 from fullshard.torch_private import premultiplied_sum
 
-#: Elements that are added up at a time: what is added and its sum fit in a cache.
-BLOCK = 2**17
+BLOCK = 2**17  # elements that are added up at a time: what is added and its sum fit in a cache
 
 SUM_DTYPES = {
     torch.bfloat16: torch.float32,

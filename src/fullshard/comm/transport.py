@@ -27,10 +27,8 @@ class Transfer(NamedTuple):
     shard: torch.Tensor  # 1-D, of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary
 
 
-#: Shards to all ranks, or the values of all ranks to shards.
-Direction = Literal["gather", "reduce"]
-#: Targets and sources, for one call that copies all of them.
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, for one call that copies all of them
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,8 +67,7 @@ class Reduction(NamedTuple):
     sum_only: bool = False  # only plain sums on the wire, and scaled apart: some zero-copy collectives can do no more
 
 
-#: What the ranks bring is added up, and not divided.
-PLAIN_SUM = Reduction()
+PLAIN_SUM = Reduction()  # what the ranks bring is added up, and not divided
 
 
 class Request(NamedTuple):

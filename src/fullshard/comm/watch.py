@@ -38,20 +38,16 @@ from fullshard.torch_private import default_store
 
 _log = logging.getLogger("fullshard")
 
-#: Seconds between two looks; more where so many ranks would keep the store busy.
-_INTERVAL, _RANKS_A_SECOND = 1.0, 1000
-#: The same where the store is a file, which grows with each report.
-_IN_FILE = 10.0
-#: Seconds after which a rank that waits reads the reports of the others.
-_READ = 2.0
+_INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two looks; more where so many ranks would keep the store busy
+_IN_FILE = 10.0  # the same where the store is a file, which grows with each report
+_READ = 2.0  # seconds after which a rank that waits reads the reports of the others
 #: Seconds after which ranks that all wait for each other, and for nobody else, are taken for stuck for ever.
 _STUCK = 30.0
 #: How a program ends as a rule, and how a rank may leave before.
 _OVER, _LEFT = "its program is over", "it has destroyed its process group"
 #: What is known of a rank that told nothing of its end. Once the store has gone, none can tell.
 _CRASHED, _GONE = "was killed or has crashed", "the store has gone in which ranks tell how they end"
-#: Ranks of which each knows the process from the beginning, because the store may be gone when one is lost.
-_KNOWN = 64
+_KNOWN = 64  # ranks of which each knows the process from the beginning, because the store may be gone when one is lost
 #: Beats in which it tries to learn of them, and after which each tells its connections again.
 _FIRST_BEATS, _BEATS = 60, 30
 #: Seconds for which a rank that lost another one waits for news of it, and for a wait that was ended to raise.
@@ -341,8 +337,7 @@ class Watch:
             time.sleep(0.1)
 
 
-#: The watch of this process over its default process group.
-_watch: Watch | None = None
+_watch: Watch | None = None  # the watch of this process over its default process group
 
 
 def start_watch() -> None:

@@ -76,8 +76,7 @@ def local_step(optimizer: O) -> O:
 
 #: A parameter that a step sees as plain: the DTensor, its local tensor, the twin, and the spec of gradient and state.
 _Lent = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
-#: What a stand-in has of its own.
-_OF_STAND_INS = ("param_groups", "state", *torch_private.STEP_HOOKS)
+_OF_STAND_INS = ("param_groups", "state", *torch_private.STEP_HOOKS)  # what a stand-in has of its own
 
 
 class _LocalStep:
