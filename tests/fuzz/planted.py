@@ -13,7 +13,7 @@ import pytest
 
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
-from fullshard.device import Done
+from fullshard.device import PASSED, Done
 from fullshard.group import reduction as reduction_module
 from fullshard.group.full_buffer import GatheredBuffer
 from fullshard.group.gradients import Gradients
@@ -30,7 +30,7 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
 
     def show_at_once(self: Any) -> None:
         if self._gather is not None:
-            gather, self._gather = self._gather, Done()
+            gather, self._gather = self._gather, PASSED
             self._late = gather
         wait(self)
 
