@@ -46,7 +46,7 @@ def summon_full_params(
 
     Raises:
         ValueError: ``writeback`` with ``rank0_only``, or ``with_grads`` with ``offload_to_cpu``.
-        RuntimeError: inside a forward or backward.
+        RuntimeError: inside a forward or backward, or inside another one that shows the same parameters.
     """
     if writeback and rank0_only:
         raise ValueError("writeback with rank0_only would leave the ranks with different parameters: choose one")

@@ -115,6 +115,7 @@ def fully_shard(
         ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
             differ between ranks, in their values too if these are checked, or lie in the memory of others.
         AssertionError: a module to which ``fully_shard`` was applied before.
+        RuntimeError: a mesh without process groups.
         TypeError: an argument of a wrong type.
     """
     given = dict(locals())
@@ -188,9 +189,11 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
 
 
 def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule:
-    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line. The
-    blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
-    ResNet. ``options`` are those of :func:`fully_shard`. Every rank must call it."""
+    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line.
+
+    The blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
+    ResNet. ``options`` are those of :func:`fully_shard`, and so are the errors. Every rank must call it.
+    """
     for block in repeated_blocks(model):
         if unit_of(block) is None:
             fully_shard(block, **options)

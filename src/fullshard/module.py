@@ -41,6 +41,7 @@ class _Handle:
         self._wait = wait
 
     def wait(self) -> None:
+        """Wait for the communication, and complete what depends on it. A second call does nothing."""
         if self._wait is not None:
             self._wait()
             self._wait = None
@@ -58,12 +59,25 @@ class UnshardHandle(_Handle):
 
 
 class GradientReductionHandle(_Handle):
-    """Reductions that ``finalize_backward(async_op=True)`` started. Once they are waited for, gradients may be used,
-    and the next forward may run. ``wait()`` raises a RuntimeError if ``reset_iter_state()`` was called before."""
+    """Reductions that ``finalize_backward(async_op=True)`` started.
+
+    Once they are waited for, the gradients may be used, and the next forward may run.
+
+    Raises:
+        RuntimeError: by ``wait()``, if ``reset_iter_state()`` was called before.
+    """
 
 
 class FSDPModule:
-    """A module to which ``fully_shard`` was applied. Methods that communicate must be called by all ranks alike."""
+    """A module to which ``fully_shard`` was applied. Methods that communicate must be called by all ranks alike.
+
+    Raises:
+        TypeError: by methods that set something, for a switch, a number, a function or communication of a wrong type,
+            unless they name another error.
+        ValueError: by methods that take modules, if ``fully_shard`` was not applied to one of these.
+        RuntimeError: by methods that concern a whole tree, if ``fully_shard`` was given a list of modules that has this
+            one, and none that contains them has run yet.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Indexing or slicing a sharded container constructs a container of the class that it was before."""
@@ -79,8 +93,14 @@ class FSDPModule:
             unit.schedule.reshard(group) if unit.schedule is not None else group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive. With ``async_op`` it
-        returns a handle at once; forward waits for it too."""
+        """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
+
+        Args:
+            async_op: whether to return at once.
+
+        Returns:
+            With ``async_op`` a handle to wait on, for which forward waits too; otherwise ``None``.
+        """
         unit = _unit(self)
         schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
@@ -91,9 +111,13 @@ class FSDPModule:
         return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
 
     def reset_iter_state(self) -> None:
-        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank. What
-        was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too. A
-        RuntimeError if the module is not the root."""
+        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
+
+        What was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too.
+
+        Raises:
+            RuntimeError: the module is not the root.
+        """
         schedule = _root_schedule(self, "reset_iter_state")
         if schedule is not None:
             schedule.reset()
@@ -104,8 +128,12 @@ class FSDPModule:
         _schedule(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether a step ends with ``finalize_backward()`` and not with its last backward. A RuntimeError if the module
-        is not the root; in a backward, or after one that was not finalized."""
+        """Whether a step ends with ``finalize_backward()`` and not with its last backward. Call it on the root.
+
+        Raises:
+            RuntimeError: the module is not the root; or the setting would change in a backward, or after one of a step
+                that did not end.
+        """
         _expect_bool("set_manual_backward_finalization", enabled)
         schedule = _root_schedule(self, "set_manual_backward_finalization")
         if schedule is not None:
@@ -116,10 +144,19 @@ class FSDPModule:
         """Complete, after the backwards of a step, the reductions and reshardings that they left. Call it on the root.
 
         Before the first forward it does nothing. If several backwards come before, all but the last as a rule run with
-        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced. ``async_op``
-        returns a handle at once, to be waited for before gradients are used or a forward begins. A RuntimeError if the
-        module is not the root, ``set_manual_backward_finalization(True)`` was not called before, an earlier handle was
-        not waited for, or a backward is running or still to come.
+        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced. All ranks must
+        call it.
+
+        Args:
+            async_op: whether to return at once.
+
+        Returns:
+            With ``async_op`` a handle, to be waited for before gradients are used or a forward begins; otherwise
+            ``None``.
+
+        Raises:
+            RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
+                an earlier handle was not waited for, or a backward is running or still to come.
         """
         _expect_bool("finalize_backward", async_op)
         schedule = _root_schedule(self, "finalize_backward")
@@ -136,7 +173,11 @@ class FSDPModule:
         _set(self, recurse, "set_requires_all_reduce", all_reduce_gradients=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data."""
+        """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data.
+
+        Raises:
+            ValueError: ``factor`` is not positive and finite.
+        """
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         expect(is_number, "the gradient divide factor", factor, "a number")
         expect(0 < factor < math.inf, "the gradient divide factor", factor, "a positive and finite number", ValueError)
@@ -157,7 +198,11 @@ class FSDPModule:
         _set(self, recurse, "set_reduce_scatter_unused_params", reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory."""
+        """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory.
+
+        Raises:
+            ValueError: ``max_input_buffers`` is less than 1.
+        """
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         expect(is_int, "max_input_buffers", max_input_buffers, "an int")
         expect(max_input_buffers > 0, "max_input_buffers", max_input_buffers, "a positive int", ValueError)
@@ -165,8 +210,15 @@ class FSDPModule:
             group.options.max_gradient_buffers = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
-        """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one. It
-        runs on ``stream``; not with native HSDP, whose all-reduce has a stream."""
+        """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.
+
+        Args:
+            hook: takes the tensor, and may change it in place.
+            stream: where to run it; not with native HSDP, whose all-reduce has a stream.
+
+        Raises:
+            ValueError: ``stream`` is given with native HSDP.
+        """
         expect(callable(hook), "the all-reduce hook", hook, "a function of a tensor")
         for group in _unit(self).groups:
             if stream is not None and group.data.replicate_group is not None:
@@ -174,7 +226,11 @@ class FSDPModule:
             group.options.all_reduce_hook, group.options.all_reduce_hook_stream = hook, stream
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward; see ``fully_shard``."""
+        """Whether parameters are freed between forward and backward; see ``fully_shard``.
+
+        Raises:
+            ValueError: ``reshard_after_forward`` is not a ``bool``.
+        """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in _units(self, recurse):
@@ -190,8 +246,10 @@ class FSDPModule:
         _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded: for CUDA
-        graphs, which read and write where they did when they were captured. It costs the memory of each group."""
+        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
+
+        For CUDA graphs, which read and write where they did when they were captured. It costs the memory of each group.
+        """
         _set(self, recurse, "set_keep_unsharded_storage", keep_unsharded_storage=keep)
         for unit in _units(self, recurse):
             for group in unit.groups:
@@ -212,8 +270,13 @@ class FSDPModule:
         _unit(self).backward_prefetch = _all_sharded(modules)
 
     def set_prefetch_limit(self, groups: int) -> None:
-        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none. Each
-        costs its memory."""
+        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none.
+
+        Each costs the memory of one group.
+
+        Raises:
+            ValueError: ``groups`` is not an int of 0 or more.
+        """
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
             raise ValueError(f"the prefetch limit counts groups and must be 0 or more, got {groups!r}")
         _schedule(self).prefetch_limit = groups
@@ -231,8 +294,13 @@ class FSDPModule:
         _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate what collectives read and write, for zero-copy transfers. Where its backend
-        has no allocator, as gloo's has none, nothing changes."""
+        """Let the process group allocate what collectives read and write, for zero-copy transfers.
+
+        Where its backend has no allocator, as gloo's has none, nothing changes.
+
+        Raises:
+            AssertionError: the module has an all-gather or a reduce-scatter that the user brought.
+        """
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _native_groups(self, "set_allocate_memory_from_process_group_for_comm"):
             if allocating_backend(group.data.shard_group, group.device) is not None:
@@ -240,7 +308,12 @@ class FSDPModule:
                 group.use_transport(gather=native, reduce=native)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Gather and reduce in symmetric memory, from which NCCL has faster algorithms."""
+        """Gather and reduce in symmetric memory, from which NCCL has faster algorithms.
+
+        Raises:
+            AssertionError: the module has an all-gather or a reduce-scatter that the user brought.
+            ValueError: ``backend`` is another than NCCL, or gradients have more than one buffer.
+        """
         for group in _native_groups(self, "set_symm_mem_for_comm"):
             if (group.options.max_gradient_buffers or 1) > 1:
                 raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
@@ -248,8 +321,10 @@ class FSDPModule:
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, so that reductions and gathers share no communicator. All ranks that
-        shard together must call it alike."""
+        """Reduce over a process group of its own, so that reductions and gathers share no communicator.
+
+        All ranks that shard together must call it alike.
+        """
         _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in _groups(self, recurse):
@@ -264,8 +339,10 @@ class FSDPModule:
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:
-        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes. The staging
-        of transports is freed too, which all models of the process share. Every rank must call it."""
+        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
+
+        The staging of transports is freed too, which all models of the process share. Every rank must call it.
+        """
         return _schedule(self).free_buffers()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
@@ -316,8 +393,13 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather parameters before it runs and free them after it. Does nothing if
-    ``module`` is not sharded, so that one program can run both ways. A ValueError if it has no such method."""
+    """Let a method other than ``forward`` gather parameters before it runs and free them after it.
+
+    Does nothing if ``module`` is not sharded, so that one program can run both ways.
+
+    Raises:
+        ValueError: the module is sharded and has no such method.
+    """
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -331,7 +413,11 @@ def _run_method(module: nn.Module, method: Callable[..., Any], /, *args: Any, **
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots, such as the stages of a pipeline, use the same lanes, buffers and bound on reductions."""
+    """Let several roots, such as the stages of a pipeline, use the same lanes, buffers and bound on reductions.
+
+    Raises:
+        ValueError: ``fully_shard`` was not applied to one of ``modules``.
+    """
     schedules = [_schedule(unit.modules[0]) for unit in _all_sharded(modules)]
     for schedule in schedules[1:]:
         schedule.comm = schedules[0].comm

@@ -63,7 +63,10 @@ class MixedPrecisionPolicy(Checked):
             dtype, to compute in that, or ``None`` or ``param_dtype``. The same on every rank.
         buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch's.)
 
-    A TypeError for a field of another type, a ValueError for a dtype that is not floating-point.
+    Raises:
+        TypeError: a dtype is neither a ``torch.dtype`` nor ``None``, a switch is not a ``bool``, or the function cannot
+            be called.
+        ValueError: a dtype is not floating-point.
     """
 
     param_dtype: torch.dtype | None = None
@@ -76,7 +79,18 @@ class MixedPrecisionPolicy(Checked):
     buffer_dtype: torch.dtype | None = None
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
-        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``."""
+        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``.
+
+        Args:
+            param: the parameter about which the function is asked.
+            name: its fully qualified name, for the error.
+
+        Returns:
+            the parameter's own dtype if the function returned it and ``param`` is floating-point; otherwise ``None``.
+
+        Raises:
+            ValueError: the function returned a dtype that is neither the parameter's own nor ``param_dtype``.
+        """
         said = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
         if said is None or said == self.param_dtype:
             return None
@@ -102,7 +116,12 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
         pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
             pages are lost to other processes; say ``False`` where CPU memory is scarce.
         parameters: whether sharded parameters and their gradients rest on the CPU.
-        optimizer_state: whether the optimizer's state rests on the CPU. ``False`` is a ValueError.
+        optimizer_state: whether the optimizer's state rests on the CPU.
+
+    Raises:
+        TypeError: a field is neither ``True`` nor ``False``.
+        ValueError: ``optimizer_state=False``, which would offload nothing, or parameters without the state of the
+            optimizer that steps on them.
     """
 
     pin_memory: bool = True
@@ -127,7 +146,9 @@ class DataParallelMeshDims:
         shard: name of the dimension to shard over; several names act as one dimension made of all of them.
         replicate: name of the dimension to replicate over; several act as one.
 
-    A ValueError if no dimension is named, or one twice; a TypeError for what is not a name.
+    Raises:
+        TypeError: a field is neither a name, nor a sequence of names, nor ``None``.
+        ValueError: no dimension is named, or one is named twice.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -148,14 +169,17 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
+        """The names of the dimensions to shard over; empty if there are none."""
         return (self.shard,) if isinstance(self.shard, str) else self.shard or ()
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
+        """The names of the dimensions to replicate over; empty if there are none."""
         return (self.replicate,) if isinstance(self.replicate, str) else self.replicate or ()
 
     @property
     def names(self) -> tuple[str, ...]:
+        """All data-parallel names, those to shard over first."""
         return self.shard_names + self.replicate_names
 
 
@@ -164,9 +188,16 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter. Called before
-        each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as no two uses
-        that overlap share it."""
+        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter.
+
+        Called before each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as
+        no two uses that overlap share it.
+
+        Args:
+            size: the shape, in elements.
+            dtype: of the tensor.
+            device: on which the group communicates.
+        """
 
 
 class AllGather(Comm):
@@ -206,8 +237,12 @@ class ReduceScatter(Comm):
         Args:
             output_tensor: 1-D, ``input_tensor.numel() / group.size()`` elements. It may be a part of the input.
             input_tensor: 1-D, of equal size on all ranks; part ``r`` is for rank ``r``.
-            group, async_op: as those of :class:`AllGather`, and so is what is returned.
+            group: the ranks that take part; all of them call.
             op: how to combine values.
+            async_op: whether to return before it is done.
+
+        Returns:
+            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
         """
 
 
@@ -231,8 +266,9 @@ class ShardPlacementResult:
             ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is taken as well. ``None`` for the mesh of the
             ``fully_shard`` call.
 
-    An InvalidShardPlacement (a TypeError and ValueError) if ``placement`` is not a ``Shard`` or ``mesh`` not a mesh; a
-    ValueError if the mesh does not have one of these two forms.
+    Raises:
+        InvalidShardPlacement: (a TypeError and ValueError) ``placement`` is not a ``Shard``, or ``mesh`` not a mesh.
+        ValueError: the mesh has neither of these two forms.
     """
 
     placement: Shard | None = None

@@ -44,12 +44,17 @@ class _Policy(ABC):
 
 
 class CustomPolicy(_Policy):
-    """Wraps what a function says, with the keywords it says::
+    """Wraps what a function says, with the keywords it says.
+
+    ::
 
         CustomPolicy(lambda module: {"reshard_after_forward": False} if module is model.head else type(module) is Block)
 
     The function returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
-    keywords, or a dict of keywords that differ from the root's; anything else is a ValueError when the policy is run.
+    keywords, or a dict of keywords that differ from the root's.
+
+    Raises:
+        ValueError: when the policy is run, if the function returns anything else.
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | Overrides]) -> None:
@@ -70,7 +75,11 @@ class CustomPolicy(_Policy):
 
 
 class ModuleWrapPolicy(CustomPolicy):
-    """Wraps every module of the given classes, or of classes derived from them; a TypeError for anything else."""
+    """Wraps every module of the given classes, or of classes derived from them.
+
+    Raises:
+        TypeError: ``module_classes`` is not an iterable of classes.
+    """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         is_set = isinstance(module_classes, Iterable) and not isinstance(module_classes, type)
@@ -101,8 +110,10 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wraps every module of the given classes; give them with ``functools.partial``. What is outside of them, such as
-    an embedding and the head tied to it, stays together in the root."""
+    """Wraps every module of the given classes; give them with ``functools.partial``.
+
+    What is outside of them, such as an embedding and the head tied to it, stays together in the root.
+    """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
@@ -156,11 +167,15 @@ def targets(
     A module in several places appears once, and the root not at all: the caller handles it.
 
     Args:
-        policy: as in this file's docstring, or a TypeError; PyTorch's objects are known by their ``_run_policy``.
+        root_module: the module whose submodules are looked at.
+        policy: as in this file's docstring; PyTorch's objects are known by their ``_run_policy``.
         ignored_modules: not considered, nor anything below them; their parameters do not count as elements.
         ignored_params: further parameters that do not count.
         class_overrides: classes whose modules are wrapped whatever the policy says, with these keywords on top: how
             mixed precision leaves batch norm out.
+
+    Raises:
+        TypeError: ``policy`` is neither such an object nor a function.
     """
     if isinstance(policy, type) or not (hasattr(policy, "_run_policy") or callable(policy)):
         raise TypeError(
@@ -206,12 +221,19 @@ _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("fullshard_w
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside this context :func:`wrap` wraps::
+    """Inside this context :func:`wrap` wraps.
+
+    ::
 
         with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_id=0):
             self.layer = wrap(nn.Linear(5, 5))
 
-    ``wrapper_cls`` is called with the module and the other keywords; a TypeError if it cannot be.
+    Args:
+        wrapper_cls: is called with the module and the other keywords.
+
+    Raises:
+        TypeError: ``wrapper_cls`` cannot be called.
+        NotImplementedError: inside of another such context.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
@@ -250,8 +272,11 @@ _STAGE_SHARE = 2 / 3  # of a stage's parameters are in its blocks; the rest chan
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, such as the layers of a transformer or the bottlenecks of a ResNet.
 
-    They are the outermost that repeat, neither the experts of a layer nor its sub-layers, in the order of registration
-    and each once; of an encoder-decoder those of both stacks; an empty list if nothing repeats.
+    They are the outermost that repeat: neither the experts of a layer nor its sub-layers. Both stacks of an
+    encoder-decoder are found.
+
+    Returns:
+        the blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
     """
     kinds = (2, False), (2, True), (0, True)
     return next(filter(None, (_find_blocks(model, partial(_may_be_block, *kind)) for kind in kinds)), [])

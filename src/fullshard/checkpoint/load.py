@@ -56,6 +56,8 @@ def load(
 
     Args:
         directory: where :func:`save` put its checkpoints, or one of them, or one of DCP.
+        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not at all.
+        optimizer: of the model's parameters; ``None``: its state is not loaded.
         strict: ``False``: what only the checkpoint or only the model has is left as it is.
         near: the directory of near copies that ``save`` was given. The newest near copy is loaded if it is whole, of
             this training, and not older than the newest checkpoint of ``directory``; ranks read what their host does

@@ -16,7 +16,9 @@ from fullshard.checkpoint.ranks import Ranks
 
 
 class Preemption:
-    """A context in which SIGTERM does not end the process at once, but asks it to save and stop::
+    """A context in which SIGTERM does not end the process at once, but asks it to save and stop.
+
+    ::
 
         with checkpoint.Preemption(within=25) as preempted:
             for step in range(first, steps):

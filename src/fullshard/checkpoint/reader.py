@@ -82,12 +82,15 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Tensors:
+        """The tensors that it holds, by name: dtype, shape, bytes, and the files where they lie."""
         return self.manifest.tensors
 
     @property
     def model(self) -> dict[str, str]:
-        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint. In what
-        DCP wrote these are what lies under a key ``model``, or else everything that lies under no key."""
+        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint.
+
+        In what DCP wrote these are what lies under a key ``model``, or else everything that lies under no key.
+        """
         paths = {name: self.path_of(name) for name in self.tensors}
         found = {
             ".".join(path[path.index("model") + 1 :]): name for name, path in paths.items() if "model" in path[:-1]
@@ -99,14 +102,24 @@ class Checkpoint:
         return self.manifest.paths.get(name) or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All of a tensor, on the CPU."""
+        """All of a tensor, on the CPU.
+
+        Raises:
+            KeyError: there is no such tensor.
+            BrokenCheckpoint: the bytes are not what was written.
+        """
         kind, _ = self._place(name)
         whole = torch.empty(kind.shape, dtype=kind.dtype)
         self.read([(name, kind.shape, (0,) * len(kind.shape), whole)])
         return whole
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor."""
+        """A value that is no tensor.
+
+        Raises:
+            KeyError: there is no such value.
+            BrokenCheckpoint: the bytes are not what was written.
+        """
         if name not in self.manifest.objects:
             raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
         stored = self.manifest.objects[name]
@@ -117,7 +130,11 @@ class Checkpoint:
         return dcp.loaded(data, f"'{name}' in {self.path / stored.file}")
 
     def state(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank gave to ``save`` beside model and optimizer, by name; of more ranks than that: from the first."""
+        """What a rank gave to ``save`` beside model and optimizer, by name; of more ranks than that: from the first.
+
+        Raises:
+            BrokenCheckpoint: the bytes are not what was written.
+        """
         numbers = {name: each[rank % len(each)] for name, each in self.manifest.state.items()}
         return {name: self.value(f"state.{name}.{number}") for name, number in numbers.items()}
 
@@ -126,8 +143,13 @@ class Checkpoint:
         return sorted(name for name, numbers in self.manifest.state.items() if len(set(numbers)) > 1)
 
     def verify(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[str]:
-        """Reads everything; yields a sentence for each file that lacks bytes, and for each block that is not what was
-        written, with the tensors in it. ``tell`` is called with the bytes that were read, again and again."""
+        """Reads everything; yields a sentence for each file or block that is not what was written.
+
+        A sentence names the file, the bytes, and the tensors in them.
+
+        Args:
+            tell: is called with the number of bytes that were read, again and again.
+        """
         lacking = self.lacking()
         yield from lacking.values()
         for name, file in self.manifest.files.items():
@@ -181,6 +203,7 @@ class Checkpoint:
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
+        """Closes the files that were read. A later read opens them again."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()

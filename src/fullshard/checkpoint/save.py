@@ -109,6 +109,7 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if it could not be written on one, or if a rank was lost.
+        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, or ``near`` is given without ``step``.
     """
     finish()
     if keep_last is not None and keep_last < 1:

@@ -51,9 +51,14 @@ _bound: list[tuple[dict[str, Any], str, Any]] = []
 
 def patch() -> int:
     """Let torch's names stand for fullshard's from now on; returns how many names were bound.
+
     ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
-    in every module that holds one of them. Each rank calls it, before a model is sharded: a RuntimeError if one is, by
-    whichever library. A second call changes nothing. Enums keep torch's members and values."""
+    in every module that holds one of them. Each rank calls it, before a model is sharded. A second call changes
+    nothing. Enums keep torch's members and values.
+
+    Raises:
+        RuntimeError: a model is sharded already, by whichever library.
+    """
     if _bound:
         return len(_bound)
     _refuse_sharded("patch")
@@ -73,8 +78,11 @@ def patch() -> int:
 
 
 def unpatch() -> None:
-    """Give torch's names back what they stood for. What was imported in between keeps what it has. A RuntimeError if a
-    model is sharded."""
+    """Give torch's names back what they stood for. What was imported in between keeps what it has.
+
+    Raises:
+        RuntimeError: a model is sharded.
+    """
     if _bound:
         _refuse_sharded("unpatch")
         for names, name, theirs in _bound:

@@ -52,10 +52,13 @@ def local_step(optimizer: O) -> O:
     gradients and state are this rank's plain tensors; outside they are DTensors as ever. A step that is given a closure
     or another argument is run on DTensors.
 
-    torch's own Adam, AdamW, SGD and the like do so by themselves. Returns the optimizer. Each rank calls it for itself.
+    torch's own Adam, AdamW, SGD and the like do so by themselves. Each rank calls it for itself.
+
+    Returns:
+        ``optimizer``.
 
     Raises:
-        TypeError: not an optimizer.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: none of its parameters is sharded, or it is one of torch's that are not element by element.
     """
     if not isinstance(optimizer, Optimizer):

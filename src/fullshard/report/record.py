@@ -47,6 +47,7 @@ class Recording:
 
     @property
     def ranks(self) -> list[RankRecording]:
+        """What each rank did: this rank's alone until it was gathered, then on rank 0 that of all."""
         if self._recorder is not None and not self._recorder.is_running:
             self._ranks, self._recorder = [self._recorder.finish()], None
         return self._ranks

@@ -31,8 +31,10 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteDetector:
-    """Looks for values that are not finite, until it is removed or the ``with`` ends that has it. Made by
-    :func:`detect_non_finite`."""
+    """Looks for values that are not finite, until it is removed or the ``with`` ends that has it.
+
+    Made by :func:`detect_non_finite`.
+    """
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
         self._schedule = weakref.ref(schedule)

@@ -72,7 +72,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     Raises:
         ValueError: settings that exclude one another, parameters that cannot be flattened, sharded modules where a
             policy is to wrap, or torch's own; parameters that differ between ranks.
-        RuntimeError: parameters on several devices.
+        RuntimeError: parameters on several devices; parameters or buffers that are on the meta device after
+            ``param_init_fn``.
         TypeError: an argument of a wrong type.
     """
 
@@ -207,8 +208,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change. All
-        ranks must call it. A ValueError inside :meth:`summon_full_params`, or in a forward or backward."""
+        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
+
+        All ranks must call it.
+
+        Raises:
+            ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
+        """
         self._unit.recover()
         if self._is_summoned or self._unit.phase is not Phase.IDLE:
             raise ValueError("apply() gathers full parameters: call it between steps, outside of summon_full_params")
@@ -226,9 +232,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`. A
-        NotImplementedError for options that exclude one another or the wrappers' settings; an AssertionError in a
-        forward or backward, or inside of another one."""
+        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`.
+
+        Every rank must enter and leave.
+
+        Raises:
+            NotImplementedError: options that exclude one another or the wrappers' settings.
+            AssertionError: in a forward or backward, or inside of another one.
+        """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         refused = {
             "writeback with rank0_only: ranks would be left with different parameters": writeback and rank0_only,
@@ -253,15 +264,32 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it. A
-        RuntimeError if this is not the root."""
+        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
+
+        Raises:
+            RuntimeError: this is not the root.
+        """
         groups = self._groups_of_root("no_sync")
         with temporarily([group.options for group in groups], "reduce_gradients", False):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``. All ranks
-        must call it. Returns the norm before, a 0-dim tensor. A RuntimeError if this is not the root."""
+        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
+
+        All ranks must call it.
+
+        Args:
+            max_norm: the largest norm that stays as it is.
+            norm_type: any p above 0; ``math.inf`` for the largest absolute value.
+
+        Returns:
+            The norm before scaling, a 0-dim tensor on the compute device, the same on all ranks. It is computed in fp32
+            and given in the dtype to which those of this rank's gradients promote.
+
+        Raises:
+            RuntimeError: this is not the root.
+            ValueError: ``norm_type`` is not above 0.
+        """
         groups = [group for group in self._groups_of_root("clip_grad_norm_") if group.data.shard_group is not None]
         process_group = groups[-1].data.shard_group if groups else None
         sharded = dict.fromkeys(param.sharded for group in groups for param in group.params)
@@ -269,10 +297,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         return clip_local_shards(sharded, whole, max_norm, norm_type, process_group, self._unit.device)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce gradients by ``hook``, here and in all modules inside. It is called with ``state``, the gradient (1-D,
-        whole) and the tensor that takes this rank's part of the reduced one; for ``NO_SHARD`` without the latter, to
-        reduce in place. It divides and sums. An AssertionError if this is not the root, a hook was registered before,
-        or the strategy is hybrid; a ValueError if it cannot be called."""
+        """Reduce gradients by ``hook``, here and in all modules inside.
+
+        It is called with ``state``, the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced
+        one; for ``NO_SHARD`` without the latter, to reduce in place. It divides and sums.
+
+        Raises:
+            AssertionError: this is not the root; a hook was registered before; the strategy is hybrid.
+            ValueError: ``hook`` cannot be called.
+        """
         if not self.check_is_root():
             raise AssertionError("register_comm_hook must be called on the root, which tells the modules inside of it")
         expect(callable(hook), "the communication hook", hook, "a callable", ValueError)

@@ -44,8 +44,14 @@ class OptimStateMethods:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
         Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others. These
-        can be loaded into, also when the optimizer made no step yet: then they are zeros. ``optim_state_dict`` is taken
-        in place of ``optim.state_dict()``; ``group`` are the ranks of the model, as by default.
+        can be loaded into, also when the optimizer made no step yet: then they are zeros. All ranks must call it; its
+        errors are those of :class:`OptimStateMethods`.
+
+        Args:
+            model: the root, wrapped.
+            optim: the optimizer of its parameters.
+            optim_state_dict: in place of ``optim.state_dict()``.
+            group: the ranks of the model, as by default.
         """
         state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
         keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
@@ -64,7 +70,11 @@ class OptimStateMethods:
     ) -> StateDict:
         """A named state dict of any kind, from any sharding or none, as ``optim.load_state_dict`` takes it.
 
+        All ranks must call it; its errors are those of :class:`OptimStateMethods`.
+
         Args:
+            model: the root, wrapped.
+            optim: the optimizer of its parameters.
             optim_state_dict: with ``rank0_only`` what the first rank has; others may give ``None``.
             is_named_optimizer: whether ``optim`` names parameters itself, and needs a state of each.
             load_directly: whether to load it too.
@@ -131,7 +141,15 @@ class OptimStateMethods:
         optim_input: OptimInput = None,
         optim: Optim = None,
     ) -> StateDict:
-        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before."""
+        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before.
+
+        Raises:
+            AssertionError: ``optim_state_key_type`` is no such key type.
+            ValueError: the state dict has keys of both kinds.
+            RuntimeError: several parameters lie in one flat parameter, and have no key for each.
+            KeyError: the optimizer has parameters that are not the model's, or the state dict some that are not the
+                optimizer's.
+        """
         params = _given(model, optim, optim_input)
         wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))
         assert wanted, f"optim_state_key_type is {optim_state_key_type!r}; expected one of {list(OptimStateKeyType)}"

@@ -60,7 +60,10 @@ class MixedPrecision(Checked):
         cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
         _module_classes_to_ignore: wrap policies wrap modules of these classes on their own, and they keep their dtypes.
 
-    A TypeError for a field of another type, a ValueError for a dtype that is not floating-point.
+    Raises:
+        TypeError: a dtype is neither a ``torch.dtype`` nor ``None``, a switch is not a ``bool``, or
+            ``_module_classes_to_ignore`` is not a sequence of classes.
+        ValueError: a dtype is not floating-point.
     """
 
     param_dtype: torch.dtype | None = None
@@ -80,7 +83,11 @@ class MixedPrecision(Checked):
 
 @dataclass
 class CPUOffload(Checked):
-    """Whether sharded parameters and their gradients rest on the CPU, where then the optimizer runs."""
+    """Whether sharded parameters and their gradients rest on the CPU, where then the optimizer runs.
+
+    Raises:
+        TypeError: ``offload_params`` is neither ``True`` nor ``False``.
+    """
 
     offload_params: bool = False
 
@@ -98,7 +105,14 @@ class StateDictType(Enum):
 
 @dataclass
 class StateDictConfig(Checked):
-    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`."""
+    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+
+    Raises:
+        TypeError: a field is neither ``True`` nor ``False``.
+    """
 
     offload_to_cpu: bool = False
     rank0_only = False  # a field of full ones
@@ -106,22 +120,41 @@ class StateDictConfig(Checked):
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    rank0_only: bool = False  # whether ranks but the first get an empty dict
+    """How the whole parameters of a model's full state dict are given out.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+        rank0_only: whether ranks but the first get an empty dict.
+
+    Raises:
+        TypeError: a field is neither ``True`` nor ``False``.
+    """
+
+    rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    pass
+    """How each rank's flat parameters are given out in a model's local state dict; see :class:`StateDictConfig`."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
+    """How each rank's parts are given out in a model's sharded state dict; see :class:`StateDictConfig`."""
+
     _use_dtensor: bool = False  # for PyTorch's sake: the values are DTensors always
 
 
 @dataclass
 class OptimStateDictConfig(Checked):
-    """The same for an optimizer's state dict, class by class."""
+    """How the values of an optimizer's state dict are given out: the base of one class for each :class:`StateDictType`.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+
+    Raises:
+        TypeError: a field is neither ``True`` nor ``False``.
+    """
 
     offload_to_cpu: bool = True
     rank0_only = False
@@ -129,22 +162,40 @@ class OptimStateDictConfig(Checked):
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
+    """How the whole values of an optimizer's full state dict are given out.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+        rank0_only: whether ranks but the first get an empty dict, and only the first one's dict counts in a load.
+
+    Raises:
+        TypeError: a field is neither ``True`` nor ``False``.
+    """
+
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """The optimizer's side of a local state dict; see :class:`OptimStateDictConfig`."""
+
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """How each rank's parts are given out in an optimizer's sharded state dict; see :class:`OptimStateDictConfig`."""
+
     _use_dtensor: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """The type of the state dicts of a model and its optimizer, and the configuration of each."""
+    """The type of the state dicts of a model and its optimizer, and the configuration of each.
+
+    Raises:
+        TypeError: a field is of another type, neither fullshard's nor PyTorch's.
+    """
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -173,7 +224,11 @@ class OptimStateKeyType(Enum):
 
 
 def settings_of(module: nn.Module) -> StateDictSettings:
-    """The settings of the wrappers in ``module``, an AssertionError if they differ; the defaults if there are none."""
+    """The settings of the wrappers in ``module``; the defaults if there are none.
+
+    Raises:
+        AssertionError: the wrappers have different settings.
+    """
     default = StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
     found = [each.__dict__["_settings"] for each in module.modules() if "_settings" in each.__dict__] or [default]
     for other in found:

@@ -75,9 +75,22 @@ class StateDictMethods(nn.Module):
         state_dict_config: kinds.StateDictConfig | None = None,
         optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold. Returns
-        what was set before. A RuntimeError for a configuration of another type; an AssertionError if the wrappers in
-        ``module`` have different settings."""
+        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold.
+
+        Args:
+            module: the tree; the wrappers in it, itself included, are set.
+            state_dict_type: of both state dicts.
+            state_dict_config: of the model's; by default that of the type.
+            optim_state_dict_config: of the optimizer's; by default that of the type.
+
+        Returns:
+            what was set before.
+
+        Raises:
+            TypeError: an argument that is no such setting.
+            RuntimeError: a configuration of another type of state dicts.
+            AssertionError: the wrappers in ``module`` have different settings.
+        """
         warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
             "set_state_dict() of torch.distributed.checkpoint.state_dict know every parallelism, this one too",
@@ -104,7 +117,7 @@ class StateDictMethods(nn.Module):
         state_dict_config: kinds.StateDictConfig | None = None,
         optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """:meth:`set_state_dict_type` for the time of a context."""
+        """:meth:`set_state_dict_type` for the time of a context, with its errors."""
         configs = state_dict_config, optim_state_dict_config
         with temporarily(_wrappers(module), "_settings", settings_of(module)):
             # It warns of this line, and so once in a program, not once for each line of users.
@@ -112,7 +125,11 @@ class StateDictMethods(nn.Module):
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it."""
+        """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it.
+
+        Raises:
+            AssertionError: in a forward or backward.
+        """
         self._check_idle("state_dict")
         config = self._settings.state_dict_config
         with ExitStack() as shown:
@@ -149,7 +166,11 @@ class StateDictMethods(nn.Module):
             saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it."""
+        """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it.
+
+        Raises:
+            AssertionError: in a forward or backward.
+        """
         with_metadata = OrderedDict(state_dict)
         known = getattr(state_dict, "_metadata", {})
         metadata = {name: known[plain] for name, _ in self.named_modules() if (plain := plain_name(name)) in known}
