@@ -282,6 +282,7 @@ def test_what_is_known_of_parameters_is_found_anew_once_they_are_replaced_or_mov
     path = checkpoint.save(tmp_path, model, step=3)
     assert path is not None
     with Checkpoint(tmp_path / "step-00000002") as saved, Checkpoint(path) as renamed:
+        assert len(renamed.tensors) == len(values)
         for name, value in values.items():
             assert saved.tensor(f"model.{name}").equal(value.full_tensor())
             assert renamed.tensor(f"model.{name.replace('blocks', 'moved')}").equal(value.full_tensor())
