@@ -53,12 +53,8 @@ _MANY_COPIES = 3
 
 
 class CollectiveTransport(Transport):
-    """Moves buffers by all-gather and reduce-scatter of the process group's backend, or by the user's own.
-
-    Args:
-        all_gather: replaces the backend's all-gather, and allocates what it reads and writes.
-        reduce_scatter: replaces the backend's reduce-scatter, and allocates what it reads and writes.
-    """
+    """Moves buffers by all-gather and reduce-scatter of the process group's backend, or by the user's own, which
+    allocate what they read and write."""
 
     name = "collective"
     ends_processes = True
@@ -98,13 +94,10 @@ class _Straight(NamedTuple):
 
 
 class _Messages:
-    """The messages of all ranks that one collective moves.
+    """The messages of all ranks that one collective moves: those of some ``members`` of the transfers.
 
-    Args:
-        transfers: of the route.
-        members: which of them travel in these messages.
-        comm: the user's collective, which allocates what it works on; any other may work on the buffers themselves.
-        reduces: whether values are added up. If not, they move as bytes, also in dtypes that a backend lacks.
+    The user's ``comm`` allocates what it works on; any other may work on the buffers themselves. What is not added up
+    moves as bytes, also in dtypes that a backend lacks.
 
     Attributes:
         dtype: what the collective sees.
@@ -249,8 +242,11 @@ class _CollectiveRoute:
             staging += [(each.numel, messages.dtype) for each in messages.straight if each.casts and not self._gathers]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
-        self.sent = (process_group.size() - 1) * sum(messages.own_bytes for messages in self._messages)
         self._group, self._device, self._comm = process_group, transfers[0].full.device, comm
+        is_gloo = is_host(self._device) and dist.get_backend(process_group) == "gloo"
+        self._adds_in_place = is_gloo and comm is None and not self._gathers
+        own_bytes = sum(messages.own_bytes for messages in self._messages)
+        self.sent = (1 + self._adds_in_place) * (process_group.size() - 1) * own_bytes
         self._bound: dict[int, list[_Call]] = {}
         self._reduction: Reduction | None = None
         self._collectives: list[_Chosen] = []  # one for each of the messages
@@ -317,6 +313,8 @@ class _CollectiveRoute:
                 collective: Collective = partial(comm, group=group, async_op=by_host, **op)
             elif self._gathers:
                 collective, together = all_gather_over(group, by_host)
+            elif self._adds_in_place:
+                collective = partial(_SumInPlace, group)
             else:
                 collective, together = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, _Memory):
@@ -431,6 +429,21 @@ class _PendingCollectives:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Complex numbers as pairs: not every backend moves and adds them as they are."""
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
+
+
+class _SumInPlace(dist.Work):
+    """A reduce-scatter of gloo, which is an all-reduce of a copy of the ``source``, without the copy."""
+
+    def __init__(self, group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__()
+        self._output, self._part = output, source.view(group.size(), *output.shape)[group.rank()]
+        self._work = group.allreduce([source])
+
+    def wait(self, *_: object) -> bool:
+        self._work.wait()
+        self._output.copy_(self._part)
+        del self._work, self._part  # the memory of the source, before the next result takes some
+        return True
 
 
 class _Memory(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.device import HoldingMark
+from fullshard.device import HoldingMark, is_host
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_places import MessagePlaces, WholePlaces
@@ -310,7 +310,7 @@ class Gradients:
         straight = list(map(self._places.straight.pop, choice.straight))
         reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
         mark = lane.run(reducing.start, reducing.scattered)
-        reductions.add(HoldingMark(mark, straight) if straight else mark)
+        reductions.add(HoldingMark(mark, straight) if straight and not is_host(group.device) else mark)
         return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:

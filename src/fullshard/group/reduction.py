@@ -80,6 +80,7 @@ class PendingReduction:
             ]
             plan.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
+        self._straight = ()  # who started holds them, or what was started
         return self._pending
 
     def scattered(self) -> None:
