@@ -39,18 +39,18 @@ def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[A
     Small objects travel in one collective. A second one brings what is left of the others."""
     said = pickle.dumps(mine)
     with waiting("a comparison with the other ranks", process_group):
-        heads = _gather(len(said).to_bytes(_LENGTH, "little") + said[:_SMALL], _LENGTH + _SMALL, process_group)
+        heads = list(_gather(len(said).to_bytes(_LENGTH, "little") + said[:_SMALL], _LENGTH + _SMALL, process_group))
         longest = max(int.from_bytes(head[:_LENGTH], "little") for head in heads) - _SMALL
         rests = _gather(said[_SMALL:], longest, process_group) if longest > 0 else [b""] * len(heads)
     return [pickle.loads(head[_LENGTH:] + rest) for head, rest in zip(heads, rests, strict=True)]
 
 
-def _gather(mine: bytes, nbytes: int, process_group: dist.ProcessGroup | None) -> list[bytes]:
-    """What each rank has, ``nbytes`` with zeros at the end."""
+def _gather(mine: bytes, nbytes: int, process_group: dist.ProcessGroup | None) -> map[bytes]:
+    """What each rank has, ``nbytes`` with zeros at the end, and copied one after the other: they may be large."""
     padded = _on_device(mine.ljust(nbytes, b"\0"), process_group)
     every = padded.new_empty(dist.get_world_size(process_group) * nbytes)
     all_gather_single(every, padded, group=process_group)
-    return list(map(_bytes, every.split(nbytes)))
+    return map(_bytes, every.cpu().split(nbytes))
 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:
