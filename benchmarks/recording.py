@@ -4,9 +4,9 @@
     python benchmarks/recording.py --cost        # a step with log_metrics and with record, over one without
 
 Two ranks train a small transformer and exchange messages (``p2p``), as ranks on different hosts do. For the pictures
-rank 1 sleeps in the forward of a block. The cost is that of short runs of steps which take turns, in processor time of
-a rank, which other programs disturb less than its wall time; the low quartile of the runs counts. Calls of functions
-in a step, of Python and C, repeat.
+rank 1 sleeps in the forward of a block. The cost is the time in the functions that look on, measured in them, over the
+processor time of the thread that trains, without its waits, in a step without them. Of each the lower quartile counts.
+What the measurement takes itself counts for them. Calls of functions in a step, of Python and C, repeat.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -27,14 +32,17 @@ from torch import nn
 import fullshard
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
-from fullshard.report import page
+from fullshard.report import page, watching
+from fullshard.report.findings import waited
+from fullshard.report.metrics import Metrics
+from fullshard.report.recorder import Recorder
 
 WORK = Work("recording", blocks=4, width=512, sequence=128)
 _SLEEP = 0.15
-#: A step of some 50 ms on a processor, with many groups.
+#: Many groups, each with little to compute.
 LOOKED_AT = Work("looked at", blocks=12, width=256, sequence=128)
-#: Runs of each kind, and steps of a run.
-_TURNS, _STEPS = 6, 3
+#: Steps that are measured.
+_STEPS = 20
 
 
 def record(work: Work) -> fullshard.Recording:
@@ -55,36 +63,102 @@ def draw(recording: fullshard.Recording, folder: Path) -> None:
     steps = rank.steps()
     shortest = min(steps, key=lambda step: steps[step][1] - steps[step][0])
     page.draw_step(rank, shortest).savefig(folder / "recording-step.png", dpi=100)
-    page.draw_waits(recording.ranks).savefig(folder / "recording-waits.png", dpi=100)
+    page.draw_waits(recording.ranks, waited(recording.ranks)).savefig(folder / "recording-waits.png", dpi=100)
 
 
-def cost(work: Work) -> dict[str, tuple[float, int]]:
-    """Processor seconds of a step of this rank, by what looks on, the low quartile; and calls of functions in it."""
+@dataclass
+class Cost:
+    """What looks on in a step.
+
+    Args:
+        seconds: in its functions, without what they stand in for.
+        step: seconds of processor time of the thread that trains, without waits.
+        calls: of functions of Python and C.
+    """
+
+    seconds: float
+    step: float
+    calls: int
+
+
+def cost(work: Work) -> dict[str, Cost]:
+    """What a step takes on this rank, by what looks on."""
     model, train = _trained(work)
     train(3)
     nowhere: dict[str, Callable[[], Any]] = {
         "nothing": lambda: None,
         "log_metrics": lambda: fullshard.log_metrics(model, os.devnull),
-        "record": lambda: fullshard.record(model, steps=_STEPS + 1),
+        "record": lambda: fullshard.record(model, steps=_STEPS + 2),
     }
-    found: dict[str, list[float]] = {name: [] for name in nowhere}
-    for _ in range(_TURNS):
-        for name, begin in nowhere.items():
-            looking = begin()
-            before = time.process_time()
-            train(_STEPS)
-            found[name].append((time.process_time() - before) / _STEPS)
-            if looking is not None:
-                looking.stop()
-    calls = dict.fromkeys(nowhere, 0)
-
+    found: dict[str, Cost] = {}
     for name, begin in nowhere.items():
         looking = begin()
         train(1)
-        calls[name] = _calls(train)
+        calls = _calls(train)
         if looking is not None:
             looking.stop()
-    return {name: (sorted(times)[len(times) // 4], calls[name]) for name, times in found.items()}
+        with _timed() as spent:
+            looking, steps = begin(), list[float]()
+            for _ in range(_STEPS):
+                before = time.thread_time()
+                train(1)
+                steps.append(time.thread_time() - before)
+            if looking is not None:
+                looking.stop()
+        seconds = sum(len(times) / _STEPS * _quarter(times) for times in spent.values())
+        found[name] = Cost(seconds, _quarter(steps), calls)
+    return found
+
+
+def _quarter(times: list[float]) -> float:
+    """The lower quartile, which other programs disturb little."""
+    return sorted(times)[len(times) // 4]
+
+
+@contextmanager
+def _timed() -> Iterator[dict[str, list[float]]]:
+    """Measure the functions that look on: those in the places of methods by their names, waits, and ends of steps."""
+    spent: defaultdict[str, list[float]] = defaultdict(list)
+    told: Any = watching._ToldWaits.current
+    step, around, now = watching.Watch.has_parameter_of, watching.Overrides.around, time.perf_counter
+
+    def in_place(name: str, function: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        below = 0.0
+
+        def timed_method(*args: Any, **kwargs: Any) -> Any:
+            nonlocal below
+            begin = now()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                below += now() - begin
+
+        begin = now()
+        try:
+            return function(timed_method, *args, **kwargs)
+        finally:
+            spent[name].append(now() - begin - below)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = now()
+            result = function(*args)
+            spent[name].append(now() - begin)
+            return result
+
+        return call
+
+    def put_timed(self: Any, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        around(self, owner, name, partial(in_place, name, function))
+
+    with ExitStack() as puts:
+        put = mock.patch.object
+        puts.enter_context(put(watching.Overrides, "around", put_timed))
+        puts.enter_context(put(watching._ToldWaits, "current", property(told.fget, timed("wait", told.fset))))
+        puts.enter_context(put(watching.Watch, "has_parameter_of", timed("optimizer", step)))
+        for each in (Metrics, Recorder):
+            puts.enter_context(put(each, "after_step", timed("end", each.after_step)))
+        yield spent
 
 
 def _calls(train: Callable[[int], None]) -> int:
@@ -118,13 +192,12 @@ def _trained(work: Work) -> tuple[Any, Callable[[int], None]]:
 def main() -> None:
     """Draw, or measure."""
     if "--cost" in sys.argv:
-        times = run_ranks(cost, 2, LOOKED_AT)[0]
-        plain, fewest = times["nothing"]
-        groups = LOOKED_AT.blocks + 1
-        for name, (seconds, calls) in times.items():
+        found = run_ranks(cost, 2, LOOKED_AT)[0]
+        plain, groups = found.pop("nothing"), LOOKED_AT.blocks + 1
+        for name, each in found.items():
             print(
-                f"{name:<12} {1e3 * seconds:8.2f} ms of a processor a step ({seconds / plain:.3f}), "
-                f"{(calls - fewest) / groups:.0f} more calls a group"
+                f"{name:<12} {1e6 * each.seconds:8.0f} us of a step of {1e3 * plain.step:.1f} ms "
+                f"({each.seconds / plain.step:.2%}), {(each.calls - plain.calls) / groups:.0f} more calls a group"
             )
         return
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")

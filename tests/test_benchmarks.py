@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import machine, page, ranks, run
+from benchmarks import machine, page, ranks, recording, run
 from benchmarks.checkpoint import measure_checkpoint
 from benchmarks.checks import measure_checks
 from benchmarks.contenders import ALONE, DDP, FSDP2, Contender
@@ -22,6 +22,7 @@ from benchmarks.launches import TRANSFORMER, measure_launches
 from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY, Work
 from benchmarks.optimizer import measure_optimizer
+from benchmarks.ranks import run_ranks
 from benchmarks.report import parts, read, save
 from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
@@ -142,6 +143,14 @@ def test_the_memory_of_a_step_is_what_was_foretold(memory: dict[str, Any], phase
         if not math.isnan(found[f"foretold_{phase}"]) and found["transport"] != "collective":
             above = (found[phase] - found["freed"] - found[f"foretold_{phase}"]) / memory["group_bytes"]
             assert above == pytest.approx(0, abs=0.3), f"{name}: {above:.2f} groups more than was foretold"
+
+
+def test_figures_cost_less_than_a_hundredth_of_a_step() -> None:
+    """Measured in the functions that look on, over processor time: what other programs take is in neither."""
+    found = run_ranks(recording.cost, 2, recording.LOOKED_AT)[0]
+    plain, figures = found["nothing"], found["log_metrics"]
+    assert 0 < figures.seconds < 0.01 * plain.step
+    assert 0 < figures.calls - plain.calls <= 37 * (recording.LOOKED_AT.blocks + 1)
 
 
 def test_padding_is_that_of_the_layout() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -137,3 +139,61 @@ def test_a_job_that_crashes_is_reported_as_json(tmp_path: Path, capfd: pytest.Ca
     assert "ValueError: bad batch" in found["checks"][0]["text"]
     assert cli.main(["doctor", "--", "no-such-command"]) == 2
     assert "no command 'no-such-command'" in capfd.readouterr().err
+
+
+TRAINED = """
+import os, signal, time
+import torch, torch.distributed as dist, fullshard
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank if {fault!r} == "seed" else 0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+for layer in model:
+    fullshard.fully_shard(layer)
+fullshard.fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    if rank == 1 and step == 3:
+        if {fault!r} == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if {fault!r} == "error":
+            raise ValueError("bad batch")
+        if {fault!r} == "hang":
+            time.sleep(600)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+#: What a fault makes the doctor say, by the name of the check.
+SAID = {
+    "none": {},
+    "seed": {"initial values": "The ranks begin with different values"},
+    "error": {"job": "Rank 1 failed first, in"},
+    "killed": {"job": "a rank ended without a word: rank 1"},
+    "hang": {"job": "was ended: rank 0 was last"},
+}
+
+
+@pytest.mark.parametrize(
+    "fault", ["none", *(pytest.param(each, marks=pytest.mark.slow) for each in SAID if each != "none")]
+)
+def test_an_unmodified_job_of_torchrun_is_looked_at(
+    fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    script = tmp_path / "script.py"
+    script.write_text(TRAINED.format(fault=fault))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    status = cli.main(["doctor", "--json", "--steps=5", "--patience=30", "--", *torchrun])
+    checks = json.loads(capfd.readouterr().out)["checks"]
+    bad = {check["name"]: check["text"] for check in reversed(checks) if check["result"] == "error"}
+    assert bad.keys() == SAID[fault].keys(), bad
+    assert all(said in bad[name] for name, said in SAID[fault].items()), bad
+    assert status == int(any(check["result"] in ("error", "warning") for check in checks))
+    assert "network" in {check["name"] for check in checks}

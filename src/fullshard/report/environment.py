@@ -27,7 +27,7 @@ from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
 from fullshard.device import compute_device, is_host
-from fullshard.report.text import seconds_text, table
+from fullshard.report.text import bytes_text, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
 
@@ -65,6 +65,11 @@ class Check:
     result: Result
     text: str
     advice: str = ""
+
+
+def judged(name: str, is_fine: bool, text: str, advice: str, bad: Result = "warning") -> Check:
+    """What was looked at, with advice if it is not fine."""
+    return Check(name, "ok", text) if is_fine else Check(name, bad, text, advice)
 
 
 @dataclass
@@ -117,10 +122,9 @@ def check_environment(process_group: dist.ProcessGroup, device_type: str) -> lis
 
 
 def _versions(every: Sequence[Facts]) -> Iterator[Check]:
-    if (text := _difference(every, lambda fact: fact.versions)) is None:
-        yield Check("versions", "ok", f"{every[0].versions}, on all ranks.")
-    else:
-        yield Check("versions", "error", text, "Install the same on all hosts.")
+    text = _difference(every, lambda fact: fact.versions)
+    told = text or f"{every[0].versions}, on all ranks."
+    yield judged("versions", text is None, told, "Install the same on all hosts.", "error")
 
 
 def _devices(every: Sequence[Facts]) -> Iterator[Check]:
@@ -144,12 +148,10 @@ def _shared_memory(every: Sequence[Facts]) -> Iterator[Check]:
     if least.shared < 0:
         yield Check("shared memory", "not checked", f"{least.host} has no /dev/shm.")
         return
-    text = f"{least.shared / 2**20:,.0f} MiB are free in /dev/shm of {least.host}."
-    if least.shared >= _SHARED:
-        yield Check("shared memory", "ok", text)
-    else:
-        text += " Workers of a DataLoader and NCCL need it (fullshard does not)."
-        yield Check("shared memory", "warning", text, "Make it larger: docker run --shm-size=8g, or --ipc=host.")
+    text = f"{bytes_text(least.shared)} are free in /dev/shm of {least.host}."
+    advice = "Workers of a DataLoader and NCCL need it (fullshard does not). "
+    advice += "Make it larger: docker run --shm-size=8g, or --ipc=host."
+    yield judged("shared memory", least.shared >= _SHARED, text, advice)
 
 
 def _threads(every: Sequence[Facts]) -> Iterator[Check]:
@@ -157,13 +159,10 @@ def _threads(every: Sequence[Facts]) -> Iterator[Check]:
         here = [fact for fact in every if fact.host == host]
         threads, cores = sum(fact.threads for fact in here), max(fact.cores for fact in here)
         text = f"{len(here)} ranks of {host} compute with {threads} threads, on {cores} cores."
-        if threads > cores:
-            advice = f"Set OMP_NUM_THREADS={max(1, cores // len(here))}."
-            if len(here) > cores:
-                advice = "There are more ranks than cores: they take turns, and each waits for the others."
-            yield Check("threads", "warning", text, advice)
-        else:
-            yield Check("threads", "ok", text)
+        advice = f"Set OMP_NUM_THREADS={max(1, cores // len(here))}."
+        if len(here) > cores:
+            advice = "There are more ranks than cores: they take turns, and each waits for the others."
+        yield judged("threads", threads <= cores, text, advice)
 
 
 def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
@@ -173,17 +172,14 @@ def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
         text = f"The clocks of {first.host} and {last.host} are {apart:.1f} s apart."
         yield Check("clocks", "warning", text, "Synchronize them (chrony, ntpd): logs and deadlines are compared.")
     else:
-        yield Check("clocks", "ok", f"The clocks of all ranks are within {apart:.1g} s.")
+        yield Check("clocks", "ok", f"The clocks of all ranks are within {seconds_text(apart)}.")
 
 
 def _open_files(every: Sequence[Facts]) -> Iterator[Check]:
     least = min(every, key=lambda fact: fact.files)
     text = f"A process may open {least.files} files on {least.host}."
-    if least.files < _FILES:
-        advice = f"Allow more (ulimit -n {_FILES}): ranks that share memory need one for each buffer."
-        yield Check("open files", "warning", text, advice)
-    else:
-        yield Check("open files", "ok", text)
+    advice = f"Allow more (ulimit -n {_FILES}): ranks that share memory need one for each buffer."
+    yield judged("open files", least.files >= _FILES, text, advice)
 
 
 def _settings(every: Sequence[Facts]) -> Iterator[Check]:
@@ -249,10 +245,10 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
         return Check("transport", "error", f"{error}.")
     text = f"Buffers move by '{transport.name}': {why}."
     together = len({fact.host for fact in every}) == 1 < len(every)
-    if is_host(device) and backend_name(process_group, device) == "gloo" and together and transport.name != "host":
-        advice = "Unset FULLSHARD_TRANSPORT." if "FULLSHARD_TRANSPORT" in os.environ else ""
-        return Check("transport", "warning", f"{text} The ranks share a host, and could share memory.", advice)
-    return Check("transport", "ok", text)
+    may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together
+    advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
+    advice += "The ranks share a host, and could share memory."
+    return judged("transport", transport.name == "host" or not may_share, text, advice)
 
 
 def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:

@@ -13,9 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.findings import findings, lateness, waited
+from fullshard.report.findings import Waited, findings, lateness, waited
 from fullshard.report.recording import LANES, RankRecording, Span, shares, tracks
-from fullshard.report.text import counted
+from fullshard.report.text import counted, percent
 
 #: Ranks that a picture or a table has, the ones that stand out first; of the others there are too many to see.
 _RANKS = 16
@@ -72,15 +72,19 @@ def render(ranks: Sequence[RankRecording]) -> str:
         parts.append(f"<li><b>{escape(finding.kind)}</b>: {escape(finding.text)} {advice}</li>")
     parts.append("</ul>")
     if whole:
-        shown = _shown(whole)
-        step = _usual_step(shown[0])
-        parts += ["<h2>Where the time of a step goes</h2>", _picture(lambda: draw_shares(whole)), _shares_table(whole)]
-        for rank in shown[:2]:
+        waits = waited(whole)
+        first, *others = _shown(whole, waits)
+        some = sorted([first, *others][:_RANKS], key=lambda rank: rank.rank)
+        parts += ["<h2>Where the time of a step goes</h2>", _picture(lambda: draw_shares(some)), _shares_table(some)]
+        parts += [_note(f"{len(whole) - _RANKS} more ranks are in recording.json.")] * (len(whole) > _RANKS)
+        usual = _usual_step(first)
+        for rank in [first, *others[:1]]:
+            step = usual if usual in rank.steps() else _usual_step(rank)
             parts += [f"<h2>Step {step} of rank {rank.rank}</h2>", _picture(partial(draw_step, rank, step))]
-        parts.append(_legend_of_lanes(whole[0]))
-        if len(whole) > 1:
-            parts += ["<h2>Who waits for whom</h2>", _picture(lambda: draw_waits(whole)), _waits_note()]
-        parts += ["<h2>Groups that were waited for longest</h2>", _groups_table(whole)]
+        parts.append(_note(_lanes_in_words(first)))
+        if others:
+            parts += ["<h2>Who waits for whom</h2>", _picture(lambda: draw_waits(some, waits)), _note(_WAITS)]
+        parts += ["<h2>Groups that were waited for longest</h2>", _groups_table(whole, waits)]
     body = "\n".join(parts)
     head = f'<meta charset="utf-8"><title>fullshard: recording</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
@@ -93,12 +97,16 @@ def _of_what(ranks: Sequence[RankRecording]) -> str:
     error = max((rank.clock_error for rank in ranks), default=0)
     if error:
         text += f" Clocks of different hosts were compared; they may be off by {error / 1e6:.2g} ms."
-    return f'<p class="note">{escape(text)}</p>'
+    return _note(escape(text))
 
 
-def _shown(ranks: Sequence[RankRecording]) -> list[RankRecording]:
+def _note(text: str) -> str:
+    return f'<p class="note">{text}</p>'
+
+
+def _shown(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> list[RankRecording]:
     """The ranks, those that stand out first: the one for which the others wait longest, and the one that waits most."""
-    late = lateness(ranks, waited(ranks))
+    late = lateness(ranks, waits)
     first = max(ranks, key=lambda rank: late[rank.rank])
     rest = sorted((rank for rank in ranks if rank is not first), key=lambda rank: -shares(rank).waiting)
     return [first, *rest]
@@ -116,7 +124,7 @@ def _picture(draw: Callable[[], Any]) -> str:
     try:
         import matplotlib
     except ImportError:
-        return '<p class="note">The pictures are made by matplotlib, which is not installed.</p>'
+        return _note("The pictures are made by matplotlib, which is not installed.")
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "hatch.linewidth": 0.6}):
         figure = draw()
         text = io.StringIO()
@@ -159,7 +167,8 @@ def draw_step(rank: RankRecording, step: int) -> Any:
     held = [size / 2**20 for when, size in rank.memory if begin <= when <= end]
     below.step(times, held, color="black", where="post")
     below.set(xlabel="time (ms)", ylabel="MiB", title=f"memory: {rank.memory_of}", xlim=(0, (end - begin) / 1e6))
-    below.set_ylim(0, 1.2 * max(held, default=1.0))
+    least, most = min(held, default=0.0), max(held, default=1.0)
+    below.set_ylim(0 if least < most / 2 else least - max(1.0, most - least), most + max(1.0, (most - least) / 4))
     below.title.set_fontsize("medium")
     return figure
 
@@ -179,9 +188,8 @@ def _bar(axis: Any, row: int, span: Span, begin: int, end: int) -> None:
         axis.text(middle, row, short, ha="center", va="center", fontsize="small", **box)
 
 
-def draw_shares(ranks: Sequence[RankRecording]) -> Any:
+def draw_shares(some: Sequence[RankRecording]) -> Any:
     """A bar for each rank: what its step consists of."""
-    some = sorted(_shown(ranks)[:_RANKS], key=lambda rank: rank.rank)
     figure, axis = _figure(1.3 + 0.34 * len(some))
     left = [0.0] * len(some)
     for part, (label, look) in _PARTS.items():
@@ -195,11 +203,11 @@ def draw_shares(ranks: Sequence[RankRecording]) -> Any:
     return figure
 
 
-def draw_waits(ranks: Sequence[RankRecording]) -> Any:
+def draw_waits(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> Any:
     """A table of circles: how long each rank waits for each other."""
-    some = sorted(rank.rank for rank in _shown(ranks)[:_RANKS])
+    some = [rank.rank for rank in ranks]
     totals = Counter[tuple[int, int | None]]()
-    for wait in waited(ranks):
+    for wait in waits:
         totals[wait.rank, wait.by] += wait.length / 1e6  # type: ignore[assignment]
     columns: list[int | None] = [*some, None]
     most = max((totals[here, there] for here in some for there in columns), default=0.0) or 1.0
@@ -207,16 +215,11 @@ def draw_waits(ranks: Sequence[RankRecording]) -> Any:
     for row, here in enumerate(some):
         for column, there in enumerate(columns):
             size = totals[here, there]
-            if size > 0:
+            if size > most / 100:
                 axis.scatter(column, row, s=900 * size / most, facecolor="0.8", edgecolor="black", linewidth=0.6)
-                axis.text(
-                    column,
-                    row,
-                    f"{size:.0f}" if size >= 10 else f"{size:.1f}",
-                    ha="center",
-                    va="center",
-                    fontsize="small",
-                )
+                box = None if size > most / 4 else {"boxstyle": "square,pad=0.1", "facecolor": "white", "linewidth": 0}
+                text = f"{size:.0f}" if size >= 10 else f"{size:.1f}"
+                axis.text(column, row, text, ha="center", va="center", fontsize="small", bbox=box)
     labels = [f"rank {there}" if there is not None else "the bytes" for there in columns]
     axis.set_xticks(range(len(columns)), labels)
     axis.set_yticks(range(len(some)), [f"rank {here} waits" for here in some])
@@ -225,15 +228,13 @@ def draw_waits(ranks: Sequence[RankRecording]) -> Any:
     return figure
 
 
-def _waits_note() -> str:
-    return (
-        '<p class="note">A communication cannot end before the last rank has come to it. So long the others wait for '
-        "that rank; after that, for the bytes.</p>"
-    )
+_WAITS = (
+    "A communication cannot end before the last rank has come to it. So long the others wait for that rank; after "
+    "that, for the bytes. What is below a hundredth of the longest wait is left out."
+)
 
 
-def _legend_of_lanes(rank: RankRecording) -> str:
-    """What the lanes are, in words."""
+def _lanes_in_words(rank: RankRecording) -> str:
     words = (
         "<b>pass</b>: forward, backward and step of the optimizer. <b>computation</b>: units, with those inside them. "
         "<b>gather</b>, <b>reduce</b>: from the start of a communication to its end. "
@@ -245,26 +246,23 @@ def _legend_of_lanes(rank: RankRecording) -> str:
         )
     else:
         words += "<b>wait</b>: the stream that computes waits for a communication."
-    return f'<p class="note">{words}</p>'
+    return words
 
 
-def _shares_table(ranks: Sequence[RankRecording]) -> str:
+def _shares_table(some: Sequence[RankRecording]) -> str:
     rows = []
-    for rank in sorted(_shown(ranks)[:_RANKS], key=lambda rank: rank.rank):
-        of = shares(rank)
-        parts = [f"{getattr(of, part) / of.step:.0%}" for part in _PARTS]
-        peak = max((held for _, held in rank.memory), default=0)
-        exposed = f"{of.exposed / of.step:.0%}"
-        rows.append([f"rank {rank.rank}", f"{of.step / 1e6:.1f}", *parts, exposed, f"{peak / 2**20:.0f}"])
+    for rank in some:
+        of, peak = shares(rank), max((held for _, held in rank.memory), default=0)
+        parts = [percent(getattr(of, part) / of.step) for part in (*_PARTS, "exposed")]
+        rows.append([f"rank {rank.rank}", f"{of.step / 1e6:.1f}", *parts, f"{peak / 2**20:.0f}"])
     heads = ["", "step, ms", *(label for label, _ in _PARTS.values()), "exposed communication", "most memory, MiB"]
-    left = f'<p class="note">{len(ranks) - _RANKS} more ranks are in recording.json.</p>' if len(ranks) > _RANKS else ""
-    return _table(heads, rows) + left
+    return _table(heads, rows)
 
 
-def _groups_table(ranks: Sequence[RankRecording]) -> str:
+def _groups_table(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> str:
     """The groups that were waited for longest: by ranks that came late, and by bytes."""
     totals: dict[tuple[str, str], list[float]] = {}
-    for wait in waited(ranks):
+    for wait in waits:
         sums = totals.setdefault((wait.group, wait.what), [0.0, 0.0])
         sums[wait.by is None] += wait.length / 1e6 / len(ranks)
     most = sorted(totals.items(), key=lambda item: -sum(item[1]))[:_GROUPS]

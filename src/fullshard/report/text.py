@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -44,8 +45,9 @@ def counted(count: int, what: str) -> str:
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """A paragraph in lines of one width, the later ones indented."""
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent)
+    """A paragraph in lines of one width, the later ones indented. No line ends between a number and its unit."""
+    held = re.sub(r"(?<=\d) (?=x \d|(?:B|[KMGT]iB|%|m?s|us)\b|%)|(?<=\d x) (?=\d)", "\0", text)
+    return textwrap.fill(held, _WIDTH, subsequent_indent=indent).replace("\0", " ")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

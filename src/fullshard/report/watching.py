@@ -86,44 +86,46 @@ class Memory:
         return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
 
 
-class _Layer:
-    """A function in the place of a method of one object. ``below`` is the method, or an earlier such function."""
+class _Stack:
+    """The functions in the place of a method of one object, the first innermost. What is shown there knows it."""
 
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._attributes, self._name, self._function = vars(owner), name, function
-        self.below, self.before = getattr(owner, name), self._attributes.get(name, _NOTHING)
-        self._attributes[name] = self
+    def __init__(self, owner: Any, name: str) -> None:
+        self._attributes, self._name = vars(owner), name
+        self._method, self._before = getattr(owner, name), self._attributes.get(name, _NOTHING)
+        self.functions: list[Callable[..., Any]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self.below, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Take it out, from under later ones too."""
-        above = self._attributes[self._name]
-        if above is not self:
-            while above.below is not self:
-                above = above.below
-            above.below, above.before = self.below, self.before
-        elif self.before is _NOTHING:
+    def show(self) -> None:
+        shown = self._method
+        for function in self.functions:
+            shown = partial(function, shown)
+            vars(shown)["stack"] = self
+        if self.functions:
+            self._attributes[self._name] = shown
+        elif self._before is _NOTHING:
             del self._attributes[self._name]
         else:
-            self._attributes[self._name] = self.before
+            self._attributes[self._name] = self._before
 
 
 class Overrides:
     """What stands in the places of methods until it is removed. Others may come and go meanwhile."""
 
     def __init__(self) -> None:
-        self._layers: list[_Layer] = []
+        self._put: list[tuple[_Stack, Callable[..., Any]]] = []
 
     def around(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         """Let ``function`` be called in place of a method of an object, with the method before the arguments."""
-        self._layers.append(_Layer(owner, name, function))
+        stack = getattr(vars(owner).get(name), "stack", None) or _Stack(owner, name)
+        stack.functions.append(function)
+        stack.show()
+        self._put.append((stack, function))
 
     def remove(self) -> None:
         """Put everything back, the last first."""
-        while self._layers:
-            self._layers.pop().remove()
+        while self._put:
+            stack, function = self._put.pop()
+            stack.functions.remove(function)
+            stack.show()
 
 
 class Watch:
@@ -237,14 +239,15 @@ class _ToldWaits(Waits):
 
     @current.setter
     def current(self, wait: Wait | None) -> None:
-        before, vars(self)["current"] = vars(self)["current"], wait
-        if wait is before or _inside:
-            return
-        now = time.monotonic_ns()
-        for reference in _watches if before is not None else ():
-            if (watch := reference()) is not None:
-                watch.waited(before, _begin[0], now)
-        _begin[0] = now
+        attributes = self.__dict__
+        before, attributes["current"] = attributes["current"], wait
+        if before is None:
+            _begin[0] = time.monotonic_ns()
+        elif wait is None and not _inside:
+            now = time.monotonic_ns()
+            for reference in _watches:
+                if (watch := reference()) is not None:
+                    watch.waited(before, _begin[0], now)
 
 
 _begin = [0]
