@@ -228,6 +228,12 @@ MUTATIONS = (
         "partial.pop(index)",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_before_all_reduce_on_two_ranks",
     ),
+    Mutation(
+        "group/gradients.py",
+        "reductions.add(HoldingMark(mark, straight) if straight and",
+        "reductions.add(HoldingMark(mark, straight) if False and",
+        "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
     # when each group is gathered and reduced
     Mutation(
         "schedule/schedule.py",
