@@ -169,7 +169,7 @@ for step in range(6):
 SAID = {
     "none": {},
     "seed": {"initial values": "The ranks begin with different values"},
-    "error": {"job": "Rank 1 failed first, in"},
+    "error": {"job": "Rank 1 failed first, between the passes of step 4"},
     "killed": {"job": "a rank ended without a word: rank 1"},
     "hang": {"job": "was ended: rank 0 was last"},
 }
