@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fullshard
+from fullshard.wrap import ModuleWrapPolicy
 from tests.harness import World, ranks
 from tests.harness.compare import is_newer_than_torch
 from tests.harness.models import MLP, OddParameters, seeded
@@ -135,6 +136,8 @@ def test_something_that_is_no_module(world: World, module: object) -> None:
 def test_a_lazy_module_that_never_ran(world: World) -> None:
     error = (RuntimeError, ValueError)
     refused(lambda fsdp: fsdp.fully_shard(nn.LazyLinear(4)), error, "'weight'", "LazyLinear", "run its lazy module")
+    with pytest.raises(ValueError, match="'weight' of a LazyLinear is not initialized yet"):
+        fullshard.fully_shard(nn.Sequential(nn.LazyLinear(4)), auto_wrap_policy=ModuleWrapPolicy({nn.LazyLinear}))
 
 
 @ranks(2)

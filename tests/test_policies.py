@@ -123,6 +123,13 @@ def test_policies_are_frozen_and_hashable(policy: Any) -> None:
         policy.pin_memory = False
 
 
+def test_users_may_derive_a_policy_with_fields_of_any_type() -> None:
+    derived = dataclasses.make_dataclass("Mine", [("scale", float, 2.0)], bases=(MixedPrecisionPolicy,), frozen=True)
+    assert derived(torch.bfloat16).scale == 2
+    with pytest.raises(TypeError, match="cast_forward_inputs"):
+        derived(cast_forward_inputs=1)
+
+
 class TestMixedPrecisionPolicy:
     DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 

@@ -43,7 +43,7 @@ class Checked:
                 expect(isinstance(value, torch.dtype), name, value, wanted)
                 if not value.is_floating_point:
                     raise ValueError(f"{name} is {value}, which is not floating-point; expected {wanted}")
-            elif kind.type.startswith("Callable"):
+            elif str(kind.type).startswith("Callable"):  # a class, where a user derived this
                 expect(value is None or callable(value), name, value, "a function of a parameter, or None")
 
 

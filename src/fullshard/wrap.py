@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 __all__ = ["CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "lambda_auto_wrap_policy"]
@@ -184,15 +185,14 @@ def targets(
         )
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-    chosen: Chosen = {}
+    chosen, found = Chosen(), Chosen()
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root_module, skipped, {})
         policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__)
-    found: Chosen = {}
     visited: dict[tuple[nn.Module, bool], set[nn.Parameter]] = {}  # by whether the policy is asked; what targets took
 
     def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
-        numel = sum(param.numel() for param in params)
+        numel = sum(param.numel() for param in params if not is_lazy(param))
         return bool(policy(module=module, recurse=recurse, nonwrapped_numel=numel))
 
     def visit(module: nn.Module, asks: bool) -> set[nn.Parameter]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import fullshard
+from fullshard.group.gradients import Gradients
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
@@ -198,3 +200,30 @@ def test_a_step_of_one_rank_has_the_same_bounds(world: World) -> None:
         model(inputs(width=WIDTH).requires_grad_()).sum().backward()
     assert meter.most_parameters <= 2
     assert meter.most_gradients == 1
+
+
+@ranks(2, transport="collective")
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_gradients_do_not_wait_to_be_cast_or_added(world: World, bias: bool) -> None:
+    """Those that move where they lie would exist twice when the backward of their module ends."""
+    waited: list[int] = []
+    settle = Gradients.settle
+
+    def look(self: Gradients) -> None:
+        waited.append(sum(grad.nbytes for grad in self._waiting.values()))
+        settle(self)
+
+    def step(dtype: torch.dtype | None, reductions: tuple[bool, ...]) -> None:
+        policy = fullshard.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        model = seeded(lambda: nn.Sequential(*[nn.Linear(512, 512, bias=bias) for _ in range(4)]))
+        fullshard.fully_shard(model, mp_policy=policy)
+        for reduces in reductions:
+            waited.clear()
+            model.set_requires_gradient_sync(reduces)
+            model(torch.randn(3, 512)).sum().backward()
+
+    with mock.patch.object(Gradients, "settle", look):
+        step(torch.bfloat16, (True,))
+        assert max(waited) < 512 * 512 * 2
+        step(None, (False, False))
+        assert max(waited) < 512 * 512 * 4

@@ -104,11 +104,9 @@ class MessagePlaces(WholePlaces):
         return targets, sources
 
     def write(self, grads: Grads) -> None:
-        indices, done = grads.keys(), self.kept
-        if done:
-            done = done & indices
-            for index in done:
-                self._keep(index, grads[index])
+        indices = grads.keys()
+        for index in (done := self.kept & indices):
+            self._keep(index, grads[index])
         for members, keys, zeros, messages in self._rows:
             if indices >= members:
                 parts: list[torch.Tensor] = [*map(grads.get, keys, zeros)]
@@ -128,12 +126,12 @@ class MessagePlaces(WholePlaces):
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         """Keep a straight gradient as it is, which is then ours to change, or add it to what was kept."""
-        values = self._in_memory(index, grad)
+        values = self._in_memory(index, grad.detach())
         if index in self.straight:
             self.straight[index].view(values.shape).add_(values)
             return
         if grad.dtype != self.dtypes[index] or not values.is_contiguous() or grad.requires_grad:
-            values = values.detach().to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
+            values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
         self.straight[index] = values.view(-1)
 
     def add(self, grads: Grads) -> None:

@@ -47,7 +47,7 @@ class Gradients:
         self._buffer = SlotBuffer(group.gradient_pool, 0)
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._places = WholePlaces(group.params, (), ())
-        self._nbytes: dict[int, int] = {}  # of each that is copied, if those that wait are bounded
+        self._nbytes: dict[int, int] = {}  # of each that is copied (0: it is not), if those that wait are bounded
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
         self._expected = self._nothing  # those of them that are to come, once one has come
@@ -169,9 +169,13 @@ class Gradients:
             self._heed_bound(index)
 
     def _heed_bound(self, index: int) -> None:
-        self._waiting_bytes += self._nbytes.get(index, 0)  # straight ones are not copied
+        grad, places = self._waiting[index], self._places
+        self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= _MOST_WAITING:
             self.settle()
+        elif index in places.kept and (index in self._arrived or grad.dtype != places.dtypes[index]):
+            places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when settled
+            self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
@@ -253,7 +257,8 @@ class Gradients:
                     for section, full in zip(self._sections, fulls, strict=True):
                         self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
             self._every = frozenset(index for index in places.dtypes if trainable[index])
-            nbytes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every - places.kept}
+            sizes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
+            nbytes = sizes | dict.fromkeys(places.kept, 0)
             self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= _MOST_WAITING else {}
             leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
             plain = self._every - self._dtypes_of.found.keys()

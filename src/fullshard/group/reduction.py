@@ -75,9 +75,7 @@ class PendingReduction:
                     piece.of_shard(output).copy_(piece.of_full(part.full) / divisor)
             return Done()
         if plan.route is None:
-            transfers = [
-                Transfer(part.plan, part.full, output) for part, output in zip(plan.parts, outputs, strict=True)
-            ]
+            transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
             plan.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
         self._straight = ()  # who started holds them, or what was started
@@ -93,12 +91,11 @@ class PendingReduction:
             self._bring_home() if group.offloads else self.accumulate()
             return
         if group.data.replicate_group is not None:
-            partial = self._partial
             for index, local in self._locals():
-                if index in partial:
-                    local.add_(partial.pop(index))
+                if index in self._partial:
+                    local.add_(self._partial.pop(index))
             if not group.options.all_reduce_gradients:
-                partial.update(self._locals())
+                self._partial.update(self._locals())
                 return
         outputs = self._outputs
         mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
