@@ -34,7 +34,7 @@ ADDED = {
     "accelerators": 110,
     "graphs": 32,
     "reports": 10,
-    "straight": 448,
+    "straight": 454,
     "explain": 81,
     "doctor": 8,
 }

@@ -203,6 +203,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
 
 
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether others have the storage of a tensor, and may read it, as that of a gradient which autograd passes on."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and ours
+
+
 def alias_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A storage that reads the same memory and does not own it."""
     construct: Any = torch._C._construct_storage_from_data_pointer

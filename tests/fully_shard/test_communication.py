@@ -442,3 +442,29 @@ def test_large_parameters_beside_small_ones_train_as_unsharded(world: World, red
                 torch.testing.assert_close(
                     param.grad.full_tensor(), expected.grad, msg=lambda text, at=name: f"{at}: {text}"
                 )
+
+
+class Shift(nn.Module):
+    """Adds a large parameter: autograd gives both summands one gradient, in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(512, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.unsqueeze(0)
+
+
+@ranks(2, transport="collective")
+def test_a_gradient_that_others_still_read_is_not_reduced_in_its_memory(world: World) -> None:
+    model = nn.Sequential(Shift(), Shift())
+    for child in model:
+        fullshard.fully_shard(child)
+    fullshard.fully_shard(model)
+    x = torch.zeros(1, 512, 256, requires_grad=True)
+    shifted = model[0](x)
+    shifted.register_hook(lambda _: groups_of(model[1])[0].comm.reductions.keep_at_most(0))
+    (model[1](shifted) * (world.rank + 1)).sum().backward()
+    assert x.grad is not None
+    assert (x.grad == world.rank + 1).all()
+    assert all((whole(param.grad) == 1.5).all() for param in model.parameters())

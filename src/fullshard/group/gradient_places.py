@@ -17,7 +17,7 @@ from fullshard.buffer.plan import Piece, make_plan
 from fullshard.buffer.sections import Section
 from fullshard.comm.transport import Copies
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import chunk_cat, foreach_add, foreach_copy
+from fullshard.torch_private import chunk_cat, foreach_add, foreach_copy, shares_memory
 
 Grads = Mapping[int, torch.Tensor]
 _dtype_of = attrgetter("dtype")
@@ -125,12 +125,12 @@ class MessagePlaces(WholePlaces):
                 foreach_copy(*copies)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a straight gradient as it is, which is then ours to change, or add it to what was kept."""
-        values = self._in_memory(index, grad.detach())
+        """Keep a straight gradient as it is, if it is ours to change, or else a copy, or add it to what was kept."""
+        is_ours, values = not (grad.requires_grad or shares_memory(grad)), self._in_memory(index, grad.detach())
         if index in self.straight:
             self.straight[index].view(values.shape).add_(values)
             return
-        if grad.dtype != self.dtypes[index] or not values.is_contiguous() or grad.requires_grad:
+        if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
             values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
         self.straight[index] = values.view(-1)
 
