@@ -224,8 +224,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "local.add_(partial.pop(index))",
-        "partial.pop(index)",
+        "local.add_(self._partial.pop(index))",
+        "self._partial.pop(index)",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_before_all_reduce_on_two_ranks",
     ),
     Mutation(
