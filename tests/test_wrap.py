@@ -395,3 +395,17 @@ class TestEnableWrap:
     def test_a_wrapper_that_cannot_be_called_is_refused(self) -> None:
         with pytest.raises(TypeError, match="wrapper_cls=None"), enable_wrap(wrapper_cls=None):  # type: ignore[arg-type]
             pass
+
+
+def test_a_module_that_is_shared_comes_before_an_override_that_encloses_it_where_the_policy_does_not_look() -> None:
+    class Passed(nn.Sequential):
+        pass
+
+    shared = nn.Linear(2, 2)
+    forced = nn.ModuleDict({"inner": shared})
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return not isinstance(module, Passed) if recurse else module is shared
+
+    root = nn.Sequential(Passed(forced), nn.Sequential(shared))
+    assert list(targets(root, policy, class_overrides={nn.ModuleDict: {}})) == [shared, forced]

@@ -185,7 +185,7 @@ def targets(
         )
     skipped = {inner for module in ignored_modules for inner in module.modules()}
     uncounted = set(ignored_params).union(*(module.parameters() for module in skipped))
-    chosen, found = Chosen(), Chosen()
+    chosen, found, ended = Chosen(), Chosen(), Chosen()
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root_module, skipped, {})
         policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__)
@@ -207,13 +207,12 @@ def targets(
         overrides = [keywords for cls, keywords in (class_overrides or {}).items() if isinstance(module, cls)]
         if module is not root_module and ((asks and is_wanted(module, False, own - taken)) or overrides):
             taken |= own
-            found[module] = dict(chosen.get(module, {}))
-            for keywords in overrides:
-                found[module].update(keywords)
+            found[module] = dict(chosen.get(module, {})) | {key: kw[key] for kw in overrides for key in kw}
+        ended[module] = {}  # keeps its place: a module that is met twice is asked about where a target may enclose it
         return taken
 
     visit(root_module, True)
-    return found
+    return {module: found[module] for module in ended if module in found}
 
 
 _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("fullshard_wrap", default=None)
