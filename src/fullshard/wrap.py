@@ -208,7 +208,7 @@ def targets(
         if module is not root_module and ((asks and is_wanted(module, False, own - taken)) or overrides):
             taken |= own
             found[module] = dict(chosen.get(module, {})) | {key: kw[key] for kw in overrides for key in kw}
-        ended[module] = {}  # keeps its place: a module that is met twice is asked about where a target may enclose it
+        ended[module] = {}  # a second visit does not move it behind what encloses it
         return taken
 
     visit(root_module, True)
