@@ -14,19 +14,11 @@ import pytest
 import torch
 
 from fullshard.buffer.shared_memory import LINE, Counters, Segment, can_share
+from tests.harness.held import mappings, open_files
 
 pytestmark = pytest.mark.skipif(not can_share(), reason="this system shares no memory")
 
 PAGE = mmap.PAGESIZE
-
-
-def mappings() -> int:
-    """How many segments this process maps."""
-    return Path("/proc/self/maps").read_text().count("memfd:fullshard")
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(autouse=True)

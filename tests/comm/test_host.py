@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from fullshard.comm.transport import Reduction, StillRead, Transfer
 from fullshard.comm.waits import LostRankError
 from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
 from tests.harness import World, ranks
+from tests.harness.held import mappings, open_files
 
 CASE = Case("even", (Section(torch.float32, (((8, 3), 0), ((5,), 0))),))
 OTHER = Case("even", (Section(torch.float32, ODD),))
@@ -29,15 +28,6 @@ def make() -> HostTransport:
     made = HostTransport.among(dist.group.WORLD, PointToPointTransport())
     assert isinstance(made, HostTransport), made
     return made
-
-
-def mappings() -> int:
-    gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:fullshard")
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def start(transport: HostTransport, transfers: list[Transfer], tag: int = 1) -> Any:

@@ -6,12 +6,10 @@ ranks that keep step, and in shared memory with ranks that stop for a moment in 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import gc
 import io
-import os
 import random
 import re
 import resource
@@ -35,6 +33,7 @@ from fullshard.comm.host import HostTransport
 from tests.fully_shard.cases import SHARED_GRADIENTS, assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
+from tests.harness.held import mappings, open_files
 from tests.harness.models import MLP, Transformer, seeded, token_batch
 
 Story = Callable[[World], Iterator[Any]]
@@ -454,20 +453,6 @@ def step(model: Any) -> None:
     model(torch.ones(1, WIDTH)).sum().backward()
 
 
-def files() -> int:
-    """How many files this rank has open, without connections: watches of former groups end theirs in their own time."""
-    opened = 0
-    for file in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing of the folder itself
-            opened += not os.readlink(file).startswith("socket:")
-    return opened
-
-
-def mappings() -> int:
-    gc.collect()
-    return Path("/proc/self/maps").read_text().count("memfd:fullshard")
-
-
 def resident(world: World) -> float:
     """Bytes of shared memory that all ranks have together, each page once."""
     sizes = re.findall(r"memfd:fullshard(?:.*\n)+?Pss: +(\d+) kB", Path("/proc/self/smaps").read_text())
@@ -573,20 +558,20 @@ def test_nothing_is_left_of_models(world: World) -> None:
     for _ in range(4):
         live()
         dist.barrier()
-        left.append((mappings(), files()))
+        left.append((mappings(), open_files()))
     assert left[1] == left[-1], left
 
 
 @ranks(2, transport="host")
 def test_many_groups_need_few_files(world: World) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     model = nn.Module()
     model.blocks = nn.Sequential(*[nn.Linear(2, 2) for _ in range(60)])
     model.forward = model.blocks.forward
     each_block()(fullshard, model)
     model(torch.ones(1, 2)).sum().backward()
     assert all(group.memory.shared is not None for group in groups_of(model.blocks))
-    assert len(os.listdir("/proc/self/fd")) - before < 10
+    assert open_files() - before < 10
 
 
 @ranks(2, transport="host")

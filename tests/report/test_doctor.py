@@ -175,9 +175,8 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", ["none", *(pytest.param(each, marks=pytest.mark.slow) for each in SAID if each != "none")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", SAID)
 def test_an_unmodified_job_of_torchrun_is_looked_at(
     fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
