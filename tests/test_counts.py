@@ -24,7 +24,7 @@ from tests.harness import World, ranks
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
 #: Lines of the engine, both front ends, state dicts and optimizers.
-LINES = 12_162
+LINES = 12_161
 #: What later features added to these, each by itself.
 ADDED = {
     "check_values": 32,
@@ -41,7 +41,7 @@ ADDED = {
 #: Lines of what is built on them.
 MORE_LINES = {"compat/": 386, "cli.py": 141, "__main__.py": 7, "schedule/misuse.py": 81, "checkpoint/": 4012}
 MORE_LINES |= {"comm/waits.py": 133, "comm/watch.py": 395, "comm/reports.py": 150, "comm/connections.py": 143}
-MORE_LINES |= {"schedule/finite.py": 122, "schedule/leave_out.py": 112, "report/": 4320}
+MORE_LINES |= {"schedule/finite.py": 122, "schedule/leave_out.py": 112, "report/": 4310}
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 235, 8: 239, 32: 263}
 #: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.

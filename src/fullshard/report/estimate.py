@@ -21,17 +21,7 @@ from fullshard.report.replay import Happening, Replay
 
 @dataclass(frozen=True)
 class Hardware:
-    """What an estimate is given.
-
-    Args:
-        bandwidth: bytes a second that a rank sends, or reads where ranks share memory.
-        flops: operations a second that a rank computes.
-        tokens: how many tokens a rank sees in a step.
-        latency: seconds of an exchange beside its bytes.
-
-    Raises:
-        ValueError: a number is not positive (``latency``: negative).
-    """
+    """What an estimate is given, see :meth:`fullshard.report.explain.Explanation.estimate`."""
 
     bandwidth: float
     flops: float
