@@ -21,8 +21,8 @@ _USES = 64
 
 
 class SharedBuffer:
-    """A full buffer that ranks share, ``start`` bytes into ``view``, which is memory that all of them map, as this one
-    reads it. It is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
+    """A full buffer that ranks share. It begins ``start`` bytes into ``view``, the mapping by which this rank reads the
+    memory of all. It is taken and given back like a :class:`~fullshard.buffer.slots.SlotBuffer`.
     """
 
     takes_turns = False

@@ -209,7 +209,7 @@ class Segment:
         return cls(Pages(file.fd, address.nbytes, flags), address)
 
     def become(self, other: Segment) -> None:
-        """Take the memory of ``other``, in which no tensor may lie, with this process's own parts and all tensors."""
+        """Move the tensors, and this process's own parts, to the memory of ``other``, in which no tensor may lie."""
         self.pages.copy_own(other.pages)
         other.pages.move_to(self.pages)
         other._end.detach()

@@ -32,8 +32,8 @@ from fullshard.device import Pending
 from fullshard.torch_private import CAN_SWAP_MEMORY
 
 _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
-#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address. And
-#: the bytes in which each rank says it of all that are under way.
+#: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
+#: ``_ENTRIES`` is the bytes that each rank has for the entries of all reductions that are under way.
 _ENTRY = 8
 _ENTRIES = 8 * _ENTRY * _AHEAD
 #: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
@@ -125,7 +125,7 @@ class HostTransport(Transport):
         self._entries[local_ranks.rank][at : at + 7] = [number, route.tag, route.subject, *slot]
         self._ready.set(number)
         reading = _PendingHostReduction(self, route, number, shards, divisor)
-        self.read_up_to(number - 1)  # by now everybody has these, and nobody shall wait to write to their slots
+        self.read_up_to(number - 1)  # the others are ready by now, as a rule, and may wait to write to their slots
         self._under_way.append(reading)
         return reading
 

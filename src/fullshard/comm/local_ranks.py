@@ -84,7 +84,7 @@ class LocalRanks:
 
     def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
         """Return when all the others have come to ``value``; ``doing`` and the ``tag`` of the exchange are for errors.
-        A LostRankError if a rank has ended before, the wait cannot end, or the timeout of the group has passed."""
+        Raises LostRankError if a rank ended before, the wait cannot end, or the timeout of the group has passed."""
         if counters.reached(value):
             return
         begin = time.monotonic()
@@ -153,7 +153,7 @@ class PassBarrier:
 
     def enter(self, doing: str, kind: Literal[0, 1] = 0, steps: int = 0) -> None:
         """Wait until all ranks enter, for a forward or a backward (``kind`` 1), after so many ``steps`` of optimizers.
-        A RuntimeError if one does so otherwise, has ended, or does not come in time, or this process was forked."""
+        Raises RuntimeError if a rank enters another pass, has ended or is late, or if this process was forked."""
         counters, local_ranks = self._counters, self._local_ranks
         local_ranks.refuse_child(doing)
         forget_copies()

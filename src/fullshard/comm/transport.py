@@ -129,7 +129,7 @@ class SharedMemory:
         return self.segment.tensor(self.start + start, numel, dtype)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same, of a part that this rank writes and no other: others see in it what is there when they meet."""
+        """The same, for a part that only this rank writes. The others see its contents once all have met."""
         pages = self.segment.pages
         pages.own = [*pages.own, (self.start + start, numel * dtype.itemsize)]
         return self.tensor(start, numel, dtype)
@@ -187,16 +187,16 @@ class Transport:
         """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
-        """Sharded to replicated: to write every rank's ``shard`` to its pieces of every rank's ``full``, of one dtype.
+        """The route from sharded to replicated: it writes each ``shard`` to its pieces of every ``full``, of one dtype.
 
         Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own
-        shard. A ValueError if a tensor does not fit its plan, or a plan the number of ranks.
+        shard. Raises ValueError if a tensor does not fit its plan, or a plan does not fit the number of ranks.
         """
         check_transfers(transfers, process_group.size(), one_dtype=True)
         return self._route(Request("gather", transfers, process_group, tag)) if transfers else Nowhere()
 
     def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
-        """Partial to sharded: to write the reduced pieces of this rank to a shard, overwriting it.
+        """The route from partial to sharded: it overwrites a shard with the reduced pieces of this rank.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. Errors as for a

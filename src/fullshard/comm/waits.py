@@ -33,8 +33,8 @@ class Position:
     """Where the thread that trains is."""
 
     doing: str = "before its first forward"  # for people
-    #: What it communicated about last, by number: of each process group and each pass that may not have ended
-    #: everywhere, by a name that is the same on all ranks.
+    #: The last calls, by their number in the pass. The outer key names a process group and a pass that may not have
+    #: ended everywhere, alike on all ranks.
     passes: dict[str, dict[str, str]] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)  # of the groups, by their tags
     unlike_before: str = ""  # where the pass that runs has left the order of the one before, for people
@@ -73,8 +73,8 @@ class Waits:
         return before
 
     def holding(self) -> tuple[threading.Thread | None, Wait | None]:
-        """What keeps the training from going on: its own wait, or that of the thread for which it waits, and which. A
-        program that has trained ends after its threads."""
+        """The wait that holds the training up, after the thread that waits: ``None`` for the training itself. A program
+        that has trained ends after its threads, so that it waits for any of them."""
         if (wait := self.current) is not None:
             return None, wait
         beside = self.beside.copy().items()
@@ -83,7 +83,7 @@ class Waits:
 
     @contextmanager
     def joining(self, thread: threading.Thread) -> Iterator[None]:
-        """Wait inside of it for another thread of this process: what that one waits for, the training waits for."""
+        """A context in which the training waits for another thread of this process, and so for that thread's waits."""
         self.joined = thread
         try:
             yield
@@ -122,7 +122,7 @@ def named(tag: int) -> str:
 
 @contextmanager
 def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Wait inside of it for the ranks of a process group; a LostRankError if what was done inside has lost one."""
+    """A context of a wait for the ranks of a process group. Raises LostRankError if one is lost inside."""
     wait = Wait(what, process_group)
     before = WAITS.change(wait)
     try:

@@ -95,7 +95,7 @@ class Watch:
         return self._world() is dist.group.WORLD is not None
 
     def show(self, error: BaseException) -> None:
-        """An error was shown to the user, which has ended the program, or a line at a prompt."""
+        """Note an error that was shown to the user. It has ended the program, or one line at a prompt."""
         how = f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": ")
         self.shown = how, not _comes_from_another_rank(error)
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
@@ -244,7 +244,7 @@ class Watch:
         return ". ".join(firsts) or None
 
     def _parted(self) -> str:
-        """Where ranks went different ways, if they did, which the backend may have ended one of them for; or advice."""
+        """Where ranks went different ways: the backend may have ended one of them for it. Otherwise, advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
         return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".rstrip(". "))
 

@@ -30,15 +30,15 @@ from fullshard.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 
 @dataclass
 class Clock:
-    """The clock of a tree of modules: values gathered in an earlier epoch may have been written since."""
+    """The clock of a tree of modules. Values gathered in an earlier ``epoch`` may be old: shards may have changed."""
 
     epoch: int = 0
     begin_backward: Callable[[], None] = lambda: None  # is called when a backward reaches any of its groups
-    #: The optimizer's writes, for gathers that start before the current lane would have come to them.
+    #: Marks the end of the optimizer's writes. A gather runs in another lane, and waits for it.
     written: Mark = PASSED
-    reading: bool = False  # whether ranks that share memory read it now: in a forward or backward
+    reading: bool = False  # whether a pass runs, in which ranks read the memory that they share
     steps: int = 0  # steps of optimizers on the groups of the tree
-    #: Is called before a group is gathered, or those of its parameters reduced, if other ranks are to know of it first.
+    #: Is called with a group before its gather (no indices), or before a reduction of the parameters of these indices.
     announce: Callable[[Any, frozenset[int]], None] | None = None
 
 
@@ -49,7 +49,7 @@ class Reductions:
         self._marks: deque[Mark] = deque()
         self.add: Callable[[Mark], None] = self._marks.append
         self.drops = 0  # how often reductions that were under way were lost
-        #: Gradients on their way to the CPU, the oldest first: when they are there, and what then happens with them.
+        #: Gradients on their way to the CPU, the oldest first: the event of their arrival, and what hands them over.
         self.arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
     def keep_at_most(self, count: int) -> None:
@@ -60,14 +60,14 @@ class Reductions:
             self.take_in(waits=False)
 
     def take_in(self, waits: bool = True) -> None:
-        """Hand over gradients that are on the CPU, or all of them (``waits``): optimizers may run in a backward."""
+        """Hand over the gradients that are on the CPU; if it ``waits``, all. An optimizer may run in a backward."""
         while self.arriving and (waits or self.arriving[0][0].query()):
             arrived, hand_over = self.arriving.popleft()
             arrived.synchronize()
             hand_over()
 
     def drop(self) -> None:
-        """Wait for all, and lose what they reduce."""
+        """Wait for all reductions, and drop their results."""
         self.drops += 1
         while self._marks:
             with suppress(RuntimeError):  # an error is being recovered from: what was under way is lost anyway
@@ -77,10 +77,10 @@ class Reductions:
 
 
 class CommContext:
-    """The context that groups share which communicate in turn; several trees may share one (``share_comm_ctx``).
+    """The context of groups that communicate in turn. Several trees may share one (``share_comm_ctx``).
 
-    It has the slots, in a pool for each kind of buffer and transport. A tree has its own: whether values are still in a
-    slot depends on what else used the pool, and every rank must come to the same answer, also if it has other models.
+    It has the slots, in a pool for each kind of buffer and transport. A tree has its own: all ranks must agree on which
+    slots still have their values, and a rank may have other models, which would take slots of the same pool.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +91,7 @@ class CommContext:
 
     @cached_property
     def lanes(self) -> Lanes:
-        """Made when something runs in them: on a device they are streams."""
+        """The lanes, made at their first use: on a device they are streams."""
         return Lanes(Lane(self._device), Lane(self._device), Lane(self._device))
 
     def pool(self, kind: str, transport: Transport) -> SlotPool:
@@ -116,8 +116,8 @@ class CommContext:
 class State(Enum):
     """Where the values of a group are; ``LEGAL`` says which state may follow which.
 
-    LEFT is UNSHARDED between a forward that left it so unasked and the next, which reshards first: it may have been
-    written without a trace. There the modules of flat parameters show the sharded ones.
+    LEFT: a forward left the group unsharded, and the user had not asked for it. The next forward reshards it first, as
+    its values may have been written without a trace. In this state modules show flat parameters sharded.
     """
 
     SHARDED = auto()

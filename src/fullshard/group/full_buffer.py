@@ -76,7 +76,7 @@ class FullBuffer:
         self._views: tuple[torch.Tensor, ...] = ()
         self._values: tuple[int, int] | None = None  # epoch and version of the values that are there
         self._written: list[int] = []  # versions that count the writes to the shard
-        self._leaves: tuple[torch.Tensor, ...] = ()  # and what they hold
+        self._leaves: tuple[torch.Tensor, ...] = ()  # the unsharded parameters
         self._versions: tuple[int, ...] = ()
         self._released: tuple[int, ...] = ()
         self._post_forward: PostForwardShard | None = None  # where the values rest, if on a smaller mesh
@@ -90,7 +90,7 @@ class FullBuffer:
         return self._views
 
     def version(self) -> int:
-        """Grows with writes to the shard, or to what modules show: an operation on a DTensor counts there alone."""
+        """A number that grows with writes to the shard or to what modules show. A DTensor counts its own apart."""
         group = self._group
         with private.PlainAttributes():
             versions = list(map(private.version_of, chain(group.sharded, self._memory.written)))
@@ -137,15 +137,15 @@ class FullBuffer:
         return is_first
 
     def let_read(self, may: bool) -> None:
-        """Whether autograd may read what it saved of the leaves: whether the buffer has their values."""
+        """Let autograd read what it saved of the leaves, or refuse it. It ``may`` while the buffer has their values."""
         private.set_versions(self._leaves, self._versions if may else self._released)
 
     def accept_writes(self) -> None:
-        """Let what was written to the leaves so far be no reason to gather."""
+        """Accept the writes to the leaves so far: they cause no gather."""
         self._versions = tuple(map(private.version_of, self._leaves))
 
     def release(self) -> None:
-        """Let the buffer go, and what was written to the leaves."""
+        """Let the buffer go, and discard the writes to the leaves."""
         if self._group.is_unsharded:
             versions = tuple(map(private.version_of, self._leaves))
             if versions != self._versions:

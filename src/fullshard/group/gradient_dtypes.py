@@ -22,7 +22,7 @@ class GradientDtypes:
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self.found: dict[int, torch.dtype] = {}  # the widest that came, of gradients that may have any
+        self.found: dict[int, torch.dtype] = {}  # by index, the widest that came, if any dtype may come
 
     def _said(self, index: int) -> torch.dtype | None:
         """The dtype in which a gradient would travel if it were alone; ``None`` for the dtype that it has."""
@@ -42,7 +42,7 @@ class GradientDtypes:
     def together(self, indices: Iterable[int]) -> list[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
         """The parameters by the dtypes of ``param.grad`` and of what travels."""
         params, alone = self._group.params, {index: self.alone(index) for index in indices}
-        travels: dict[bool, torch.dtype] = {}  # apart, or real gradients would travel in a complex dtype
+        travels: dict[bool, torch.dtype] = {}  # by whether it is complex: real gradients must not become complex
         for dtype in alone.values():
             travels[dtype.is_complex] = torch.promote_types(travels.get(dtype.is_complex, dtype), dtype)
         members: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}

@@ -63,10 +63,10 @@ class MessagePlaces(WholePlaces):
     """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
 
     def __init__(self, *given: Any) -> None:
-        #: Of each gradient that is copied: what is copied where, from its elements to a section of the buffer.
+        #: For each gradient that is copied: its pieces, and the section of the buffer to which they are copied.
         self._pieces: dict[int, tuple[tuple[Piece, ...], torch.Tensor]] = {}
-        #: Sections that one call fills: whose gradients it takes; these in order, with -1 for gaps; zeros for gaps; and
-        #: the messages.
+        #: For each section that one call fills: the indices of its gradients, the same in order with -1 for gaps, the
+        #: zeros for gaps, and the messages.
         self._rows: list[tuple[frozenset[int], list[int], list[Any], torch.Tensor]] = []
         super().__init__(*given)
         self.kept = frozenset(self.dtypes.keys() - self._pieces.keys())
@@ -111,7 +111,7 @@ class MessagePlaces(WholePlaces):
             if indices >= members:
                 parts: list[torch.Tensor] = [*map(grads.get, keys, zeros)]
                 _, *others = {*map(_dtype_of, parts)}
-                if others:  # than that in which they travel
+                if others:  # several dtypes: zeros for gaps have that of the messages
                     dtype, *others = {grads[index].dtype for index in members}
                     if others or (dtype, messages.dtype) != (torch.bfloat16, torch.float32):
                         continue  # torch has no kernel for these

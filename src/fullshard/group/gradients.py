@@ -47,10 +47,10 @@ class Gradients:
         self._buffer = SlotBuffer(group.gradient_pool, 0)
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._places = WholePlaces(group.params, (), ())
-        self._nbytes: dict[int, int] = {}  # of each that is copied (0: it is not), if those that wait are bounded
+        self._nbytes: dict[int, int] = {}  # to copy, by index (0: straight); empty: waiting has no bound
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
-        self._expected = self._nothing  # those of them that are to come, once one has come
+        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
@@ -242,7 +242,7 @@ class Gradients:
         trainable = group.module_params.trainable
         if trainable != self._trainable:
             self._lay_out(trainable)
-        # One that still leaves, of modules that were sharded together and run apart, needs its buffer itself.
+        # Modules that were sharded together may run apart. Then an earlier reduction may still read this buffer.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
         group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1)
         self._buffer.take().wait()

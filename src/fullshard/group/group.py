@@ -75,12 +75,12 @@ class Group(TrainedGroup):
             self.summoned.close()
         changed = self.summoned is None and not self.module_params.check_in()
         replaced = changed and self.module_params.take_in()  # before others are shown
-        # Since an earlier forward parameters may have been written without a trace, or with one on some ranks only:
-        # those that have elements of a fragment.
+        # Parameters may have been written since an earlier forward: without a trace, or with a trace only on the ranks
+        # that have elements of a fragment. All ranks must decide alike, so each reshards.
         if self.is_flat or self.state is State.LEFT or self.state is State.SHARDED_POST_FORWARD:
             self.reshard()
         if self.memory.shared is None and self.is_unsharded:
-            # Older writes are no reason to gather, or ranks would differ that wrote and did not.
+            # Older writes cause no gather: a rank that wrote would gather, and a rank that did not would not.
             self.full.accept_writes()
         if changed:
             self.take_over(replaced)
@@ -183,8 +183,8 @@ class Group(TrainedGroup):
             self.reshard()
 
     def leave_unsharded(self) -> None:
-        """Note that a forward has left the group unsharded without anybody's promise that nothing is written until the
-        next, as the root's when nobody asked for it. Flat parameters show what can be written."""
+        """Note that a forward left the group unsharded unasked, as that of the root does. Nobody has promised that its
+        values stay unchanged until the next forward. Modules show flat parameters sharded: these can be written."""
         if self.is_unsharded:
             self.to_state(State.LEFT)
             if self.is_flat:

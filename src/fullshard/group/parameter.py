@@ -246,7 +246,7 @@ class ShardedParameter:
         self.placed = True
         before = self.sharded
         self.sharded = nn.Parameter(private.make_dtensor(local, self.spec), requires_grad=before.requires_grad)
-        private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias, whose version would not tell of writes
+        private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias: its version misses writes
         own = before.detach().__dict__  # of a tensor subclass: what it is made of, whole
         self.sharded.__dict__.update({name: value for name, value in before.__dict__.items() if name not in own})
         private.choose_grad_dtype(self.sharded, self.grad_dtype)

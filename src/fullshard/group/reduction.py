@@ -1,8 +1,8 @@
 """One reduction of the gradients of a group, from its plan to ``param.grad``.
 
-Owns how the gradients that take part travel, which is worked out once for each set of them, and the way of what was
-reduced: over the replicas, to the dtype and device of ``param.grad``, and to the sharded parameters. It leaves to
-:mod:`fullshard.group.gradients` which gradients take part.
+Owns the route of the gradients that take part, worked out once for each set of them. Owns the steps after the
+reduce-scatter too: the sum over replicas, the dtype and device of ``param.grad``, and the sharded parameters. It leaves
+to :mod:`fullshard.group.gradients` which gradients take part.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PendingReduction:
     _buffer: SlotBuffer
     _straight: Sequence[torch.Tensor]
     _reductions: Reductions
-    _drops: int  # when it began
+    _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
     _pending: Pending | None = None
 
@@ -78,7 +78,7 @@ class PendingReduction:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
             plan.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
-        self._straight = ()  # who started holds them, or what was started
+        self._straight = ()  # the started communication holds them, or the caller
         return self._pending
 
     def scattered(self) -> None:

@@ -53,7 +53,7 @@ def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:
 
 @torch.no_grad()
 def _hash(tensor: torch.Tensor) -> str:
-    """Tells values apart in one pass: their bits, and their sum, because equal bits cancel each other out."""
+    """A text that tells values apart: a hash of their bits, in which equal values cancel out, and also their sum."""
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in plain_parts(tensor)]
     if tensor.is_meta or not tensor.numel():
         return "none"

@@ -1,4 +1,4 @@
-"""What could be better in how a model is sharded, and what to do. Owns the limits from which that is worth saying."""
+"""What could be better in how a model is sharded, and what to do. Owns the limits above which advice is given."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A rank of a job that the doctor looks at: it tells what it finds, in a file of lines of JSON.
 
 ``fullshard doctor`` starts a job with ``FULLSHARD_DOCTOR``, a directory. Each process that imports fullshard then calls
-:func:`start`. It tells what is wrong where it runs and with the initial values, when its first module is sharded; where
-it is, values that are not finite, and a recording, in the first steps; and how it ended. Owns the functions that stand
-in the places of others meanwhile. The program goes on as it would, whatever is found.
+:func:`start`. At its first sharded module it tells what is wrong with its surroundings and with the initial values. In
+the first steps it tells where it is, which values are not finite, and a recording. At last it tells how it ended. Owns
+the functions that it puts in the places of others meanwhile. The program goes on, whatever is found.
 """
 
 from __future__ import annotations

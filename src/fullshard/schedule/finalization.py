@@ -1,7 +1,7 @@
 """When the reductions of a step are complete: at the end of its last backward, or when the user says so.
 
-If the user says so, a backward leaves the gradients of units that it did not end, and waits for no reduction. Owns the
-choice and the order of calls. It leaves the work to the schedule.
+If the user says so, a backward waits for no reduction, and does not reduce a unit whose backward it did not see end.
+Owns the choice and the order of calls. It leaves the work to the schedule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Finalization:
 
     def reset(self) -> None:
         """Forget the step: it has ended, or an error cut it short."""
-        self._began_by_hand: bool | None = None  # the same for the step of which a backward has begun
-        self._forward: Callable[[], object] = lambda: None  # is there as long as a backward may follow
+        self._began_by_hand: bool | None = None  # the choice for this step, once a backward has begun
+        self._forward: Callable[[], object] = lambda: None  # returns the mark while a backward may follow
         self.is_awaited = False  # whether reductions that were finalized have yet to be waited for
 
     @property

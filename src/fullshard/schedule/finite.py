@@ -1,6 +1,6 @@
 """A search for the first value that is not finite: in outputs, in the gradients of this rank, in reduced gradients.
 
-A NaN of one rank is on all of them after the next reduction, where nothing tells any more whose it was. Owns the hooks
+After the next reduction a NaN of one rank is on all ranks, and nothing tells from which rank it came. Owns the hooks
 that look. A model without them is not looked at, which costs nothing.
 """
 
@@ -31,7 +31,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteDetector:
-    """Looks for values that are not finite, until it is removed or the ``with`` ends that has it.
+    """Looks for values that are not finite, until it is removed or its ``with`` block ends.
 
     Made by :func:`detect_non_finite`.
     """

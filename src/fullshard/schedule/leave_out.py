@@ -1,4 +1,4 @@
-"""Ranks that leave a module out in which other ranks run it: what they must do all the same.
+"""What a rank must do for a module that it leaves out of a forward in which other ranks run it.
 
 A gather and a reduction take all ranks. A rank whose batch has no image does not run the vision tower, and still has
 values that the others gather, and a part in the sum of their gradients. :func:`leave_out` does for each unit of the
@@ -47,7 +47,7 @@ class _Join(torch.autograd.Function):
 
 
 def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bool = False) -> torch.Tensor:
-    """Take part, on a rank that does not run ``module`` in this forward, in what the ranks do that run it.
+    """Take part in the gathers and reductions of ``module`` on a rank that does not run it in this forward.
 
     Call it in the ``forward`` of the root, where other ranks call ``module``, once for each of their calls, and go on
     with what it returns::
@@ -93,7 +93,7 @@ def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bo
 
 
 def _pass_by(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
-    """What the forward of a module does with its units, and those in it."""
+    """Do what the forward of a module would do with its own unit and the units inside it."""
     unit: Unit | None = unit_of(module)
     if unit is not None:
         (token,), _ = unit.pre_forward(module, (token,), {})

@@ -25,7 +25,7 @@ from fullshard.schedule.unit import Phase, Unit
 def watch_misuse(unit: Unit, holders: Iterable[nn.Module]) -> None:
     """Let the ``holders`` of a unit's parameters refuse to run, and to load plain values, while these are sharded.
 
-    ``unit.watches`` has the first, which end when the unit turns out not to be the root.
+    ``unit.watches`` has the hooks that refuse to run. They are removed when the unit turns out not to be the root.
     """
     for module in holders:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))

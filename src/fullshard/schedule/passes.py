@@ -82,11 +82,11 @@ class Passes:
                 group.full.let_read(False)
 
 
-#: Passes between two errors that ranks may have noticed in different ones have numbers of their own.
+#: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
 _ROUND = 1 << 32
-#: Calls of a pass that ranks tell each other: those that wait for each other have parted a few calls ago.
+#: Ranks tell each other this many of their last calls. If two wait for each other, they parted a few calls ago.
 _LAST = 50
-#: A group that was gathered, or those of its parameters that were reduced.
+#: A group, and the indices of its parameters that were reduced; a gather has none.
 Call = tuple[Group, frozenset[int]]
 NOTHING: frozenset[int] = frozenset()
 
@@ -106,7 +106,7 @@ class Consistency:
         self._number = 0  # of the pass, the same on all ranks
         self.calls: list[Call] = []
         self.unlike_before = ""
-        #: What came after what, in the last passes.
+        #: The call that followed each call, by the kind of the pass, in the last passes.
         self._followers: dict[tuple[Kind | None, Call | None], Call | None] = {}
 
     def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
@@ -157,8 +157,8 @@ class Consistency:
         ]
 
     def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
-        """What this rank communicated about last, by its number in the pass, by process group and pass: in the pass of
-        a ``kind`` that runs, if any, and in those whose comparison has not ended.
+        """The last calls of this rank by their number in the pass, for each process group and pass. The passes are the
+        one that runs, of a ``kind`` (``None``: none runs), and those whose comparison has not ended.
 
         ``tree`` identifies the tree on all ranks. Another thread calls it.
         """
@@ -177,7 +177,7 @@ class Consistency:
         while self._under_way and not is_capturing(self._device) and self._under_way[0].is_there():
             try:
                 self._under_way[0].check()
-            finally:  # ranks that do not come to their own see by it where they parted
+            finally:  # not before: other ranks see in :meth:`passes` where they parted
                 self._under_way.pop(0)
 
     def forget(self) -> None:
@@ -189,7 +189,7 @@ class Consistency:
 
 
 def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
-    """Whether a call needs ranks of a process group which do not compare while they wait in shared memory anyway."""
+    """Whether ranks of a process group take part in a call that they do not compare in shared memory anyway."""
     if process_group is group.data.replicate_group:
         return bool(reduced) and group.options.all_reduce_gradients
     in_memory = group.memory.shared is not None and (not reduced or group.reduce_transport.compares_reductions)
@@ -197,7 +197,7 @@ def _is_compared(group: Group, reduced: frozenset[int], process_group: dist.Proc
 
 
 def may_end_processes(group: Group) -> bool:
-    """Whether ranks that disagree on a group may be ended by the backend instead of an error."""
+    """Whether the backend may end processes, without an error, if ranks disagree on a group."""
     by_collectives = group.transport.ends_processes or group.reduce_transport.ends_processes
     used = (group.data.shard_group if by_collectives else None, group.data.replicate_group)
     return checks_are_on() and any(has_peers(each) and backend_name(each, group.device) == "gloo" for each in used)

@@ -34,8 +34,8 @@ from fullshard.torch_private import call_after_backward, profiler_listens, runni
 
 T = TypeVar("T")
 
-#: What to do after an error. It is not done unasked: ranks that go on alone take part in each other's gathers of other
-#: layers, and where those have one size, compute with wrong weights.
+#: What to do after an error. The schedule does not do it unasked: a rank that goes on alone would take part in gathers
+#: of other layers on other ranks. Where the sizes agree, it would compute with wrong weights.
 _RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
 
 Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]

@@ -94,7 +94,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard  # whether the root may choose to stay unsharded: the user did not say
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
-        #: Whether the root chose so: then nobody promised that parameters stay unchanged while they are unsharded.
+        #: Whether the root chose to stay unsharded: then nobody promised that its parameters stay unchanged meanwhile.
         self.chose_to_keep = False
         self.groups: list[Group] = []
         self.borrowed: list[Group] = []
@@ -204,7 +204,7 @@ class Unit:
         return self.post_forward(module, args, output)
 
     def end_forward(self) -> None:
-        """End the forward with that of the whole tree: some modules of a list may not have run."""
+        """End the forward when that of the whole tree ends: some modules of a list may not have run."""
         if self._to_run and self.schedule is not None:
             self._leave_forward(self.schedule)
 
@@ -292,7 +292,7 @@ class Unit:
                 f"dicts, dataclasses or containers known to pytree"
             )
         if self._entered > 0 or self._is_differentiated:
-            return  # another forward call of these modules is still in its backward, or an earlier backward is
+            return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
     def mark_gradient(self, grad: torch.Tensor | None) -> None:
@@ -312,7 +312,7 @@ class Unit:
         self.begin_backward(schedule)
 
     def begin_backward(self, schedule: Schedule) -> None:
-        """Runs when the backward of the modules may begin. What looks on may put a function of its own in its place."""
+        """Runs when the backward of the modules may begin. An onlooker may replace it, and :meth:`finish_backward`."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
@@ -322,7 +322,7 @@ class Unit:
             group.users.add(self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
-        """Runs when it has ended, also where it was not seen to end (not ``ahead``). May be replaced too."""
+        """Runs when the backward of the modules has ended. Not ``ahead``: only the end of the tree's showed it."""
         self.phase = Phase.IDLE
         for group in self.groups:
             if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
