@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from pathlib import Path
 from types import FrameType
 
@@ -23,25 +22,10 @@ from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
 
 SOURCE = Path(__file__).parent.parent / "src" / "fullshard"
-#: Lines of the engine, both front ends, state dicts and optimizers.
-LINES = 12_161
-#: What later features added to these, each by itself.
-ADDED = {
-    "check_values": 32,
-    "watch": 157,
-    "announcements": 56,
-    "checkpoint": 69,
-    "accelerators": 110,
-    "graphs": 32,
-    "reports": 10,
-    "straight": 454,
-    "explain": 81,
-    "doctor": 8,
-}
-#: Lines of what is built on them.
-MORE_LINES = {"compat/": 386, "cli.py": 141, "__main__.py": 7, "schedule/misuse.py": 81, "checkpoint/": 4012}
-MORE_LINES |= {"comm/waits.py": 133, "comm/watch.py": 395, "comm/reports.py": 150, "comm/connections.py": 143}
-MORE_LINES |= {"schedule/finite.py": 122, "schedule/leave_out.py": 112, "report/": 4310}
+#: Lines of the engine: what a change of how training works has to read.
+ENGINE, LINES = ("buffer", "comm", "group", "schedule"), 8_815
+#: The part by which the engine may be larger, so that the correction of a defect need not pay for itself.
+SLACK = 0.02
 #: Calls of Python and C functions for a group in a step, by the number of its parameters.
 CALLS = {4: 235, 8: 239, 32: 263}
 #: More of them where storages cannot exchange memory (torch before 2.12): a slot is allocated anew.
@@ -65,13 +49,9 @@ LAUNCHES = {
 WORK = Work("counted", blocks=3, width=128, sequence=4, vocabulary=64)
 
 
-def test_the_library_does_not_grow() -> None:
-    lines = Counter[str]()
-    for file in SOURCE.rglob("*.py"):
-        path = file.relative_to(SOURCE).as_posix()
-        lines[next(filter(path.startswith, MORE_LINES), "")] += len(file.read_text().splitlines())
-    assert lines.pop("") <= LINES + sum(ADDED.values())
-    assert all(count <= MORE_LINES[name] for name, count in lines.items()), lines
+def test_the_engine_does_not_grow() -> None:
+    lines = {name: sum(len(file.read_text().splitlines()) for file in (SOURCE / name).rglob("*.py")) for name in ENGINE}
+    assert sum(lines.values()) <= LINES * (1 + SLACK), lines
 
 
 def test_a_group_takes_no_more_calls_in_a_step() -> None:
