@@ -22,6 +22,7 @@ class Work:
     width: int
     sequence: int
     vocabulary: int = 2048
+    sequences: int = 1
 
     def build(self) -> Transformer:
         """The model, on the CPU (or on the device of a surrounding ``torch.device``)."""
@@ -29,9 +30,9 @@ class Work:
         return Transformer(self.blocks, self.width, self.vocabulary)
 
     def batch(self, rank: int, step: int) -> Tensor:
-        """Tokens of one rank in one step, shape (1, sequence)."""
+        """Tokens of one rank in one step, shape (sequences, sequence)."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
-        return torch.randint(self.vocabulary, (1, self.sequence), generator=generator)
+        return torch.randint(self.vocabulary, (self.sequences, self.sequence), generator=generator)
 
     @property
     def block_bytes(self) -> int:
@@ -47,6 +48,8 @@ class Work:
 COMMUNICATION = Work("communication", blocks=6, width=1024, sequence=16)
 #: 40 M parameters and 128 tokens a rank: the time goes into matrix products.
 COMPUTE = Work("compute", blocks=12, width=512, sequence=128)
+#: 21 M parameters and 2,048 tokens a rank: what a small model is really trained with.
+REALISTIC = Work("realistic", blocks=6, width=512, sequence=512, sequences=4)
 #: Blocks as large as those of the first, and next to nothing outside of them, so that memory can be counted in blocks.
 BLOCKS = Work("blocks", blocks=4, width=1024, sequence=16, vocabulary=64)
 #: 20 M parameters, which with the state of AdamW are 240 MiB to save.

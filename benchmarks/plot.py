@@ -44,7 +44,7 @@ def draw(results: Results, file: Path) -> None:
 def _panels(results: Results) -> list[Callable[[Any], None]]:
     panels: list[Callable[[Any], None]] = []
     for name, found in results.items():
-        if name.startswith(("communication", "compute")):
+        if name.startswith(("communication", "compute", "realistic")):
             ratios = {each: ratio(found["contenders"], "wall", each, "DDP") for each in found["contenders"]}
             panels.append(_bars(f"a step, {name.replace(' W', '-bound, W')}", "wall time / DDP's", ratios, 1.0))
     if "memory" in results:

@@ -31,6 +31,8 @@ _TRANSPORTS = {
 #: How far two counts of the same bytes may lie apart before the report says so.
 _AGREE = 0.1
 
+_KINDS = {"communication": "Communication-bound", "compute": "Compute-bound", "realistic": "Realistic"}
+
 _TITLES = {
     "machine": "The run",
     "goals": "Goals",
@@ -73,7 +75,7 @@ def read(file: Path) -> Results:
 
 def parts(results: Results) -> dict[str, str]:
     """The report's parts by name: each what was measured, what the columns are, and the tables."""
-    steps = {name: found for name, found in results.items() if name.startswith(("communication", "compute", "tiny"))}
+    steps = {name: found for name, found in results.items() if name.split()[0] in (*_KINDS, "tiny")}
     made: dict[str, Callable[[], Iterator[str]]] = {"machine": lambda: _machine(results, steps)}
     if not results.get("quick"):
         made["goals"] = lambda: _goals(results)
@@ -180,7 +182,7 @@ def _steps(steps: Results, cores: int) -> Iterator[str]:
 
 
 def _described(name: str, found: Any) -> str:
-    kind = {"communication": "Communication-bound", "compute": "Compute-bound"}.get(name.split()[0], "Tiny")
+    kind = _KINDS.get(name.split()[0], "Tiny")
     return f"{kind}, W={found['ranks']}: {found['model_bytes'] / 2**20:.0f} MiB of parameters"
 
 

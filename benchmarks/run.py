@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
 from benchmarks.launches import LARGE_TRANSFORMER, TRANSFORMER, measure_launches
 from benchmarks.memory import measure_memory, measure_padding, measure_peaks
-from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, SAVED, TINY
+from benchmarks.models import BLOCKS, COMMUNICATION, COMPUTE, REALISTIC, SAVED, TINY
 from benchmarks.optimizer import measure_optimizer
 from benchmarks.report import parts, read, save
 from benchmarks.saves import measure_saves
@@ -39,6 +40,7 @@ from benchmarks.steps import measure_steps
 NAMES = (
     "communication",
     "compute",
+    "realistic",
     "group",
     "exchanges",
     "host",
@@ -55,7 +57,8 @@ NAMES = (
 
 def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     """What each name on the command line runs: results by name."""
-    communication, compute, blocks, saved = [TINY] * 4 if quick else (COMMUNICATION, COMPUTE, BLOCKS, SAVED)
+    works = [TINY] * 5 if quick else [COMMUNICATION, COMPUTE, REALISTIC, BLOCKS, SAVED]
+    communication, compute, realistic, blocks, saved = works
     rounds, few, fewest = (2, 1, 1) if quick else (24, 10, 10) if full else (6, 2, 2)
     sizes = [2, 8] if quick else [2, 8, 64, 1024] if full else [2, 64, 1024]
     exchanged = [2**14] if quick else [2**14, 2**16, 2**18, 2**20, 2**22, 2**24]
@@ -73,6 +76,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
             "compute W=2": lambda: measure_steps(compute, 2, rounds),
             "compute W=4": lambda: measure_steps(compute, 4, fewest),
         },
+        "realistic": {"realistic W=2": lambda: measure_steps(realistic, 2, rounds)},
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
@@ -110,11 +114,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--full", action="store_true", default=os.environ.get("FULL", "") not in ("", "0"), help="the same as FULL=1"
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder for the results")
-    parser.add_argument("--docs", type=Path, metavar="PAGE", help="replace the marked parts of that page by the tables")
+    parser.add_argument(
+        "--docs", type=Path, metavar="PAGE", help="replace the tables of that page; write the results beside it"
+    )
     parser.add_argument("--read", type=Path, metavar="FILE", help="run nothing: take the results of this results.json")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.names) - set(NAMES)):
         parser.error(f"no benchmark is named {', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    if options.docs and options.names:
+        parser.error("--docs takes the tables of one whole run: leave out the names")
     results = (
         read(options.read) if options.read else _measure(options.names or list(NAMES), options.quick, options.full)
     )
@@ -122,6 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Saved as results.json, results.md and results.png in {options.output}")
     if options.docs:
         left = page.update(options.docs, parts(results))
+        options.docs.with_suffix(".json").write_text(json.dumps(results) + "\n")
         print(f"{options.docs} has the tables" + (f"; no marks for {', '.join(left)}" if left else ""))
     return 0
 

@@ -18,7 +18,7 @@ from benchmarks.goals import GOALS, Goal, excess, judge
 from benchmarks.group import measure_group
 from benchmarks.host import measure_host
 from benchmarks.initialisation import measure_initialisation
-from benchmarks.launches import TRANSFORMER, measure_launches
+from benchmarks.launches import LARGE_TRANSFORMER, measure_launches
 from benchmarks.memory import measure_contender, measure_padding
 from benchmarks.models import TINY, Work
 from benchmarks.optimizer import measure_optimizer
@@ -92,13 +92,13 @@ def test_host_costs_are_those_of_the_library(host: list[dict[str, Any]]) -> None
 
 def test_what_a_device_is_asked_for_is_counted() -> None:
     """FSDP2 gathers twice and reduces once, each with a copy before it, and after a gather; see there."""
-    counts = measure_launches(4, [4, TRANSFORMER], groups=2)["counts"]
+    counts = measure_launches(4, [4, LARGE_TRANSFORMER], groups=2)["counts"]
     for cost in (each["torch FSDP2"] for each in counts.values()):
         assert (cost["collectives"], cost["launches"], cost["allocated"]) == (3, 5, 5)
         assert cost["sent"] == 3 * 3 / 4
         assert cost["copied"] == 2 * (2 * (1 + 1 / 4) + 1)
     assert counts[4]["fullshard"]["kernels"] == counts[4]["fullshard"]["launches"]
-    assert counts[TRANSFORMER]["fullshard"]["kernels"] > counts[4]["fullshard"]["kernels"]
+    assert counts[LARGE_TRANSFORMER]["fullshard"]["kernels"] > counts[4]["fullshard"]["kernels"]
 
 
 def test_a_group_is_gathered_and_reduced_by_itself(group: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def saves() -> dict[str, Any]:
 def test_saves_stand_beside_raw_writes(saves: dict[str, Any]) -> None:
     found = saves["models"]["small"]
     assert found.pop("bytes") == 4 * 4 * 32 * 32
-    assert list(found) == ["raw", "fullshard", "DCP", "fullshard, wait=False"]
+    assert list(found) == ["raw", "fullshard", "DCP", "fullshard, near", "fullshard, wait=False"]
     assert all(len(values) == 1 and values[0] > 0 for each in found.values() for values in each.values())
     found["bytes"] = 4 * 4 * 32 * 32
 
@@ -214,8 +214,12 @@ def checks() -> dict[str, Any]:
 def test_checks_are_timed_on_every_transport(checks: dict[str, Any]) -> None:
     assert list(checks["steps"]) == ["host", "p2p", "collective"]
     for found in checks["steps"].values():
-        assert list(found) == ["without", "with", "and detect_non_finite"]
-        assert all(len(each["wall"]) == 2 and min(each["wall"]) > 0 for each in found.values())
+        assert {name: list(pair) for name, pair in found.items()} == {
+            "default": ["without", "with"],
+            "detect_non_finite": ["without", "with"],
+        }
+        assert [len(pair["with"]["wall"]) for pair in found.values()] == [2, 1]
+        assert all(min(each["wall"]) > 0 for pair in found.values() for each in pair.values())
     assert 0 <= checks["watch"] < 1
 
 
@@ -346,6 +350,19 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run.main(["memroy"])
     assert "no benchmark is named memroy: choose from communication, compute" in capsys.readouterr().err
+
+
+def test_the_page_is_of_one_whole_run(
+    results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin group -->\nold\n<!-- end group -->\n")
+    with pytest.raises(SystemExit):
+        run.main(["group", "--docs", str(page)])
+    assert "tables of one whole run" in capsys.readouterr().err
+    save(results, tmp_path / "results")
+    run.main(["--read", str(tmp_path / "results" / "results.json"), "--output", str(tmp_path), "--docs", str(page)])
+    assert parts(read(tmp_path / "page.json"))["group"].strip() in page.read_text()
 
 
 def test_a_step_is_recorded_and_drawn(tmp_path: Path) -> None:
