@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune test quick test-no-exchange test-all test-torch frameworks lint types docs-test fuzz bench \
+.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs-test fuzz bench \
 	bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -50,7 +50,7 @@ finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA
 
 # Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.
 # Files are compiled once, and not again in each of the ranks, whatever the environment says.
-test test-no-exchange test-all: export PYTHONDONTWRITEBYTECODE =
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: lint ## lint, check types, run the quick lane of the tests
 	$(MAKE) --no-print-directory -j 2 types quick
 
@@ -58,14 +58,10 @@ test: lint ## lint, check types, run the quick lane of the tests
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-no-exchange: $(VENV)/.installed-test ## run some tests as with torch before 2.12, where storages cannot exchange memory
-	FULLSHARD_TESTS_NO_EXCHANGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
-		tests/buffer tests/pretend tests/parity/test_kept_storage.py tests/fully_shard/test_slots.py tests/test_counts.py
-
 test-all: lint types ## the same with every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --all $(ARGS)
 
-test-torch: ## run every test with another torch, TORCH=2.15.0 (2.11 or newer), in an environment of its own
+test-torch: ## run every test with another torch, TORCH=2.15.0 (2.12 or newer), in an environment of its own
 	$(if $(TORCH),,$(error say which torch: make test-torch TORCH=2.15.0))
 	$(MAKE) $(OTHER)/.installed-torch-$(TORCH) VENV=$(OTHER)
 	$(MAKE) $(OTHER)/.installed-test VENV=$(OTHER)

@@ -28,8 +28,6 @@ from benchmarks.saves import measure_saves
 from benchmarks.steps import measure_steps
 from benchmarks.timeline import bars, draw, record
 
-from fullshard.torch_private import CAN_SWAP_MEMORY
-
 SHARDED = {"fullshard", "torch FSDP2", "torch FSDP1"}
 #: Large enough for the kernel's count of memory, 12 MiB a group, and small enough to take seconds.
 MODEST = Work("modest", blocks=3, width=512, sequence=4, vocabulary=64)
@@ -75,9 +73,7 @@ def test_bytes_on_the_wire_are_counted(steps: dict[str, Any]) -> None:
     assert all(found["unknown"] == [] for found in contenders.values())
     for name in SHARDED | {"fullshard, p2p", "fullshard, collective"}:
         if contenders[name]["transport"] == "host":
-            # Where storages cannot exchange memory, gradients are messages.
-            expected = 0 if CAN_SWAP_MEMORY else pytest.approx(0.5, rel=0.01)
-            assert contenders[name]["asked"] == expected, "shared memory carries everything else"
+            assert contenders[name]["asked"] == 0, "shared memory carries everything else"
         else:
             assert 0.99 < contenders[name]["asked"] <= 1.51
 

@@ -27,7 +27,6 @@ from fullshard.comm.select import choose_transport
 from fullshard.compat.patch import patch_and_say
 from fullshard.report.commands import add_explain
 from fullshard.report.doctor import add_doctor
-from fullshard.torch_private import CAN_SWAP_MEMORY
 
 #: What a report of an error should say the version of.
 _PACKAGES = ("numpy", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "torchtitan", "safetensors")
@@ -101,7 +100,6 @@ def _env(_: argparse.Namespace) -> int:
         "device": f"{device}, {torch.accelerator.device_count() if accelerator else os.cpu_count()} of them",
         "backends": ", ".join(backends),
         "transport": _transport(device),
-        "storages": "exchange their memory" if CAN_SWAP_MEMORY else "cannot exchange their memory: torch before 2.12",
         "torch's names": "bound to fullshard's" if fullshard.is_patched() else "torch's own",
     }
     if Path("/dev/shm").exists():

@@ -193,8 +193,7 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 )
 
 #: Exchanges the memory of two storages; every tensor follows its storage. A slot then serves any group, for 0.1 µs.
-swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-CAN_SWAP_MEMORY = swap_memory is not None
+swap_memory: Any = torch.UntypedStorage._swap_data_ptr_  # type: ignore[attr-defined]
 
 
 def storage_id(tensor: torch.Tensor) -> int:

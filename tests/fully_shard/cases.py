@@ -19,7 +19,6 @@ import fullshard
 from fullshard.group.group import Group
 from fullshard.schedule.schedule import Event
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import CAN_SWAP_MEMORY
 from tests.harness import World
 from tests.harness.compare import LIBRARIES, TOLERANCE, LocalShard, deviation, each_block, kept
 from tests.harness.models import MLP, seeded
@@ -45,12 +44,6 @@ def both_with(method: str) -> pytest.MarkDecorator:
     """The same, without a torch whose sharded modules do not have a method yet."""
     names = [name for name, library in LIBRARIES.items() if hasattr(library.FSDPModule, method)]
     return pytest.mark.parametrize("fsdp", [Library(name) for name in names], ids=names)
-
-
-#: For tests of gradients in memory that ranks share.
-SHARED_GRADIENTS = pytest.mark.skipif(
-    not CAN_SWAP_MEMORY, reason="where storages cannot exchange memory, gradients travel as messages"
-)
 
 
 def inputs(seed: int = 0, rows: int = 4, width: int = 6) -> Tensor:

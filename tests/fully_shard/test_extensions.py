@@ -17,7 +17,6 @@ import fullshard
 from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import whole
-from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 CALLS: list[str] = []
@@ -283,7 +282,6 @@ def test_summoned_gradients_of_a_subclass_are_zeros_where_a_rank_has_none(world:
 # -- what was gathered stays where it lay ------------------------------------------------------------------------------
 
 EVERYWHERE = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
-WITH_AND_WITHOUT_SWAPS = pytest.mark.parametrize("swaps", [True, False])
 
 
 def of_kind(kind: type[Gathered] | None, rows: int = 8, width: int = 5) -> Any:
@@ -310,14 +308,12 @@ def losses(world: World, model: Any, alone: bool = False) -> list[float]:
 
 @ranks(1, 2)
 @EVERYWHERE
-@WITH_AND_WITHOUT_SWAPS
-def test_a_subclass_may_keep_what_was_gathered(world: World, transport: str, swaps: bool) -> None:
+def test_a_subclass_may_keep_what_was_gathered(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    with memory_swap(swaps):
-        model = of_kind(Kept)
-        for layer in (model[0], model[2], model):
-            fullshard.fully_shard(layer, reshard_after_forward=True)
-        assert losses(world, model) == pytest.approx(losses(world, of_kind(None), alone=True), rel=1e-5)
+    model = of_kind(Kept)
+    for layer in (model[0], model[2], model):
+        fullshard.fully_shard(layer, reshard_after_forward=True)
+    assert losses(world, model) == pytest.approx(losses(world, of_kind(None), alone=True), rel=1e-5)
 
 
 @ranks(2)
@@ -465,13 +461,11 @@ def test_a_subclass_is_not_sharded_along_columns_that_do_not_divide(world: World
 @EVERYWHERE
 @pytest.mark.parametrize("how", ["set", "assign"])
 @pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("swaps", [True, False])
 def test_a_local_tensor_that_is_set_after_sharding_says_what_is_gathered(
-    world: World, how: str, when: str, transport: str, swaps: bool
+    world: World, how: str, when: str, transport: str
 ) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    with memory_swap(swaps):
-        set_after_sharding(how, when)
+    set_after_sharding(how, when)
 
 
 def set_after_sharding(how: str, when: str) -> None:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
-from tests.fully_shard.cases import SHARED_GRADIENTS, assert_close, environment, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.held import mappings, open_files
@@ -496,7 +496,6 @@ def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> 
     assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
 
 
-@SHARED_GRADIENTS
 @ranks(2, transport="host", fresh=True)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:
@@ -519,7 +518,6 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
     dist.barrier()
 
 
-@SHARED_GRADIENTS
 @ranks(2, transport="host")
 def test_gradients_stay_until_a_slow_rank_has_read_them(world: World) -> None:
     def read(transport: HostTransport, reading: Any) -> None:

@@ -77,8 +77,7 @@ def _counts(results: list[Result]) -> str:
 
 
 def _where(program: Program) -> str:
-    swap = "" if program.swap else ", no swap"
-    return f"{program.sharding.api}, {program.world} ranks, {program.transport}{swap}"
+    return f"{program.sharding.api}, {program.world} ranks, {program.transport}"
 
 
 if __name__ == "__main__":

@@ -30,12 +30,11 @@ _IN_FULL_PRECISION = (*_MIXED, "batch norm", "instance norm", "orthogonal", "spe
 
 @dataclass(frozen=True)
 class Program:
-    """Everything about a program; `swap` is whether memory may be swapped between storages."""
+    """Everything about a program."""
 
     seed: int
     world: int
     transport: str
-    swap: bool
     model: ModelSpec
     sharding: Sharding
     optimizer: str
@@ -134,7 +133,6 @@ class _Generator:
     def program(self) -> Program:
         world = self.choose({1: 12, 2: 55, 3: 25, 4: 8})
         transport = self.choose({"host": 4 if world > 1 else 0, "p2p": 3, "collective": 3})
-        swap = self.chance(0.75)
         wraps = self.chance(0.35)
         original = wraps and self.chance(0.6)
         low = self.choose({"": 8, "float32": 1, "bfloat16": 1})
@@ -146,7 +144,7 @@ class _Generator:
             self.optimizers.remove("fused adamw")
         optimizer = self.random.choice(self.optimizers)
         actions = self.actions(model, sharding, may_freeze, optimizer)
-        return Program(self.seed, world, transport, swap, model, sharding, optimizer, actions)
+        return Program(self.seed, world, transport, model, sharding, optimizer, actions)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard.buffer import slots
 from tests.fuzz.actions import EndOfProgram, Evaluate
 from tests.fuzz.checkpoints import load, save
 from tests.fuzz.layout import Layout, local, shown_parameters
@@ -40,16 +39,13 @@ class InvalidProgram(Exception):
 
 @contextmanager
 def surroundings(program: Program) -> Iterator[None]:
-    """The environment of a program: its transport, and whether memory can be swapped."""
+    """The environment of a program: its transport, as a context."""
     before = os.environ.get("FULLSHARD_TRANSPORT")
     if program.transport:
         os.environ["FULLSHARD_TRANSPORT"] = program.transport
-    can_swap = slots.CAN_SWAP_MEMORY
-    slots.CAN_SWAP_MEMORY = can_swap and program.swap  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        slots.CAN_SWAP_MEMORY = can_swap  # type: ignore[attr-defined]
         os.environ.pop("FULLSHARD_TRANSPORT", None)
         if before is not None:
             os.environ["FULLSHARD_TRANSPORT"] = before

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-
-from fullshard.buffer import slots
-from fullshard.comm.host import HostTransport
 
 
 class Fault(Exception):
@@ -28,13 +22,3 @@ class FailingBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise Fault("in backward")
-
-
-@contextmanager
-def memory_swap(available: bool = False) -> Iterator[None]:
-    """Let storages exchange their memory only if ``available``, and it can be done; torch 2.11 has no way to."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not available:
-            patch.setattr(slots, "CAN_SWAP_MEMORY", False)
-            patch.setattr(HostTransport, "compares_reductions", False)
-        yield

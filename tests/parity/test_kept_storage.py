@@ -14,7 +14,6 @@ import fullshard
 from tests.fully_shard.cases import Twins, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import LIBRARIES, Precision, Training, compare, each_block
-from tests.harness.faults import memory_swap
 from tests.harness.models import MLP, random_batch, seeded
 
 KEEP = "set_keep_unsharded_storage"
@@ -34,12 +33,8 @@ def addresses(model: Any) -> list[int]:
 @ranks(2)
 @pytest.mark.parametrize("library", KEEPING)
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("swaps", [True, False])
-def test_addresses_stay_over_reshard_and_unshard(
-    world: World, library: str, param_dtype: torch.dtype | None, swaps: bool
-) -> None:
-    with memory_swap(swaps):
-        addresses_stay(LIBRARIES[library], param_dtype)
+def test_addresses_stay_over_reshard_and_unshard(world: World, library: str, param_dtype: torch.dtype | None) -> None:
+    addresses_stay(LIBRARIES[library], param_dtype)
 
 
 def addresses_stay(fsdp: ModuleType, param_dtype: torch.dtype | None) -> None:
@@ -55,40 +50,36 @@ def addresses_stay(fsdp: ModuleType, param_dtype: torch.dtype | None) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_training_is_as_without(world: World, swaps: bool, reshard: bool) -> None:
+def test_training_is_as_without(world: World, reshard: bool) -> None:
     def shard(fsdp: ModuleType, model: Any) -> None:
         each_block(precision=Precision(reduce_dtype=torch.float32), reshard_after_forward=reshard)(fsdp, model)
         if hasattr(model, KEEP):
             model.set_keep_unsharded_storage(True)
 
-    with memory_swap(swaps):
-        compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
+    compare(world, Training(build=partial(seeded, MLP), shard=shard, batch=random_batch(4, 6)))
 
 
 @ranks(2)
-@pytest.mark.parametrize("swaps", [True, False])
-def test_one_of_many_keeps_its_memory_and_lets_go_of_it(world: World, swaps: bool) -> None:
-    with memory_swap(swaps):
-        pair = twins(world)
+def test_one_of_many_keeps_its_memory_and_lets_go_of_it(world: World) -> None:
+    pair = twins(world)
+    pair.step()
+    kept = pair.sharded.blocks[1]
+    (group,) = groups_of(kept)
+    kept.set_keep_unsharded_storage(True)
+    where = address_of(kept)
+    for _ in range(2):
         pair.step()
-        kept = pair.sharded.blocks[1]
-        (group,) = groups_of(kept)
-        kept.set_keep_unsharded_storage(True)
-        where = address_of(kept)
-        for _ in range(2):
-            pair.step()
-            pair.sharded.free_buffers()
-            assert address_of(kept) == where
-        if group.memory.shared is None:
-            assert group.parameter_pool.nbytes_free == 0
-        kept.set_keep_unsharded_storage(False)
-        if group.memory.shared is None:
-            assert group.parameter_pool.nbytes_free >= group.full.buffer.nbytes
-        for _ in range(2):
-            pair.step()
-        assert group.parameter_pool.slots_in_use == 0
+        pair.sharded.free_buffers()
+        assert address_of(kept) == where
+    if group.memory.shared is None:
+        assert group.parameter_pool.nbytes_free == 0
+    kept.set_keep_unsharded_storage(False)
+    if group.memory.shared is None:
+        assert group.parameter_pool.nbytes_free >= group.full.buffer.nbytes
+    for _ in range(2):
+        pair.step()
+    assert group.parameter_pool.slots_in_use == 0
 
 
 def address_of(module: Any) -> int:

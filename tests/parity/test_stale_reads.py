@@ -19,7 +19,6 @@ import fullshard
 from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import Twins, assert_close, inputs
 from tests.harness import World, everywhere, ranks
-from tests.harness.faults import memory_swap
 from tests.harness.models import seeded
 
 WIDTH = 6
@@ -177,11 +176,9 @@ def test_blocks_hand_on_what_no_hook_can_replace(world: World, kind: type[Plain]
 
 
 @ranks(2)
-@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("original", [True, False], ids=["original", "flat"])
-def test_a_penalty_in_the_wrapper(world: World, original: bool, swaps: bool) -> None:
-    with memory_swap(swaps):
-        penalty_in_the_wrapper(world, original)
+def test_a_penalty_in_the_wrapper(world: World, original: bool) -> None:
+    penalty_in_the_wrapper(world, original)
 
 
 def penalty_in_the_wrapper(world: World, original: bool) -> None:
@@ -200,18 +197,6 @@ def penalty_in_the_wrapper(world: World, original: bool) -> None:
                 assert_close(one, other, "parameter")
 
 
-@everywhere
-@ranks(2)
-@pytest.mark.parametrize("loss", [penalty, plain_loss])
-def test_without_the_exchange_of_memory(world: World, loss: Any) -> None:
-    """As with torch 2.11, where a buffer is resized to nothing; groups of a host then use messages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fullshard.buffer.slots.CAN_SWAP_MEMORY", False)
-        if os.environ["FULLSHARD_TRANSPORT"] == "host":
-            patch.setenv("FULLSHARD_TRANSPORT", "p2p")
-        train(world, loss, kind=Plain if loss is penalty else Boxed)
-
-
 class Leaks(Plain):
     """Its loss leaves through an attribute, and its output does not need the gradient of it."""
 
@@ -221,12 +206,10 @@ class Leaks(Plain):
 
 
 @ranks(2)
-@pytest.mark.parametrize("swaps", [True, False])
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_what_cannot_be_known_is_refused_and_not_read(world: World, frozen: bool, swaps: bool) -> None:
+def test_what_cannot_be_known_is_refused_and_not_read(world: World, frozen: bool) -> None:
     """The gradient enters the block where no hook is. Memory that ranks share is right at any time of a pass."""
-    with memory_swap(swaps):
-        refused_and_not_read(frozen)
+    refused_and_not_read(frozen)
 
 
 def refused_and_not_read(frozen: bool) -> None:

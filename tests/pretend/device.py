@@ -22,7 +22,7 @@ from fullshard import torch_private
 from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU
-from fullshard.torch_private import CAN_SWAP_MEMORY, Collective, Collectives
+from fullshard.torch_private import Collective, Collectives
 from tests.pretend.operations import tensors_in
 
 #: The host itself, and the stream in which the model computes.
@@ -203,7 +203,7 @@ def pretend(model: Model) -> Iterator[PretendedStreams]:
             (collective, "all_gather_over", over(torch_private.all_gather_over)),
             (collective, "reduce_scatter_over", over(torch_private.reduce_scatter_over)),
             (torch.UntypedStorage, "resize_", resize),
-            *([(slots, "swap_memory", swap_memory)] if CAN_SWAP_MEMORY else []),
+            (slots, "swap_memory", swap_memory),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
         stack.enter_context(_Operations(streams))

@@ -62,12 +62,6 @@ def an_event_after_the_optimizer(world: World) -> None:
     compare(world, training)
 
 
-def resized_memory(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FULLSHARD_TRANSPORT", "collective")
-        test_stale_reads.test_without_the_exchange_of_memory(world, loss=test_stale_reads.plain_loss)
-
-
 def an_extension_beside_groups_that_stay(world: World) -> None:
     """What the first layer gathered is freed while the third takes memory of its own: its slot tells no order."""
     model = test_extensions.of_kind(test_extensions.Kept, rows=40)
@@ -126,17 +120,14 @@ WAYS: dict[str, Callable[[World], None]] = {
         test_stale_reads.test_a_gradient_penalty, loss=test_stale_reads.whole_step, frozen=True
     ),
     "penalty through a list": test_stale_reads.test_a_penalty_through_a_later_module_of_a_list,
-    "resized memory": resized_memory,
     "offload": partial(test_composition.test_cpu_offload, optimizer=adamw, reshard=True),
     "offload, accumulated": test_composition.test_cpu_offload_over_micro_batches,
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
-    "extensions": partial(
-        test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective", swaps=True
-    ),
+    "extensions": partial(test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "straight parameters": straight_parameters,
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
-    "kept storage": partial(test_kept_storage.test_training_is_as_without, swaps=True, reshard=True),
+    "kept storage": partial(test_kept_storage.test_training_is_as_without, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),
     "reductions in flight": partial(
         test_settings.test_several_reductions_in_flight_over_a_group_of_their_own, buffers=2

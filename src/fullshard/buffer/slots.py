@@ -5,9 +5,7 @@ is in use. Its tensors are made once and keep their storage for good: taking a s
 storage and giving it back moves it out, so that what autograd saved is right again wherever the values lie next time.
 
 A buffer that was given back keeps its slot, and its values, until somebody else needs it: taking it again then costs
-nothing. Where storages cannot exchange their memory (torch before 2.12), a slot is only a size: its taker frees the
-memory of its last holder and allocates anew.
-
+nothing.
 A :class:`Staging` owns the memory that transports work in, as many pieces as exchanges are under way at once. Pieces
 stay and grow: to fault memory in again at each exchange would cost nine times as much as to copy it.
 """
@@ -25,7 +23,7 @@ from itertools import chain
 import torch
 
 from fullshard.device import HOSTS, PASSED, Mark, current_stream, is_host, mark_now
-from fullshard.torch_private import CAN_SWAP_MEMORY, alias_storage, storage_id, swap_memory
+from fullshard.torch_private import alias_storage, storage_id, swap_memory
 
 Allocate = Callable[[int, torch.device], torch.Tensor]
 
@@ -57,7 +55,7 @@ class SlotPool:
         """A new slot for ``buffer``."""
         size = self.ordinary if buffer.takes_turns and buffer.nbytes <= self.ordinary else buffer.nbytes
         with torch.inference_mode(False):
-            made = Slot(self._allocate(size, self.device if CAN_SWAP_MEMORY else torch.device("meta")))
+            made = Slot(self._allocate(size, self.device))
         made.released = mark_now(self.device)  # what had this memory before may still be read in the current lane
         return made
 
@@ -149,13 +147,7 @@ class SlotBuffer:
         else:
             slot = pool.make(self)
         self.slot, self.in_use, holder = slot, True, slot.holder
-        if not CAN_SWAP_MEMORY:
-            slot.released.wait()  # before its memory is the allocator's
-            if holder is not None:
-                holder.lose()
-            self._storage.resize_(slot.nbytes)
-            slot.released = mark_now(pool.device)
-        elif holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
+        if holder is not None and self._stale is pool is holder.pool and self._size == slot.nbytes:
             swap_memory(self._storage, holder._storage)  # the one gets the memory, the other a stale address
             holder.slot = None
         else:
@@ -185,9 +177,6 @@ class SlotBuffer:
         if slot is None:
             return
         slot.holder = None
-        if not CAN_SWAP_MEMORY:
-            self._storage.resize_(0)
-            return
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
@@ -203,7 +192,7 @@ class SlotBuffer:
 
     def forget_address(self) -> None:
         """Let the storage be empty where it has no memory of its own: the address it still has is about to go."""
-        if self.slot is None and CAN_SWAP_MEMORY:
+        if self.slot is None:
             self._empty()
 
     def _empty(self) -> None:

@@ -29,7 +29,6 @@ from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transport, alias
 from fullshard.comm.waits import Wait, lost, named
 from fullshard.device import Pending
-from fullshard.torch_private import CAN_SWAP_MEMORY
 
 _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: Integers that say what a reduction reads: its number, the group's tag, its parameters, and the slot's address.
@@ -48,7 +47,7 @@ class HostTransport(Transport):
     name = "host"
     gradient_buffers = 2
     adds_in_fp32 = True
-    compares_reductions = CAN_SWAP_MEMORY  # else gradients are no part of the slots that ranks share, but messages
+    compares_reductions = True
 
     def __init__(self, local_ranks: LocalRanks, control: Segment, messages: PointToPointTransport) -> None:
         self._private = messages
