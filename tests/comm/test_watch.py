@@ -23,7 +23,7 @@ from fullshard.comm import connections, reports, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.reports import Report, Reports
-from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
+from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, waiting
 from fullshard.comm.watch import Watch
 
 
@@ -279,3 +279,64 @@ def test_both_threads_may_ask_whether_the_store_has_gone(store: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert not any(pool.map(lambda _: [asked.has_gone for _ in range(3000)].count(True), range(4)))
     asked.close()
+
+
+def test_a_verdict_is_over_with_the_wait_that_it_was_about(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may catch the error, and wait for long while another rank writes what it has."""
+    monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("the process was ended"))
+    with waiting("a gather", dist.group.WORLD):
+        watcher._look()
+        watcher._seen.since -= 3
+        monkeypatch.setattr(watcher, "_judge", lambda *_: "a proof")
+        watcher._look()
+        assert (WAITS.verdict, watcher._mine.verdict) == ("a proof", "a proof")
+    monkeypatch.setattr(watcher, "_judge", lambda *_: None)
+    with waiting("an emergency save", dist.group.WORLD):
+        assert WAITS.verdict is None
+        watcher._look()
+        watcher._judged -= 60
+        watcher._seen.since -= 50
+        watcher._look()
+        assert (WAITS.verdict, watcher._mine.verdict) == (None, "")
+
+
+def test_a_verdict_that_comes_too_late_is_not_about_the_next_wait(
+    watcher: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To judge takes as long as the store takes to answer."""
+
+    def judge(*_: object) -> str:
+        WAITS.change(Wait("the next gather", dist.group.WORLD))
+        return "a proof"
+
+    with waiting("a gather", dist.group.WORLD):
+        watcher._look()
+        watcher._seen.since -= 3
+        monkeypatch.setattr(watcher, "_judge", judge)
+        watcher._look()
+        assert WAITS.verdict is None
+
+
+def test_a_verdict_of_another_rank_is_about_waits_that_began_before_it(watcher: Watch) -> None:
+    told = Report(1, os.getpid(), "there", verdict="a proof", judged=0.5)
+    assert watcher._judge({1: told}, 3) == "a proof"
+    told.judged = 2.5  # when it was written, up to a second ago
+    assert watcher._judge({1: told}, 3) is None
+
+
+def test_ranks_that_parted_are_told_once(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they did in that pass proves nothing of what they wait for after the error."""
+    passes = {"0 0 7": {"0": "a forward", "1": "the gather of 'a'"}}
+    other = Report(1, os.getpid(), "there", passes={"0 0 7": {"0": "a forward", "1": "the gather of 'b'"}})
+    monkeypatch.setattr(WAITS, "position", lambda: Position(passes=passes))
+    monkeypatch.setattr(watcher, "_others_of", lambda _: [1])
+    monkeypatch.setattr(watcher._reports, "read", lambda _: {1: other})
+    seen = []
+    for what in ("a gather", "an emergency save"):
+        with waiting(what, dist.group.WORLD):
+            watcher._look()
+            watcher._seen.since -= 3
+            watcher._look()
+            seen.append(WAITS.verdict)
+    assert "The ranks do not run the same" in (seen[0] or "")
+    assert seen[1] is None

@@ -43,7 +43,8 @@ class Report:
     connections: list[list[str]] = field(default_factory=list)  # their two ends, this one first, as they were lately
     ended: str = ""  # how its program ended; empty while it runs
     is_first: bool = True  # whether it did not end because of another rank
-    verdict: str = ""  # why no wait will end, as this rank found out
+    verdict: str = ""  # why its wait will not end, as this rank found out
+    judged: float = 0.0  # for how many seconds it has known that
 
     @property
     def place(self) -> str:
@@ -131,9 +132,9 @@ class Reports:
             os.close(watched)
 
 
-def parting(mine: Report, other: Report) -> str | None:
-    """Where two ranks went different ways in one pass."""
-    for key in mine.passes.keys() & other.passes.keys():
+def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | None:
+    """Where two ranks went different ways in one pass, of all ``but`` some."""
+    for key in (mine.passes.keys() & other.passes.keys()).difference(but):
         here, there = mine.passes[key], other.passes[key]
         for at in sorted(map(int, here.keys() & there.keys())):
             if here[str(at)] == there[str(at)]:

@@ -53,12 +53,18 @@ class Waits:
         self.thread = threading.current_thread()  # that trains: the last one that sharded a model
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
         self.joined: threading.Thread | None = None  # the one of these for which the training waits
-        self.verdict: str | None = None  # why no wait of this process will end, once that is known
+        self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
         self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the last wait of the training did not end or will not, if that is known."""
+        number, why = self.judged
+        return why if number == self.count else None
 
     def change(self, wait: Wait | None) -> Wait | None:
         """Note what the calling thread waits for now; returns what it waited for before."""

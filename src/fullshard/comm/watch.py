@@ -85,8 +85,9 @@ class Watch:
         self._reports: Reports = Reports(self._store, self._mine, key, self._interval, former)
         self._seen = _Known(None, 0.0)  # the last wait of training
         self._beside: dict[threading.Thread, _Known] = {}  # the waits of threads beside it
-        self._judged = 0.0  # when the verdict was found
+        self._judged = 0.0  # when the last verdict was found
         self._announced: dict[str, dict[str, str]] = {}  # the passes that were told at once
+        self._failed = self._announced  # those that failed: later waits are not about them
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
 
     @property
@@ -120,7 +121,7 @@ class Watch:
 
     def _look(self) -> None:
         count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
-        if wait is None or not self._is_same(count, wait):
+        if wait is None or not self._is_same():
             self._seen = _Known(wait, now, number=count)
         waited = now - self._seen.since
         self._look_beside(thread, now)
@@ -130,19 +131,18 @@ class Watch:
         if wait is None or waited < _READ:
             return
         reports = self._reports.read(self._mine.waits_for)
-        if WAITS.verdict is None:
-            WAITS.verdict = self._judge(reports, waited)
-            if WAITS.verdict is not None:
-                self._judged = now
-                self._tell(wait, waited)
-        if WAITS.verdict is not None:
+        if self._judged < self._seen.since and (verdict := self._judge(reports, waited)) and self._is_same():
+            self._judged, WAITS.judged = now, (count, verdict)
+            self._announced = self._failed = self._mine.passes
+            self._tell(wait, waited)
+        if self._judged >= self._seen.since:
             self._end_wait(wait, reports, now)
         elif self._is_due(self._seen, now):
             _log.warning("Rank %d is %s. %s", self._rank, self._mine.place, self._others(reports))
 
-    def _is_same(self, count: int, wait: Wait | None) -> bool:
-        """Whether a wait is the one that was seen last."""
-        return count == self._seen.number and wait is self._seen.wait
+    def _is_same(self) -> bool:
+        """Whether the training still waits for what was seen last."""
+        return WAITS.count == self._seen.number and WAITS.holding()[1] is self._seen.wait
 
     def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
         """Speak of long waits of threads beside training. They end training only when it waits for them."""
@@ -179,9 +179,9 @@ class Watch:
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
                 mine.quiet = min([waited, *(quiet_seconds(each) for each, _ in self._connections())])
-                if self._is_same(WAITS.count, WAITS.holding()[1]):  # else it moved on while this one looked
+                if self._is_same():  # else it moved on while this one looked
                     mine.passes = position.passes
-        mine.verdict = WAITS.verdict or ""
+        mine.verdict, mine.judged = WAITS.verdict or "", time.monotonic() - self._judged
         if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
             mine.connections = [[*ends] for _, ends in self._connections()]
         self._reports.write()
@@ -203,7 +203,7 @@ class Watch:
     def _judge(self, reports: dict[int, Report], waited: float) -> str | None:
         """Why this rank's wait will not end; ``None`` while it may."""
         for report in reports.values():
-            if report.verdict:
+            if report.verdict and report.judged + self._interval <= waited:  # found while this rank waited already
                 return report.verdict
         needed = [reports[rank] for rank in self._mine.waits_for if rank in reports]
         everyone = [self._mine, *reports.values()]
@@ -214,7 +214,7 @@ class Watch:
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
             return f"{lost}. {self._parted()}"
         for report in needed:
-            if parted := parting(self._mine, report):
+            if parted := parting(self._mine, report, self._failed):
                 return parted
         if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
@@ -282,7 +282,7 @@ class Watch:
             if ends in theirs:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # for whoever reads from it or writes to it
-        if now - self._judged > _GRACE:
+        if now - self._judged > _GRACE and self._is_same():
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             where = "".join(traceback.format_stack(frame)) if frame is not None else ""
             message = f"rank {self._rank} waited for {describe(wait)}. {WAITS.verdict}"
@@ -299,7 +299,7 @@ class Watch:
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
             if threading.current_thread() is WAITS.thread:
-                self._announced = WAITS.position().passes  # this rank goes no further
+                self._announced = self._failed = WAITS.position().passes  # this rank goes no further
                 self._tell(WAITS.current, 0.0)
             while True:
                 reports = self._reports.read(ranks)
@@ -358,7 +358,7 @@ def start_watch() -> None:
         return
     if _watch is None:
         _follow_errors()
-    WAITS.verdict, WAITS.explain, WAITS.announce = None, watch.explain, watch.announce
+    WAITS.explain, WAITS.announce = watch.explain, watch.announce
     _watch = watch
     watch.thread.start()
 
