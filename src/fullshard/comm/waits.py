@@ -7,6 +7,7 @@ Owns the error for a rank that was lost, and leaves to :mod:`fullshard.comm.watc
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,6 +125,22 @@ def placed(wait: Wait) -> str:
 def named(tag: int) -> str:
     """The group of the exchange that has a tag, for people."""
     return WAITS.position().names.get(tag // 2, f"the group with tag {tag}")
+
+
+def call_of_torch(thread: threading.Thread) -> str:
+    """The function of torch that a thread has called, if it came to torch.distributed, and from where; for people."""
+    frame, name, is_distributed = sys._current_frames().get(thread.ident or 0), "", False
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
+        package = module.partition(".")[0]
+        if package != "torch" and package not in sys.stdlib_module_names:  # who has called it
+            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{name} (called in {where})" if is_distributed else ""
+        is_distributed |= module.startswith("torch.distributed.")
+        if package == "torch" and "<locals>" not in function:  # not that of a decorator
+            name = f"{module}.{function}"
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager

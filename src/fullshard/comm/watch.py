@@ -33,13 +33,13 @@ from fullshard.comm.connections import StoreConnection, connected_sockets, quiet
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
 from fullshard.comm.reports import Report, Reports, parting
-from fullshard.comm.waits import WAITS, LostRankError, Wait, checks_are_on, describe
+from fullshard.comm.waits import WAITS, LostRankError, Wait, call_of_torch, checks_are_on, describe
 from fullshard.torch_private import default_store
 
 _log = logging.getLogger("fullshard")
 
 _INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two looks; more where so many ranks would keep the store busy
-_IN_FILE = 10.0  # the same where the store is a file, which grows with each report
+_IN_FILE = 10.0  # seconds between two reports where the store is a file, which grows with each; fewer in a new wait
 _READ = 2.0  # seconds after which a rank that waits reads the reports of the others
 #: Seconds after which ranks that all wait for each other, and for nobody else, are taken for stuck for ever.
 _STUCK = 30.0
@@ -74,7 +74,8 @@ class Watch:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = StoreConnection(store, self._rank)
         self._world = weakref.ref(dist.group.WORLD)  # its connections end with it
-        self._interval = max(_INTERVAL if self._store.port else _IN_FILE, self._size / _RANKS_A_SECOND)
+        self._interval = max(_INTERVAL, self._size / _RANKS_A_SECOND)
+        self._between = self._interval if self._store.port else max(self._interval, _IN_FILE)  # two reports
         self._warn_after = float(os.environ.get("FULLSHARD_WAIT_WARNING", "10"))
         self._hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         self._ending = threading.Event()
@@ -82,7 +83,7 @@ class Watch:
         number, former = (before._mine.number + 1, before._reports.all_so_far()) if before is not None else (1, ())
         self._mine: Report = Report(self._rank, os.getpid(), host_id(), number)
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
-        self._reports: Reports = Reports(self._store, self._mine, key, self._interval, former)
+        self._reports: Reports = Reports(self._store, self._mine, key, self._between, former)
         self._seen = _Known(None, 0.0)  # the last wait of training
         self._beside: dict[threading.Thread, _Known] = {}  # the waits of threads beside it
         self._judged = 0.0  # when the last verdict was found
@@ -121,11 +122,13 @@ class Watch:
 
     def _look(self) -> None:
         count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
-        if wait is None or not self._is_same():
+        is_same = self._is_same()
+        self._mine.inside = call_of_torch(WAITS.thread) if wait is None and is_same else ""
+        if wait is None or not is_same:
             self._seen = _Known(wait, now, number=count)
         waited = now - self._seen.since
         self._look_beside(thread, now)
-        self._tell(wait, waited)
+        self._tell(wait, waited, self._between if waited < _READ else min(self._between, waited / 2))
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
             self._reports.read(rank for rank in self._first if rank not in self._reports.known)
         if wait is None or waited < _READ:
@@ -169,8 +172,8 @@ class Watch:
         """The ranks on which a wait depends."""
         return [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
 
-    def _tell(self, wait: Wait | None, waited: float) -> None:
-        """Write this rank's report."""
+    def _tell(self, wait: Wait | None, waited: float, pause: float = 0.0) -> None:
+        """Write this rank's report, unless the last one was written less than ``pause`` seconds ago, about."""
         mine, position = self._mine, WAITS.position()
         mine.doing, mine.waited, mine.quiet = position.doing, waited, waited
         mine.waits, mine.waits_for, mine.passes = "", [], self._announced
@@ -184,7 +187,8 @@ class Watch:
         mine.verdict, mine.judged = WAITS.verdict or "", time.monotonic() - self._judged
         if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
             mine.connections = [[*ends] for _, ends in self._connections()]
-        self._reports.write()
+        if time.monotonic() - mine.written >= pause - self._interval / 2:
+            self._reports.write()
 
     def announce(self) -> None:
         """Let the others know at once where the training is: this process may not live to tell."""
@@ -203,7 +207,7 @@ class Watch:
     def _judge(self, reports: dict[int, Report], waited: float) -> str | None:
         """Why this rank's wait will not end; ``None`` while it may."""
         for report in reports.values():
-            if report.verdict and report.judged + self._interval <= waited:  # found while this rank waited already
+            if report.verdict and report.judged + self._between <= waited:  # found while this rank waited already
                 return report.verdict
         needed = [reports[rank] for rank in self._mine.waits_for if rank in reports]
         everyone = [self._mine, *reports.values()]
@@ -239,7 +243,9 @@ class Watch:
             if report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
-                found.append((False, f"{who} {how}; it was last seen {report.place}"))
+                found.append(
+                    (False, f"{who} {how}; it was last seen {report.place}, up to {self._between:.0f} s before")
+                )
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
@@ -258,7 +264,7 @@ class Watch:
                 state = " (the process is stopped)" if self._reports.is_stopped(report) else ""
                 place = f"has said nothing for {silence:.0f} s{state}, and was {place}"
             elif not report.ended:
-                place = f"is {place}" if report.waits else f"is {place}, and waits for nobody"
+                place = f"is {place}" if report.waits or report.inside else f"is {place}, and waits for nobody"
                 place += f"; {report.beside}" if report.beside else ""
             places.setdefault(place, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
