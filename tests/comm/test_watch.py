@@ -14,17 +14,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.comm import connections, reports, watch
 from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.reports import Report, Reports
-from fullshard.comm.waits import WAITS, LostRankError, Wait, waiting
+from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, call_of_torch, waiting
 from fullshard.comm.watch import Watch
+from tests.harness import World, ranks
 
 
 @pytest.fixture
@@ -266,11 +271,27 @@ def test_a_report_from_before_a_restart_is_not_read(
     watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun starts all ranks anew over the store in which the failed attempt left how it ended."""
-    ended = Report(1, 99, "there", ended="ValueError: a bad batch")
+    ended = Report(1, 99, host_id(), ended="ValueError: a bad batch")
     Reports(StoreConnection(store, 0), ended, "fullshard/0/", 1.0).write()
     assert 1 in watcher._reports.read([1])
-    monkeypatch.setattr(reports, "_BEGUN", time.time() + 1)
+    monkeypatch.setattr(reports, "_BEGUN", time.monotonic() + 1)
     assert 1 not in Watch(store)._reports.read([1])
+
+
+def test_the_clocks_of_other_hosts_do_not_count(watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was set wrong made the ranks of its host invisible to others, or those of an attempt before visible."""
+    theirs = Reports(StoreConnection(store, 0), Report(1, 99, "another host"), "fullshard/0/", 1.0)
+    for clock in ("time", "monotonic"):
+        monkeypatch.setattr(reports.time, clock, lambda: 0.0)
+    theirs.write()
+    monkeypatch.undo()
+    assert 1 in watcher._reports.read([1])
+    watcher._look()
+    later = Watch(store)._reports  # of an attempt that finds the reports of this one
+    assert 1 not in later.read([1])
+    assert 1 not in later.read([1])
+    theirs.write()
+    assert 1 in later.read([1])
 
 
 def test_both_threads_may_ask_whether_the_store_has_gone(store: Any) -> None:
@@ -279,3 +300,120 @@ def test_both_threads_may_ask_whether_the_store_has_gone(store: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert not any(pool.map(lambda _: [asked.has_gone for _ in range(3000)].count(True), range(4)))
     asked.close()
+
+
+def test_a_verdict_is_over_with_the_wait_that_it_was_about(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may catch the error, and wait for long while another rank writes what it has."""
+    monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("the process was ended"))
+    with waiting("a gather", dist.group.WORLD):
+        watcher._look()
+        watcher._seen.since -= 3
+        monkeypatch.setattr(watcher, "_judge", lambda *_: "a proof")
+        watcher._look()
+        assert (WAITS.verdict, watcher._mine.verdict) == ("a proof", "a proof")
+    monkeypatch.setattr(watcher, "_judge", lambda *_: None)
+    with waiting("an emergency save", dist.group.WORLD):
+        assert WAITS.verdict is None
+        watcher._look()
+        watcher._judged -= 60
+        watcher._seen.since -= 50
+        watcher._look()
+        assert (WAITS.verdict, watcher._mine.verdict) == (None, "")
+
+
+def test_a_verdict_that_comes_too_late_is_not_about_the_next_wait(
+    watcher: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To judge takes as long as the store takes to answer."""
+
+    def judge(*_: object) -> str:
+        WAITS.change(Wait("the next gather", dist.group.WORLD))
+        return "a proof"
+
+    with waiting("a gather", dist.group.WORLD):
+        watcher._look()
+        watcher._seen.since -= 3
+        monkeypatch.setattr(watcher, "_judge", judge)
+        watcher._look()
+        assert WAITS.verdict is None
+
+
+def test_a_verdict_of_another_rank_is_about_waits_that_began_before_it(watcher: Watch) -> None:
+    told = Report(1, os.getpid(), "there", verdict="a proof", judged=0.5)
+    assert watcher._judge({1: told}, 3) == "a proof"
+    told.judged = 2.5  # when it was written, up to a second ago
+    assert watcher._judge({1: told}, 3) is None
+
+
+def test_ranks_that_parted_are_told_once(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they did in that pass proves nothing of what they wait for after the error."""
+    passes = {"0 0 7": {"0": "a forward", "1": "the gather of 'a'"}}
+    other = Report(1, os.getpid(), "there", passes={"0 0 7": {"0": "a forward", "1": "the gather of 'b'"}})
+    monkeypatch.setattr(WAITS, "position", lambda: Position(passes=passes))
+    monkeypatch.setattr(watcher, "_others_of", lambda _: [1])
+    monkeypatch.setattr(watcher._reports, "read", lambda _: {1: other})
+    seen = []
+    for what in ("a gather", "an emergency save"):
+        with waiting(what, dist.group.WORLD):
+            watcher._look()
+            watcher._seen.since -= 3
+            watcher._look()
+            seen.append(WAITS.verdict)
+    assert "The ranks do not run the same" in (seen[0] or "")
+    assert seen[1] is None
+
+
+def test_a_new_wait_is_told_soon_where_the_store_is_a_file(watcher: Watch, tmp_path: Path) -> None:
+    """A file grows with each report, so that a rank that does not wait makes few."""
+    watch = Watch(dist.FileStore(str(tmp_path / "store"), 1))
+    watch._look()
+    watch._look()
+    assert watch._mine.beat == 1
+    with waiting("a gather", dist.group.WORLD):
+        watch._look()
+        beats = []
+        for _ in range(60):  # seconds
+            watch._seen.since -= 1
+            watch._mine.written -= 1
+            watch._look()
+            beats.append(watch._mine.beat)
+    assert (beats[0], beats[1]) == (1, 2)
+    assert beats[-1] < 12
+
+
+@ranks(2)
+def test_a_rank_that_calls_torch_alone_is_said_to_be_there(world: World) -> None:
+    """Its wait is none of ours. To say that it waits for nobody would send people to look elsewhere."""
+    here, seen = threading.current_thread(), set[str]()
+    tensor = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+
+    def look() -> None:
+        while not over.wait(0.02):
+            seen.add(call_of_torch(here))
+
+    over, thread = threading.Event(), threading.Thread(target=look)
+    thread.start()
+    if world.rank == 0:
+        time.sleep(0.5)
+    tensor.full_tensor()
+    over.set()
+    thread.join()
+    told = {each for each in seen if "DTensor.full_tensor (called in test_watch.py:" in each}
+    assert "" in seen if world.rank == 0 else told
+
+
+def test_a_rank_inside_of_torch_is_not_said_to_wait_for_nobody(watcher: Watch) -> None:
+    calls = "torch.distributed.tensor._api.DTensor.full_tensor (called in train.py:7)"
+    there = Report(1, os.getpid(), "there", doing="between the passes of step 2", inside=calls)
+    expected = f"Rank 1 is between the passes of step 2, in {calls}, which may wait for other ranks"
+    assert watcher._others({1: there}) == expected
+    there.inside = ""
+    assert watcher._others({1: there}) == "Rank 1 is between the passes of step 2, and waits for nobody"
+
+
+def test_the_last_report_of_a_killed_rank_is_said_to_be_old(watcher: Watch) -> None:
+    """It tells where it is once a second, in which it may have trained some steps."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    lost = watcher._lost([Report(1, process.pid, host_id(), doing="in the forward of step 2")]) or ""
+    assert lost.endswith("it was last seen in the forward of step 2, up to 1 s before")

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from fullshard.comm.connections import NoAnswerError, StoreConnection
 
-#: When this process began, about. Reports from before it are those of processes that a launcher has started anew since,
-#: over the same store.
-_BEGUN = time.time()
+#: When this process began, about. Reports on this host from before it are those of processes that a launcher has
+#: started anew since, over the same store.
+_BEGUN = time.monotonic()
 
 
 @dataclass
@@ -32,29 +32,34 @@ class Report:
     host: str  # identifies the space of process numbers
     number: int = 1  # of the default process group among those that the process has had
     beat: int = 0  # grows with each report
-    written: float = 0.0  # when, in seconds of the clock of its host
+    written: float = 0.0  # when, in seconds since its host was started
     doing: str = ""  # see :class:`~fullshard.comm.waits.Position`
     passes: dict[str, dict[str, str]] = field(default_factory=dict)  # the same
     waits: str = ""  # what it waits for, and empty while it runs
     waits_for: list[int] = field(default_factory=list)  # the ranks on which that depends
     waited: float = 0.0  # seconds
+    inside: str = ""  # a function of torch in which it has not moved, perhaps as it waits for others; for people
     beside: str = ""  # what threads beside training wait for, and for how long, for people
     quiet: float = 0.0  # seconds of the wait in which nothing came from any rank
     connections: list[list[str]] = field(default_factory=list)  # their two ends, this one first, as they were lately
     ended: str = ""  # how its program ended; empty while it runs
     is_first: bool = True  # whether it did not end because of another rank
-    verdict: str = ""  # why no wait will end, as this rank found out
+    verdict: str = ""  # why its wait will not end, as this rank found out
+    judged: float = 0.0  # for how many seconds it has known that
 
     @property
     def place(self) -> str:
         """For people."""
-        return self.doing + (f", where it has waited {self.waited:.0f} s for {self.waits}" if self.waits else "")
+        inside = f", in {self.inside}, which may wait for other ranks" if self.inside else ""
+        return self.doing + (f", where it has waited {self.waited:.0f} s for {self.waits}" if self.waits else inside)
 
 
 class Reports:
     """The reports of all ranks, in a store, under ``key`` and their rank: a new one every ``interval`` seconds.
 
-    The store may still have those of an earlier process group, of which ``former`` has the processes and numbers.
+    The store may still have those of an earlier process group, of which ``former`` has the processes and numbers, and,
+    if it had one of this rank already, those of processes before a restart. Clocks of hosts differ: a report from
+    another host is then read once a second one has followed it.
     """
 
     def __init__(
@@ -65,11 +70,15 @@ class Reports:
         self._watched: dict[int, tuple[int, int]] = {}  # processes by rank, and what tells that one has ended
         self._former, self._lock = frozenset(former), threading.RLock()
         self.known: dict[int, Report] = {}  # the last ones
+        self._first: dict[tuple[str, int], int] = {}  # the number of the first report of a process that was found
+        self._is_used = True
+        with suppress(NoAnswerError):
+            self._is_used = store.get(f"{key}{mine.rank}") is not None
 
     def write(self) -> None:
         """Let the others know of this rank."""
         with self._lock, suppress(NoAnswerError):
-            self._mine.beat, self._mine.written = self._mine.beat + 1, time.time()
+            self._mine.beat, self._mine.written = self._mine.beat + 1, time.monotonic()
             self._store.set(f"{self._key}{self._mine.rank}", json.dumps(asdict(self._mine)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Report]:
@@ -82,7 +91,7 @@ class Reports:
             with suppress(NoAnswerError):
                 if (said := self._store.get(f"{self._key}{rank}")) is not None:
                     report = Report(**json.loads(said))
-                    if report.written >= _BEGUN and (report.process, report.number) not in self._former:
+                    if self._is_of_now(report):
                         self.known[rank] = report
             if rank not in self.known:
                 continue
@@ -91,6 +100,14 @@ class Reports:
                 self._beats[rank] = report.beat, time.monotonic()
             left += report.waits_for
         return reports
+
+    def _is_of_now(self, report: Report) -> bool:
+        """Whether a report was not left in the store by another process group or attempt."""
+        if (report.process, report.number) in self._former:
+            return False
+        if report.host == self._mine.host:
+            return report.written >= _BEGUN
+        return not self._is_used or report.beat > self._first.setdefault((report.host, report.process), report.beat)
 
     def has_ended(self, report: Report) -> bool:
         """Whether the process of a rank on this host is gone."""
@@ -131,9 +148,9 @@ class Reports:
             os.close(watched)
 
 
-def parting(mine: Report, other: Report) -> str | None:
-    """Where two ranks went different ways in one pass."""
-    for key in mine.passes.keys() & other.passes.keys():
+def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | None:
+    """Where two ranks went different ways in one pass, of all ``but`` some."""
+    for key in (mine.passes.keys() & other.passes.keys()).difference(but):
         here, there = mine.passes[key], other.passes[key]
         for at in sorted(map(int, here.keys() & there.keys())):
             if here[str(at)] == there[str(at)]:

@@ -7,6 +7,7 @@ Owns the error for a rank that was lost, and leaves to :mod:`fullshard.comm.watc
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,12 +54,18 @@ class Waits:
         self.thread = threading.current_thread()  # that trains: the last one that sharded a model
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
         self.joined: threading.Thread | None = None  # the one of these for which the training waits
-        self.verdict: str | None = None  # why no wait of this process will end, once that is known
+        self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
         self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the last wait of the training did not end or will not, if that is known."""
+        number, why = self.judged
+        return why if number == self.count else None
 
     def change(self, wait: Wait | None) -> Wait | None:
         """Note what the calling thread waits for now; returns what it waited for before."""
@@ -118,6 +125,22 @@ def placed(wait: Wait) -> str:
 def named(tag: int) -> str:
     """The group of the exchange that has a tag, for people."""
     return WAITS.position().names.get(tag // 2, f"the group with tag {tag}")
+
+
+def call_of_torch(thread: threading.Thread) -> str:
+    """The function of torch that a thread has called, if it came to torch.distributed, and from where; for people."""
+    frame, name, is_distributed = sys._current_frames().get(thread.ident or 0), "", False
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
+        package = module.partition(".")[0]
+        if package != "torch" and package not in sys.stdlib_module_names:  # who has called it
+            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{name} (called in {where})" if is_distributed else ""
+        is_distributed |= module.startswith("torch.distributed.")
+        if package == "torch" and "<locals>" not in function:  # not that of a decorator
+            name = f"{module}.{function}"
+        frame = frame.f_back
+    return ""
 
 
 @contextmanager

@@ -33,13 +33,13 @@ from fullshard.comm.connections import StoreConnection, connected_sockets, quiet
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
 from fullshard.comm.reports import Report, Reports, parting
-from fullshard.comm.waits import WAITS, LostRankError, Wait, checks_are_on, describe
+from fullshard.comm.waits import WAITS, LostRankError, Wait, call_of_torch, checks_are_on, describe
 from fullshard.torch_private import default_store
 
 _log = logging.getLogger("fullshard")
 
 _INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two looks; more where so many ranks would keep the store busy
-_IN_FILE = 10.0  # the same where the store is a file, which grows with each report
+_IN_FILE = 10.0  # seconds between two reports where the store is a file, which grows with each; fewer in a new wait
 _READ = 2.0  # seconds after which a rank that waits reads the reports of the others
 #: Seconds after which ranks that all wait for each other, and for nobody else, are taken for stuck for ever.
 _STUCK = 30.0
@@ -74,7 +74,8 @@ class Watch:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = StoreConnection(store, self._rank)
         self._world = weakref.ref(dist.group.WORLD)  # its connections end with it
-        self._interval = max(_INTERVAL if self._store.port else _IN_FILE, self._size / _RANKS_A_SECOND)
+        self._interval = max(_INTERVAL, self._size / _RANKS_A_SECOND)
+        self._between = self._interval if self._store.port else max(self._interval, _IN_FILE)  # two reports
         self._warn_after = float(os.environ.get("FULLSHARD_WAIT_WARNING", "10"))
         self._hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         self._ending = threading.Event()
@@ -82,11 +83,12 @@ class Watch:
         number, former = (before._mine.number + 1, before._reports.all_so_far()) if before is not None else (1, ())
         self._mine: Report = Report(self._rank, os.getpid(), host_id(), number)
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
-        self._reports: Reports = Reports(self._store, self._mine, key, self._interval, former)
+        self._reports: Reports = Reports(self._store, self._mine, key, self._between, former)
         self._seen = _Known(None, 0.0)  # the last wait of training
         self._beside: dict[threading.Thread, _Known] = {}  # the waits of threads beside it
-        self._judged = 0.0  # when the verdict was found
+        self._judged = 0.0  # when the last verdict was found
         self._announced: dict[str, dict[str, str]] = {}  # the passes that were told at once
+        self._failed = self._announced  # those that failed: later waits are not about them
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
 
     @property
@@ -120,29 +122,30 @@ class Watch:
 
     def _look(self) -> None:
         count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
-        if wait is None or not self._is_same(count, wait):
+        is_same = self._is_same()
+        self._mine.inside = call_of_torch(WAITS.thread) if wait is None and is_same else ""
+        if wait is None or not is_same:
             self._seen = _Known(wait, now, number=count)
         waited = now - self._seen.since
         self._look_beside(thread, now)
-        self._tell(wait, waited)
+        self._tell(wait, waited, self._between if waited < _READ else min(self._between, waited / 2))
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
             self._reports.read(rank for rank in self._first if rank not in self._reports.known)
         if wait is None or waited < _READ:
             return
         reports = self._reports.read(self._mine.waits_for)
-        if WAITS.verdict is None:
-            WAITS.verdict = self._judge(reports, waited)
-            if WAITS.verdict is not None:
-                self._judged = now
-                self._tell(wait, waited)
-        if WAITS.verdict is not None:
+        if self._judged < self._seen.since and (verdict := self._judge(reports, waited)) and self._is_same():
+            self._judged, WAITS.judged = now, (count, verdict)
+            self._announced = self._failed = self._mine.passes
+            self._tell(wait, waited)
+        if self._judged >= self._seen.since:
             self._end_wait(wait, reports, now)
         elif self._is_due(self._seen, now):
             _log.warning("Rank %d is %s. %s", self._rank, self._mine.place, self._others(reports))
 
-    def _is_same(self, count: int, wait: Wait | None) -> bool:
-        """Whether a wait is the one that was seen last."""
-        return count == self._seen.number and wait is self._seen.wait
+    def _is_same(self) -> bool:
+        """Whether the training still waits for what was seen last."""
+        return WAITS.count == self._seen.number and WAITS.holding()[1] is self._seen.wait
 
     def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
         """Speak of long waits of threads beside training. They end training only when it waits for them."""
@@ -169,8 +172,8 @@ class Watch:
         """The ranks on which a wait depends."""
         return [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
 
-    def _tell(self, wait: Wait | None, waited: float) -> None:
-        """Write this rank's report."""
+    def _tell(self, wait: Wait | None, waited: float, pause: float = 0.0) -> None:
+        """Write this rank's report, unless the last one was written less than ``pause`` seconds ago, about."""
         mine, position = self._mine, WAITS.position()
         mine.doing, mine.waited, mine.quiet = position.doing, waited, waited
         mine.waits, mine.waits_for, mine.passes = "", [], self._announced
@@ -179,12 +182,13 @@ class Watch:
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
                 mine.quiet = min([waited, *(quiet_seconds(each) for each, _ in self._connections())])
-                if self._is_same(WAITS.count, WAITS.holding()[1]):  # else it moved on while this one looked
+                if self._is_same():  # else it moved on while this one looked
                     mine.passes = position.passes
-        mine.verdict = WAITS.verdict or ""
+        mine.verdict, mine.judged = WAITS.verdict or "", time.monotonic() - self._judged
         if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
             mine.connections = [[*ends] for _, ends in self._connections()]
-        self._reports.write()
+        if time.monotonic() - mine.written >= pause - self._interval / 2:
+            self._reports.write()
 
     def announce(self) -> None:
         """Let the others know at once where the training is: this process may not live to tell."""
@@ -203,7 +207,7 @@ class Watch:
     def _judge(self, reports: dict[int, Report], waited: float) -> str | None:
         """Why this rank's wait will not end; ``None`` while it may."""
         for report in reports.values():
-            if report.verdict:
+            if report.verdict and report.judged + self._between <= waited:  # found while this rank waited already
                 return report.verdict
         needed = [reports[rank] for rank in self._mine.waits_for if rank in reports]
         everyone = [self._mine, *reports.values()]
@@ -214,7 +218,7 @@ class Watch:
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
             return f"{lost}. {self._parted()}"
         for report in needed:
-            if parted := parting(self._mine, report):
+            if parted := parting(self._mine, report, self._failed):
                 return parted
         if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
@@ -239,7 +243,9 @@ class Watch:
             if report.ended:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
-                found.append((False, f"{who} {how}; it was last seen {report.place}"))
+                found.append(
+                    (False, f"{who} {how}; it was last seen {report.place}, up to {self._between:.0f} s before")
+                )
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
@@ -258,7 +264,7 @@ class Watch:
                 state = " (the process is stopped)" if self._reports.is_stopped(report) else ""
                 place = f"has said nothing for {silence:.0f} s{state}, and was {place}"
             elif not report.ended:
-                place = f"is {place}" if report.waits else f"is {place}, and waits for nobody"
+                place = f"is {place}" if report.waits or report.inside else f"is {place}, and waits for nobody"
                 place += f"; {report.beside}" if report.beside else ""
             places.setdefault(place, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
@@ -282,7 +288,7 @@ class Watch:
             if ends in theirs:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)  # for whoever reads from it or writes to it
-        if now - self._judged > _GRACE:
+        if now - self._judged > _GRACE and self._is_same():
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             where = "".join(traceback.format_stack(frame)) if frame is not None else ""
             message = f"rank {self._rank} waited for {describe(wait)}. {WAITS.verdict}"
@@ -299,7 +305,7 @@ class Watch:
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
             if threading.current_thread() is WAITS.thread:
-                self._announced = WAITS.position().passes  # this rank goes no further
+                self._announced = self._failed = WAITS.position().passes  # this rank goes no further
                 self._tell(WAITS.current, 0.0)
             while True:
                 reports = self._reports.read(ranks)
@@ -358,7 +364,7 @@ def start_watch() -> None:
         return
     if _watch is None:
         _follow_errors()
-    WAITS.verdict, WAITS.explain, WAITS.announce = None, watch.explain, watch.announce
+    WAITS.explain, WAITS.announce = watch.explain, watch.announce
     _watch = watch
     watch.thread.start()
 

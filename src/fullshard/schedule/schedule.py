@@ -322,7 +322,6 @@ class Schedule:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
         self.forward_root = None
         self.is_in_backward = False
-        WAITS.verdict = None
         self.finalization.reset()
         self.passes.give_up()
         for transport in {group.reduce_transport: None for group in self.groups()}:
