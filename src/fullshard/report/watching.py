@@ -7,6 +7,7 @@ whose attribute is written without a call by who waits.
 from __future__ import annotations
 
 import os
+import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.group.owners import owner_of
 from fullshard.schedule.schedule import Schedule
+from fullshard.torch_private import running_backward
 
 #: A point in time: nanoseconds of the host's clock, or an event of a device that says it later.
 Point = Any
@@ -85,6 +87,16 @@ class Memory:
             return int(os.pread(self._file, 64, 0).split()[1]) * self._page
         return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
 
+    def peak(self) -> int:
+        """The most that it has used so far, in bytes."""
+        if not is_host(self._device):
+            return torch.accelerator.max_memory_allocated(self._device)
+        if self._file < 0:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        with open("/proc/self/status") as file:  # what getrusage says begins at the peak of the parent process
+            found = next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+        return max(found, self.now())  # the kernel's count lags behind
+
 
 class _Stack:
     """The functions in the place of a method of one object, the first innermost. What is shown there knows it."""
@@ -131,6 +143,9 @@ class Overrides:
 class Watch:
     """Looks on at the steps of a schedule, until it is stopped. Who derives from it says what becomes of what it sees.
 
+    A step of training ends when optimizers have stepped on all parameters that are trained: one optimizer, several, or
+    one for each parameter in the backward. Where nobody steps on some of them, it ends before the next forward.
+
     Nothing but its schedule and its user keep it alive, so that it ends with the model.
     """
 
@@ -140,6 +155,7 @@ class Watch:
         self.overrides, self._elsewhere = Overrides(), Overrides()
         self._streams: set[Any] = set()
         self._ours = {id(group) for group in schedule.groups()}
+        self._waiting: set[int] | None = None  # parameters that are still to be stepped on; None before an optimizer is
         self.is_running = True
         _follow_steps()
         _watches.append(weakref.ref(self, _watches.remove))
@@ -163,6 +179,38 @@ class Watch:
 
     def after_step(self) -> None:
         """Its step has ended."""
+
+    def end_step(self) -> None:
+        """A step of training has ended."""
+
+    def watch_steps(self) -> None:
+        """Have :meth:`end_step` called from now on. What else looks on at passes was told to before."""
+        self.overrides.around(self.schedule.passes, "begin", self._begin_pass)
+        self.overrides.around(self.schedule, "end_backward", self._end_backward)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer with parameters of the schedule has ended its step."""
+        self.after_step()
+        if self._waiting is None:
+            params = [param.sharded for group in self.schedule.groups() for param in group.params]
+            # An optimizer that steps in the backward does not step on a parameter of which this rank has nothing.
+            self._waiting = {id(param) for param in params if param.requires_grad and param.numel()}
+        self._waiting.difference_update([id(param) for opts in optimizer.param_groups for param in opts["params"]])
+        if running_backward() < 0:
+            self._end_if(not self._waiting)
+
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        end()
+        self._end_if(not self._waiting)
+
+    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+        self._end_if(kind == "forward" and self.schedule.passes.kind is None)
+        begin(kind, groups)
+
+    def _end_if(self, is_over: bool) -> None:
+        if is_over and self._waiting is not None:
+            self._waiting = None
+            self.end_step()
 
     def has_parameter_of(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps on a parameter of the schedule."""
@@ -221,13 +269,20 @@ _watches: list[weakref.ref[Watch]] = []
 def _follow_steps() -> None:
     """Keep one hook for all from now on: torch goes through its hooks, and none may be removed meanwhile."""
 
-    def tell(what: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watch in [reference() for reference in _watches]:
-            if watch is not None and watch.has_parameter_of(optimizer):
-                getattr(watch, what)()
+    def watching(optimizer: Optimizer) -> list[Watch]:
+        watches = [reference() for reference in _watches]
+        return [watch for watch in watches if watch is not None and watch.has_parameter_of(optimizer)]
 
-    register_optimizer_step_pre_hook(partial(tell, "before_step"))
-    register_optimizer_step_post_hook(partial(tell, "after_step"))
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in watching(optimizer):
+            watch.before_step()
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in watching(optimizer):
+            watch.stepped(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 class _ToldWaits(Waits):
