@@ -34,8 +34,6 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard.report import page, watching
 from fullshard.report.findings import waited
-from fullshard.report.metrics import Metrics
-from fullshard.report.recorder import Recorder
 
 WORK = Work("recording", blocks=4, width=512, sequence=128)
 _SLEEP = 0.15
@@ -120,7 +118,7 @@ def _timed() -> Iterator[dict[str, list[float]]]:
     """Measure the functions that look on: those in the places of methods by their names, waits, and ends of steps."""
     spent: defaultdict[str, list[float]] = defaultdict(list)
     told: Any = watching._ToldWaits.current
-    step, around, now = watching.Watch.has_parameter_of, watching.Overrides.around, time.perf_counter
+    params_of, around, now = watching.Watch.params_of, watching.Overrides.around, time.perf_counter
 
     def in_place(name: str, function: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         below = 0.0
@@ -155,9 +153,8 @@ def _timed() -> Iterator[dict[str, list[float]]]:
         put = mock.patch.object
         puts.enter_context(put(watching.Overrides, "around", put_timed))
         puts.enter_context(put(watching._ToldWaits, "current", property(told.fget, timed("wait", told.fset))))
-        puts.enter_context(put(watching.Watch, "has_parameter_of", timed("optimizer", step)))
-        for each in (Metrics, Recorder):
-            puts.enter_context(put(each, "after_step", timed("end", each.after_step)))
+        puts.enter_context(put(watching.Watch, "params_of", timed("optimizer", params_of)))
+        puts.enter_context(put(watching.Watch, "stepped", timed("end", watching.Watch.stepped)))
         yield spent
 
 

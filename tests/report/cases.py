@@ -28,9 +28,39 @@ def trained(model: nn.Module) -> Any:
     return train
 
 
-def sharded() -> Any:
+#: How optimizers step in a training: one, two of which each has half of the parameters, one for each parameter in the
+#: backward, and one that leaves parameters out.
+WAYS_TO_STEP = ["one", "two", "in backward", "some"]
+
+
+def trained_by(model: nn.Module, way: str) -> Any:
+    """A function that trains ``model`` a step of two micro-batches (in backward: of one)."""
+    params = list(model.parameters())
+    parts = {"one": [params], "two": [params[::2], params[1::2]], "some": [params[1:-1]]}
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts.get(way, [[param] for param in params])]
+    for param, optimizer in zip(params, optimizers, strict=False) if way == "in backward" else ():
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+
+    def train(seed: int) -> None:
+        for batch in range(1 if way == "in backward" else 2):
+            model(inputs(seed + batch)).sum().backward()
+        for optimizer in optimizers if way != "in backward" else ():
+            optimizer.step()
+        model.zero_grad()
+
+    return train
+
+
+def sharded(front_end: str = "fully_shard") -> Any:
     """A small model with a group for each block."""
     model = seeded(MLP)
+    if front_end == "wrapper":
+        return fullshard.FullyShardedDataParallel(model, use_orig_params=True)
     for block in model.blocks:
         fullshard.fully_shard(block)
     return fullshard.fully_shard(model)

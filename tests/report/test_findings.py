@@ -37,6 +37,20 @@ def test_no_rank_is_slow_where_all_are_alike() -> None:
     assert "late gathers" in kinds
 
 
+def test_ranks_that_wait_for_each_other_in_turns_are_told_of() -> None:
+    """The page draws a circle for each such wait."""
+    ranks = []
+    for rank in (0, 1):
+        slow, fast = by_hand(rank, computes=60), by_hand(rank)
+        spans = [mine if mine.step == rank else other for mine, other in zip(slow.spans, fast.spans, strict=True)]
+        slow.spans = [span._replace(end=span.end - 10 * MS) if span.what == "gather" else span for span in spans]
+        ranks.append(slow)
+    first = findings(ranks)[0]
+    assert (first.kind, first.share) == ("balance", pytest.approx(0.2))
+    assert "No rank stands out" in first.text
+    assert "20 ms of a step of 100 ms" in first.text
+
+
 def test_own_work_leaves_out_what_is_nested_and_waited_for() -> None:
     rank = by_hand(0, steps=1)
     outer = rank.spans[0]._replace(lane="computation", group="root")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import time
 import weakref
 from pathlib import Path
@@ -16,8 +18,9 @@ from torch import nn
 import fullshard
 from fullshard.comm.waits import WAITS, Waits
 from fullshard.schedule.unit import unit_of
+from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
-from tests.report.cases import sharded, trained
+from tests.report.cases import WAYS_TO_STEP, sharded, trained, trained_by
 
 
 @ranks(2)
@@ -69,6 +72,52 @@ def test_a_writer_is_given_scalars(world: World) -> None:
     assert [(tag, step) for tag, _, step in writer.given] == [
         (f"fullshard/{n}", step) for step in (0, 1) for n in names
     ]
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", WAYS_TO_STEP)
+@pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
+def test_a_step_of_training_is_a_line_whatever_optimizers_it_has(
+    world: World, way: str, front_end: str, tmp_path: Path
+) -> None:
+    model, file = sharded(front_end), tmp_path / str(world.rank)
+    train = trained_by(model, way)
+    train(0)
+    with fullshard.log_metrics(model, file):
+        for seed in range(3):
+            train(seed)
+            model(inputs()) if seed == 1 else None  # an evaluation
+        late = 3 if way != "some" else 2  # where nobody steps on some parameters, a step ends with the next forward
+        assert len(file.read_text().splitlines()) == late
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["waited_seconds"] <= line["seconds"] for line in lines)
+
+
+@ranks(1)
+def test_steps_have_the_numbers_that_the_user_gives(world: World, tmp_path: Path) -> None:
+    model, file = sharded(), tmp_path / "file"
+    train = trained(model)
+    with fullshard.log_metrics(model, file, first_step=1200) as metrics:
+        train(0)
+        train(1)
+        metrics.step += 5  # steps that a gradient scaler left out
+        train(2)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1200, 1201, 1207]
+
+
+PEAK = """
+import torch
+from fullshard.report.watching import Memory
+print(Memory(torch.device("cpu")).peak())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is the kernel's count, on Linux")
+def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
+    held = bytearray(b"1") * (1 << 30)
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < len(held)
 
 
 @ranks(1)

@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
 from fullshard.comm.waits import WAITS, Waits
-from fullshard.report.recording import Span
+from fullshard.report.recording import Span, shares
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
-from tests.report.cases import recorded, sharded, trained
+from tests.report.cases import WAYS_TO_STEP, recorded, sharded, trained, trained_by
 
 
 def of(spans: list[Span], lane: str, what: str) -> list[Span]:
@@ -51,6 +51,30 @@ def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
         for span in gathered:  # what was gathered is there before it is used
             uses = of(rank.spans, "computation", span.during)
             assert any(use.group == span.group and use.start >= span.end for use in uses)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", WAYS_TO_STEP)
+def test_a_recording_has_so_many_steps_of_training_by_the_numbers_of_the_user(world: World, way: str) -> None:
+    model = sharded()
+    train = trained_by(model, way)
+    train(0)
+    recording = fullshard.record(model, steps=2, first_step=100)
+    for seed in range(3):
+        assert recording.is_running == (seed < 2 or way == "some")  # which ends with the next forward
+        train(seed)
+    assert not recording.is_running
+    (rank,) = recording.ranks
+    assert list(rank.steps()) == [100, 101]
+    stepped = {"one": 1, "two": 2, "some": 1, "in backward": len(list(model.parameters()))}[way]
+    assert len(of(rank.spans, "pass", "optimizer")) == 2 * stepped
+    assert len(of(rank.spans, "pass", "backward")) == (2 if way == "in backward" else 4)
+    last = max(span.end for span in rank.of("pass"))
+    assert rank.steps()[101][1] == last
+    of_all = shares(rank)
+    assert of_all.optimizer > 0
+    parts = of_all.computing + of_all.moving + of_all.waiting + of_all.optimizer + of_all.outside
+    assert parts == pytest.approx(of_all.step, rel=0.01)
 
 
 @ranks(2)

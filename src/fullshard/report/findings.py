@@ -111,14 +111,8 @@ def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
         *_slow_rank(complete, waits, step),
         *_late(complete, waits, step, "gather"),
         *_late(complete, waits, step, "reduce"),
-        *_parts(complete, step),
     ]
-    found.sort(key=lambda finding: -finding.share)
-    if not found:
-        text = (
-            f"No rank and no communication takes {percent(_WORTH_SAYING)} of a step of {_time(step)} from the others."
-        )
-        found = [Finding("balance", text)]
+    found = sorted([*(found or [_balance(waits, step)]), *_parts(complete, step)], key=lambda finding: -finding.share)
     return [*found, *_prefetch(complete)]
 
 
@@ -159,6 +153,21 @@ def _most_of(slow: int, ranks: Sequence[RankRecording]) -> tuple[Work, float] | 
     usual = {key: median(each[key].length if key in each else 0.0 for each in works.values()) for key in mine}
     key = max(mine, key=lambda key: mine[key].length - usual[key], default=None)
     return None if key is None else (mine[key], usual[key])
+
+
+def _balance(waits: Sequence[Waited], step: float) -> Finding:
+    """The longest wait of a rank, where none stands out."""
+    totals = Counter[tuple[int, int | None]]()
+    for wait in waits:
+        totals[wait.rank, wait.by] += wait.length  # type: ignore[assignment]
+    (rank, by), most = max(totals.items(), key=lambda item: item[1], default=((0, None), 0))
+    if most < _WORTH_SAYING * step:
+        text = f"No rank waits {percent(_WORTH_SAYING)} of a step of {_time(step)} for another rank, or for bytes."
+        return Finding("balance", text)
+    whom = "the bytes of communication" if by is None else f"rank {by}"
+    text = f"No rank stands out. The longest wait is that of rank {rank} for {whom}: {_time(most)} of a step of "
+    advice = "Ranks that are late in turns have steps of different lengths: look at their inputs." * (by is not None)
+    return Finding("balance", f"{text}{_time(step)}.", advice, most / step)
 
 
 def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, what: str) -> list[Finding]:

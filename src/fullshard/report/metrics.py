@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -37,23 +35,28 @@ class ScalarWriter(Protocol):
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int, /) -> Any: ...
 
 
-def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter) -> Metrics:
-    """Write figures of this rank after each step of the optimizer, from now on. Each rank may call it for itself.
+def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, first_step: int = 0) -> Metrics:
+    """Write figures of this rank after each step of training, from now on. Each rank may call it for itself.
 
     They are ``seconds`` of the step (from the end of the one before), ``waited_seconds`` of it for other ranks and what
-    they send, ``received_bytes`` from them, ``memory_bytes`` and ``peak_memory_bytes`` of the process, or of what torch
-    has allocated on an accelerator::
+    they send, ``received_bytes`` from them, and ``memory_bytes`` and ``peak_memory_bytes``, the most so far, of the
+    process, or of what torch has allocated on an accelerator::
 
         fullshard.log_metrics(model, "metrics.jsonl")
-        fullshard.log_metrics(model, SummaryWriter())
+        fullshard.log_metrics(model, SummaryWriter(), first_step=1200)  # a training that is resumed
+
+    A step of training ends when optimizers have stepped on all parameters that are trained. If nobody steps on some of
+    them, it ends with the last optimizer before the next forward, which is when its figures are written.
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
         to: a file, to which each rank appends lines of JSON that have ``step`` and ``rank`` too; ranks of one host may
             share it. Or an object with ``add_scalar``, which is given the names with ``fullshard/`` before them.
+        first_step: the number of the step that begins now.
 
     Returns:
-        an object with ``stop()``, which is a context manager too. It need not be kept.
+        an object with ``stop()``, which is a context manager too. It need not be kept. Its ``step`` is the number of
+        the step that runs, and may be set: a step that a gradient scaler leaves out is not counted.
 
     Raises:
         ValueError: ``model`` is not sharded.
@@ -61,7 +64,7 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter) -> 
         OSError: the file cannot be opened.
     """
     schedule = schedule_of(model, "log_metrics")
-    return Metrics(schedule, _writer(to))
+    return Metrics(schedule, _writer(to), first_step)
 
 
 def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
@@ -86,24 +89,30 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
 
 
 class _Step:
-    """A step on its way: what was counted in it."""
+    """A step, or the part of one until an optimizer has stepped: what was counted in it."""
 
     def __init__(self, begin: Point) -> None:
         self.begin, self.end = begin, begin
         self.waits: list[tuple[Point, Point]] = []
         self.received = 0
+        self.number = 0
         self.memory: dict[str, int] = {}
 
 
 class Metrics(Watch):
-    """Figures that are written after each step, until it is stopped. Made by :func:`log_metrics`."""
+    """Figures that are written after each step, until it is stopped. Made by :func:`log_metrics`.
 
-    def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None]) -> None:
+    Attributes:
+        step: the number of the step that runs. It may be set.
+    """
+
+    def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
         self._write = write
-        self._now = _Step(self.clock.now())
+        self.step = first_step
+        self._stepped: _Step | None = None  # the step that runs, until the last optimizer that has stepped
+        self._now = _Step(self.clock.now())  # what came after that
         self._ended: deque[_Step] = deque()
-        self._number = 0
         self._reduced: dict[int, int] = {}
         for group in schedule.groups():
             ranks = group.data.shard_size
@@ -115,11 +124,13 @@ class Metrics(Watch):
         self.overrides.around(schedule, "reduce", self._reduce)
         if self.clock.streams is not None:
             self.watch_lanes(self._run)
+        self.watch_steps()
 
     def stop(self) -> None:
         """Write what is left, and stop. May be called again."""
         if self.is_running:
             super().stop()
+            self.end_step()
             self.clock.end()
             self._flush()
 
@@ -147,17 +158,20 @@ class Metrics(Watch):
         return TimedMark(run(*arguments), self, partial(self.waited, None))
 
     def after_step(self) -> None:
-        step, end = self._now, self.clock.now()
+        part, end = self._now, self.clock.now()
+        step = self._stepped = self._stepped or part
+        if step is not part:
+            step.waits += part.waits
+            step.received += part.received
         step.end, self._now = end, _Step(end)
-        now = self.memory.now()
-        step.memory = {"memory_bytes": now, "peak_memory_bytes": max(now, self._peak())}  # the kernel's lags behind
-        self._ended.append(step)
-        self._flush()
 
-    def _peak(self) -> int:
-        if self.clock.streams is None:
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return torch.accelerator.max_memory_allocated(self.schedule.device)
+    def end_step(self) -> None:
+        step, self._stepped = self._stepped, None
+        if step is not None:
+            step.number, self.step = self.step, self.step + 1
+            step.memory = {"memory_bytes": self.memory.now(), "peak_memory_bytes": self.memory.peak()}
+            self._ended.append(step)
+            self._flush()
 
     def _flush(self) -> None:
         """Write the steps whose end the device has passed."""
@@ -165,5 +179,4 @@ class Metrics(Watch):
             step, between = self._ended.popleft(), self.clock.between
             waited = sum(between(begin, end) for begin, end in step.waits)
             figures = {"seconds": between(step.begin, step.end), "waited_seconds": waited}
-            self._write(self._number, {**figures, "received_bytes": step.received, **step.memory})
-            self._number += 1
+            self._write(step.number, {**figures, "received_bytes": step.received, **step.memory})

@@ -91,9 +91,10 @@ def render(ranks: Sequence[RankRecording]) -> str:
 
 
 def _of_what(ranks: Sequence[RankRecording]) -> str:
-    hosts, steps = len({rank.host for rank in ranks}), max((len(rank.steps()) for rank in ranks), default=0)
+    hosts, steps = len({rank.host for rank in ranks}), sorted({step for rank in ranks for step in rank.steps()})
     devices = ", ".join(sorted({rank.device for rank in ranks}))
-    text = f"{counted(hosts, 'host')}, device {devices}, {counted(steps, 'step')}."
+    numbers = f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else ""
+    text = f"{counted(hosts, 'host')}, device {devices}, {counted(len(steps), 'step')}{numbers}."
     error = max((rank.clock_error for rank in ranks), default=0)
     if error:
         text += f" Clocks of different hosts were compared; they may be off by {error / 1e6:.2g} ms."
@@ -229,8 +230,8 @@ def draw_waits(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> Any:
 
 
 _WAITS = (
-    "A communication cannot end before the last rank has come to it. So long the others wait for that rank; after "
-    "that, for the bytes. What is below a hundredth of the longest wait is left out."
+    "A communication cannot end before the last rank has come to it. Until then the others wait for that rank; after "
+    "that, they wait for the bytes. Waits shorter than a hundredth of the longest one are left out."
 )
 
 

@@ -114,19 +114,21 @@ class Recording:
         return Recording(read(Path(directory, "recording.json")))
 
 
-def record(model: nn.Module, steps: int = 3) -> Recording:
+def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recording:
     """Record what really happens in the next steps of training. Each rank that is to be seen must call it.
 
     Call it between two steps, as a rule after some, because the first ones are unlike the others. It ends by itself
-    after so many steps of the optimizer, and earlier with ``stop()`` or the end of a ``with``::
+    after so many steps of training, and earlier with ``stop()`` or the end of a ``with``::
 
-        with fullshard.record(model, steps=3) as recording:
+        with fullshard.record(model, steps=3, first_step=step) as recording:
             train(model)
         recording.save("recording")
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
-        steps: of the optimizer.
+        steps: of training. A step ends when optimizers have stepped on all parameters that are trained, or before the
+            next forward if nobody steps on some of them.
+        first_step: the number of the first of them; findings, trace and page count from it.
 
     Returns:
         the recording. On the CPU memory is what is resident of the process, pages that ranks share included; on
@@ -144,7 +146,7 @@ def record(model: nn.Module, steps: int = 3) -> Recording:
     if not schedule.is_idle:
         raise RuntimeError("a recording begins between two steps, and a forward or backward runs")
     recording = Recording()
-    recording._recorder = Recorder(schedule, model, steps)
+    recording._recorder = Recorder(schedule, model, steps, first_step)
     return recording
 
 

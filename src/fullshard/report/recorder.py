@@ -81,14 +81,14 @@ class _Communication:
 class Recorder(Watch):
     """Takes the recording of one rank."""
 
-    def __init__(self, schedule: Schedule, model: nn.Module, steps: int) -> None:
+    def __init__(self, schedule: Schedule, model: nn.Module, steps: int, first_step: int) -> None:
         super().__init__(schedule)
-        self._steps = steps
+        self._last_step = first_step + steps - 1
         self._spans: list[Span] = []
         self._held: list[tuple[Point, int]] = []
-        self.step, self.during = 0, ""
-        self._has_stepped = False  # since the last pass
-        self._begun: Point = None  # of the pass or the step of an optimizer that runs
+        self.step, self.during = first_step, ""
+        self._begun: Point = None  # of the pass that runs
+        self._begun_to_step: Point = None  # of the step of an optimizer that runs
         self._counts: Counter[tuple[int, str, str]] = Counter()
         #: Communications of the CPU that are under way, by lane and group: the number of the last.
         self.under_way: dict[tuple[str, str], int] = {}
@@ -107,6 +107,7 @@ class Recorder(Watch):
         names = {module: plain_name(name) or "root" for name, module in model.named_modules()}
         for unit in (unit for unit in schedule.units if isinstance(unit, Unit)):
             self._watch_unit(unit, ", ".join(names.get(module, "?") for module in unit.modules))
+        self.watch_steps()
         RUNNING.add(schedule)
 
     def stop(self) -> None:
@@ -187,44 +188,43 @@ class Recorder(Watch):
         around(schedule.passes, "begin", self._begin_backward)
         around(schedule, "end_backward", partial(self._end_pass, "backward"))
 
-    def _begin_pass(self, kind: str) -> None:
-        if self._has_stepped:
-            self.step, self._has_stepped = self.step + 1, False
+    def _begin_kind(self, kind: str) -> None:
         self.during, self._begun = kind, self.clock.now()
         self._computing.clear()
         self._look_at_memory(self._begun)
 
     def _begin_forward(self, begin: Callable[..., bool], unit: Any) -> bool:
         if self.schedule.is_idle:
-            self._begin_pass("forward")
+            self._begin_kind("forward")
         return begin(unit)
 
     def _begin_backward(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
         if kind == "backward" and self.schedule.passes.kind is None:
-            self._begin_pass(kind)
+            self._begin_kind(kind)
         begin(kind, groups)
 
     def _end_pass(self, kind: str, end: Callable[..., None], *args: Any) -> None:
         end(*args)
         if self.during == kind:
-            self._end(kind)
+            self._end(kind, self._begun)
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, begun: Point) -> None:
         now = self.clock.now()
-        self.note(Span("pass", what, "", what, self.step, self._begun, now, self.count("pass", what)))
+        self.note(Span("pass", what, "", self.during, self.step, begun, now, self.count("pass", what)))
         self._look_at_memory(now)
-        self.during = ""
+        if self.during == what:
+            self.during = ""
 
     def before_step(self) -> None:
-        if not self.during:
-            self.during, self._begun = "optimizer", self.clock.now()
+        self.during, self._begun_to_step = self.during or "optimizer", self.clock.now()
 
     def after_step(self) -> None:
-        if self.during == "optimizer":
-            self._end("optimizer")
-            self._has_stepped = True
-            if self.step + 1 >= self._steps:
-                self.stop()
+        self._end("optimizer", self._begun_to_step)
+
+    def end_step(self) -> None:
+        if self.step == self._last_step:
+            self.stop()
+        self.step += 1
 
     # Units
 

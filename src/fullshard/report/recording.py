@@ -39,7 +39,7 @@ class Span(NamedTuple):
             for; or, for other waits, words that say for what.
         group: the name of the group or unit; ``""`` where there is none.
         during: the pass in which it began; ``""`` between passes.
-        step: counts steps of the optimizer from the beginning of the recording.
+        step: the number of the step of training, by the numbers that the user gave.
         start: in nanoseconds.
         end: in nanoseconds.
         number: how many like it (lane or what, group) this rank began before in the step. A wait has the number of
@@ -99,15 +99,15 @@ class RankRecording:
 
     def steps(self) -> dict[int, tuple[int, int]]:
         """When each step that the recording has whole began and ended. A step begins where the one before has ended,
-        the first with its first pass, and ends with its optimizer."""
+        the first with its first pass, and ends with its last optimizer, or backward if optimizers step in it."""
         found: dict[int, tuple[int, int]] = {}
         passes = sorted(self.of("pass"), key=lambda span: span.start)
         begin = passes[0].start if passes else 0
         for step in sorted({span.step for span in passes}):
-            ends = [span.end for span in passes if span.step == step and span.what == "optimizer"]
-            if ends:
-                found[step] = begin, max(ends)
-                begin = max(ends)
+            of_step = [span for span in passes if span.step == step]
+            if any(span.what == "optimizer" for span in of_step):
+                end = max(span.end for span in of_step)
+                found[step], begin = (begin, end), end
         return found
 
 
@@ -160,14 +160,15 @@ def shares(rank: RankRecording) -> Shares:
     for step, (begin, end) in steps.items():
         spans = [span for span in rank.spans if span.step == step and span.end > begin and span.start < end]
         waits = _merged((span.start, span.end) for span in spans if span.lane == "wait")
-        busy = _merged((span.start, span.end) for span in spans if span.lane in ("wait", "host"))
+        host = _merged((span.start, span.end) for span in spans if span.lane == "host")
         passes = _merged((s.start, s.end) for s in spans if s.lane == "pass" and s.what != "optimizer")
         optimizer = _merged((s.start, s.end) for s in spans if s.lane == "pass" and s.what == "optimizer")
-        computing = _total(passes) - _total(_common(passes, busy))
-        stepping = _total(optimizer) - _total(_common(optimizer, busy))
         waiting = _total(waits)
-        moving = _total(busy) - waiting
-        rest = max(0, end - begin - computing - stepping - _total(busy))
+        stepping = _total(optimizer) - _total(_common(optimizer, waits))
+        moving = _total(host) - _total(_common(host, _merged([*waits, *optimizer])))  # it may step in a backward
+        busy = _merged([*waits, *host, *optimizer])
+        computing = _total(passes) - _total(_common(passes, busy))
+        rest = max(0, end - begin - computing - _total(busy))
         for index, value in enumerate((end - begin, computing, moving, waiting, stepping, rest)):
             sums[index] += value
     return Shares(*(total / max(1, len(steps)) for total in sums))

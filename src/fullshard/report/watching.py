@@ -7,6 +7,7 @@ whose attribute is written without a call by who waits.
 from __future__ import annotations
 
 import os
+import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.host import HostTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
-from fullshard.group.owners import owner_of
 from fullshard.schedule.schedule import Schedule
+from fullshard.torch_private import running_backward
 
 #: A point in time: nanoseconds of the host's clock, or an event of a device that says it later.
 Point = Any
@@ -74,16 +75,26 @@ class Memory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.name = "resident memory of the process" if is_host(device) else f"allocated on {device}"
-        self._file, self._page = -1, os.sysconf("SC_PAGE_SIZE")
+        self._file, self._status, self._page = -1, -1, os.sysconf("SC_PAGE_SIZE")
         if is_host(device) and os.path.exists("/proc/self/statm"):
-            self._file = os.open("/proc/self/statm", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
+            self._file, self._status = (os.open(f"/proc/self/{name}", os.O_RDONLY) for name in ("statm", "status"))
+            for file in (self._file, self._status):
+                weakref.finalize(self, os.close, file)
 
     def now(self) -> int:
         """In bytes; 0 where it is unknown."""
         if self._file >= 0:
             return int(os.pread(self._file, 64, 0).split()[1]) * self._page
         return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        """The most that it has used so far, in bytes."""
+        if not is_host(self._device):
+            return torch.accelerator.max_memory_allocated(self._device)
+        if self._status < 0:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        told = os.pread(self._status, 4096, 0).partition(b"VmHWM:")[2]  # what getrusage says begins at the parent's
+        return max(int(told.partition(b"kB")[0] or 0) * 1024, self.now())  # the kernel's count lags behind
 
 
 class _Stack:
@@ -131,6 +142,9 @@ class Overrides:
 class Watch:
     """Looks on at the steps of a schedule, until it is stopped. Who derives from it says what becomes of what it sees.
 
+    A step of training ends when optimizers have stepped on all parameters that are trained: one optimizer, several, or
+    one for each parameter in the backward. Where nobody steps on some of them, it ends before the next forward.
+
     Nothing but its schedule and its user keep it alive, so that it ends with the model.
     """
 
@@ -139,7 +153,9 @@ class Watch:
         self.clock, self.memory = Clock(schedule.device), Memory(schedule.device)
         self.overrides, self._elsewhere = Overrides(), Overrides()
         self._streams: set[Any] = set()
-        self._ours = {id(group) for group in schedule.groups()}
+        self._trained: set[int] = set()  # parameters, by id
+        self._params = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[int]]]()
+        self._waiting: set[int] | None = None  # parameters that nobody has stepped on yet; None before the first step
         self.is_running = True
         _follow_steps()
         _watches.append(weakref.ref(self, _watches.remove))
@@ -164,10 +180,44 @@ class Watch:
     def after_step(self) -> None:
         """Its step has ended."""
 
-    def has_parameter_of(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer steps on a parameter of the schedule."""
-        params = (param for options in optimizer.param_groups for param in options["params"])
-        return any((owner := owner_of(param)) is not None and id(owner[0]) in self._ours for param in params)
+    def end_step(self) -> None:
+        """A step of training has ended."""
+
+    def watch_steps(self) -> None:
+        """Have :meth:`end_step` called from now on. What else looks on at passes was told to before."""
+        self.overrides.around(self.schedule.passes, "begin", self._begin_pass)
+        self.overrides.around(self.schedule, "end_backward", self._end_backward)
+
+    def stepped(self, params: set[int]) -> None:
+        """An optimizer with these parameters of the schedule has ended its step."""
+        self.after_step()
+        self._waiting = (self._trained if self._waiting is None else self._waiting) - params
+        if running_backward() < 0:
+            self._end_if(not self._waiting)
+
+    def _end_backward(self, end: Callable[[], None]) -> None:
+        end()
+        self._end_if(not self._waiting)
+
+    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+        self._end_if(kind == "forward" and self.schedule.passes.kind is None)
+        begin(kind, groups)
+
+    def _end_if(self, is_over: bool) -> None:
+        if is_over and self._waiting is not None:
+            self._waiting = None
+            self.end_step()
+
+    def params_of(self, optimizer: Optimizer) -> set[int]:
+        """The parameters of the schedule that an optimizer steps on, by id."""
+        known = self._params.get(optimizer)
+        if known is None or known[0] != len(optimizer.param_groups):
+            ours = [param.sharded for group in self.schedule.groups() for param in group.params]
+            # An optimizer that steps in the backward does not step on a parameter of which this rank has nothing.
+            self._trained = {id(param) for param in ours if param.requires_grad and param.numel()}
+            given = {id(param) for options in optimizer.param_groups for param in options["params"]}
+            known = self._params[optimizer] = len(optimizer.param_groups), given & set(map(id, ours))
+        return known[1]
 
     def watch_lanes(self, runner: Callable[..., Mark]) -> None:
         """Have ``runner`` called for what is run in a lane: with its name, its own ``run``, and what that is given."""
@@ -221,13 +271,18 @@ _watches: list[weakref.ref[Watch]] = []
 def _follow_steps() -> None:
     """Keep one hook for all from now on: torch goes through its hooks, and none may be removed meanwhile."""
 
-    def tell(what: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for watch in [reference() for reference in _watches]:
-            if watch is not None and watch.has_parameter_of(optimizer):
-                getattr(watch, what)()
+            if watch is not None and watch.params_of(optimizer):
+                watch.before_step()
 
-    register_optimizer_step_pre_hook(partial(tell, "before_step"))
-    register_optimizer_step_post_hook(partial(tell, "after_step"))
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in [reference() for reference in _watches]:
+            if watch is not None and (params := watch.params_of(optimizer)):
+                watch.stepped(params)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
 
 
 class _ToldWaits(Waits):
