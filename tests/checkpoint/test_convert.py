@@ -1,4 +1,4 @@
-"""What becomes of values that are exported in another dtype."""
+"""Which files of a directory are imported, and what becomes of values that are exported in another dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
-from fullshard.checkpoint.convert import export
+from fullshard.checkpoint.convert import WrongUse, export, files_of
 
 
 @pytest.mark.parametrize("name", ["one.safetensors", "one.pt"])
@@ -30,3 +30,17 @@ def test_an_export_casts_no_values_of_8_bits_and_no_integers(tmp_path: Path, nam
     assert {key: value.dtype for key, value in read.items()} == {**wanted, "low": dtype, "plain": dtype}
     for key, own in wanted.items():
         assert torch.equal(read[key].float(), values.to(own).float()), key
+
+
+def test_of_a_directory_only_files_of_tensors_are_imported(tmp_path: Path) -> None:
+    """A directory of transformers has a configuration and a tokenizer too."""
+    for name in ("config.json", "tokenizer.model"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(WrongUse, match=r"no directory with files that end in one of \.bin"):
+        files_of(tmp_path)
+    (tmp_path / "b.pt").write_bytes(b"")
+    (tmp_path / "a.bin").write_bytes(b"")
+    assert files_of(tmp_path) == [tmp_path / "a.bin", tmp_path / "b.pt"]
+    (tmp_path / "c.safetensors").write_bytes(b"")  # which many directories have beside the files of torch.save
+    assert files_of(tmp_path) == [tmp_path / "c.safetensors"]
+    assert files_of(tmp_path / "b.pt") == [tmp_path / "b.pt"]
