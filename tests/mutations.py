@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +56,14 @@ NEAREST = {
     ),
     "comm/": ("tests/comm/test_messages.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
     "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
-    "wrapper/optim_state.py": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
+    "wrapper/optim_": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
     "group/flat.py": ("tests/parity/test_wrapper_flat.py", "tests/parity/test_wrapper_original.py", "tests/wrapper"),
     "group/": ("tests/pretend", "tests/parity"),
+    "checkpoint/": ("tests/checkpoint",),
+    "report/": ("tests/report",),
+    "optim/": ("tests/optim", "tests/parity/test_wrapper_gradients.py", "tests/wrapper/test_scaled_steps.py"),
+    "compat/": ("tests/compat", "tests/test_interop.py", "tests/frameworks/test_torch.py"),
 }
 #: Bytes that a process of a run may take: some bugs make lists that do not end.
 _MOST_MEMORY = 2**33
@@ -714,6 +718,105 @@ MUTATIONS = (
         "pass",
         "tests/wrapper/test_composition.py::test_another_dtype",
     ),
+    # checkpoints
+    Mutation(
+        "checkpoint/save.py",
+        "            _force(self.directory)\n",
+        "            pass\n",
+        "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        "            _force(self.partial)\n",
+        "            pass\n",
+        "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
+    ),
+    Mutation(
+        "checkpoint/blocks.py",
+        "os.fsync(self._file)",
+        "pass",
+        "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
+    ),
+    Mutation(
+        "checkpoint/convert.py",
+        "    os.fsync(opened)\n",
+        "    pass\n",
+        "tests/checkpoint/test_forced.py::test_exported_files_are_forced_to_the_disk_before_they_have_their_names",
+    ),
+    Mutation(
+        "checkpoint/near.py",
+        "(number + len(in_order) // 2)",
+        "(number + 1)",
+        "tests/checkpoint/test_near_choice.py::test_of_many_hosts_each_sends_its_files_half_of_them_away",
+    ),
+    Mutation(
+        "checkpoint/fetch.py",
+        "number[0] <= _number(held)[0]:",
+        "number[0] < _number(held)[0]:",
+        "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
+    ),
+    Mutation(
+        "checkpoint/load.py",
+        "if step <= copy.step)",
+        "if step < copy.step)",
+        "tests/checkpoint/test_near_choice.py::test_of_equal_steps_what_was_saved_last_is_loaded",
+    ),
+    Mutation(
+        "checkpoint/convert.py",
+        " and entry.dtype.itemsize > 1",
+        "",
+        "tests/checkpoint/test_convert.py::test_an_export_casts_no_values_of_8_bits_and_no_integers",
+    ),
+    Mutation(
+        "checkpoint/preemption.py",
+        "self._timer.cancel()",
+        "pass",
+        "tests/checkpoint/test_preemption.py::test_a_process_that_saved_in_time_is_not_ended_later",
+    ),
+    # reports
+    Mutation(
+        "report/record.py",
+        "mine.moved(offset)",
+        "mine.moved(-offset)",
+        "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
+    ),
+    Mutation(
+        "report/trace.py",
+        '"ts": when / 1e3',
+        '"ts": when / 1e6',
+        "tests/report/test_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
+    ),
+    Mutation(
+        "report/page.py",
+        "times = [(when - begin) / 1e6",
+        "times = [(when - begin) / 1e3",
+        "tests/report/test_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
+    ),
+    Mutation(
+        "report/estimate.py",
+        "(1 + (in_backward and param.is_trainable))",
+        "(1 + in_backward)",
+        "tests/report/test_estimate.py::test_a_frozen_weight_costs_no_gradient_of_its_own",
+    ),
+    Mutation(
+        "report/environment.py",
+        "threads <= cores, text",
+        "threads < cores, text",
+        "tests/report/test_environment.py::test_ranks_may_have_as_many_threads_as_there_are_cores",
+    ),
+    # what stands beside the engine
+    Mutation(
+        "optim/clip.py",
+        "p, torch.promote_types(dtype, torch.float32))",
+        "p, dtype)",
+        "tests/optim/test_clip.py::test_gradients_of_fp16_are_scaled_by_a_norm_that_fp16_cannot_hold",
+    ),
+    Mutation(
+        "compat/patch.py",
+        "handler.addFilter(lambda _: not logging.getLogger().handlers)",
+        "pass",
+        "tests/compat/test_patch.py::test_a_program_that_logs_in_its_own_way_is_told_each_thing_once",
+    ),
 )
 
 
@@ -729,7 +832,7 @@ def main() -> int:
     for mutation in MUTATIONS:
         if mutation.file.startswith(options.file) and options.change in mutation.before:
             began = time.monotonic()
-            found = _find(mutation, options)
+            found = find(mutation, _stages(mutation), options.timeout, ["--all"] if options.all else [])
             missed += not found
             what = f"{mutation.file}: {mutation.before.strip()!r} -> {mutation.after.strip()!r}"
             print(f"{time.monotonic() - began:5.0f} s  {what}\n         {found or 'NOT FOUND IN TIME'}", flush=True)
@@ -737,9 +840,9 @@ def main() -> int:
     return missed
 
 
-def _find(mutation: Mutation, options: argparse.Namespace) -> str:
-    """The test that finds a mutation; empty if none does."""
-    end = time.monotonic() + options.timeout
+def find(mutation: Mutation, stages: Iterable[list[str]], seconds: float, options: Sequence[str] = ()) -> str:
+    """The test that finds a mutation, of stages that run one after the other; empty if none does in time."""
+    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "src")
         shutil.copytree(ROOT / "src", source)
@@ -747,20 +850,29 @@ def _find(mutation: Mutation, options: argparse.Namespace) -> str:
         text = file.read_text()
         assert text.count(mutation.before) == 1, f"{mutation} stands {text.count(mutation.before)} times"
         file.write_text(text.replace(mutation.before, mutation.after))
-        for tests in _stages(mutation):
-            code, said = _run([*tests, *(["--all"] if options.all else [])], source, end - time.monotonic())
+        for tests in stages:
+            code, said = _run([*tests, *options], source, end - time.monotonic())
             if code not in (0, 5):  # all passed, or there was none
                 lines = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
                 return lines[0].removeprefix("FAILED ") if lines else said[-200:]
     return ""
 
 
+def nearest(file: str) -> list[str]:
+    """The tests that stand nearest to a file, the most telling ones first: arguments of pytest."""
+    mirror = Path("tests", file).parent / f"test_{Path(file).name}"
+    return [
+        *([str(mirror)] if (ROOT / mirror).exists() else []),
+        *next(tests for prefix, tests in NEAREST.items() if file.startswith(prefix)),
+    ]
+
+
 def _stages(mutation: Mutation) -> Iterator[list[str]]:
     """What to run, one after the other: arguments of pytest."""
     yield [mutation.test]
-    nearest = [*next(tests for prefix, tests in NEAREST.items() if mutation.file.startswith(prefix))]
-    yield nearest
-    yield ["tests", *(f"--ignore={each}" for each in nearest)]
+    near = nearest(mutation.file)
+    yield near
+    yield ["tests", *(f"--ignore={each}" for each in near)]
 
 
 def _run(arguments: list[str], source: Path, seconds: float) -> tuple[int, str]:

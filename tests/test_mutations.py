@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.mutations import MUTATIONS, NEAREST, ROOT
+import ast
+
+from tests.mutants import PACKAGES, drawn
+from tests.mutations import MUTATIONS, NEAREST, ROOT, nearest
 
 
 def test_each_change_has_one_place_in_the_source() -> None:
@@ -19,3 +22,13 @@ def test_each_names_a_test_that_there_is() -> None:
 
 def test_the_tests_that_stand_nearest_are_there() -> None:
     assert all((ROOT / test).exists() for tests in NEAREST.values() for test in tests)
+
+
+def test_random_changes_are_the_same_for_a_seed_and_leave_a_program() -> None:
+    changes = drawn(list(PACKAGES), 200, 7)
+    assert changes == drawn(list(PACKAGES), 200, 7)
+    for each in changes:
+        source = (ROOT / "src" / "fullshard" / each.file).read_bytes()
+        changed = ast.parse(source[: each.start] + each.after.encode() + source[each.end :])
+        assert ast.dump(changed) != ast.dump(ast.parse(source)), each
+        assert nearest(each.file)

@@ -184,3 +184,16 @@ ENUMS = [name for name, value in vars(theirs).items() if isinstance(value, enum.
 def test_enums_have_torchs_members_and_values(name: str) -> None:
     ours, torchs = getattr(fullshard, name), getattr(theirs, name)
     assert {each.name: each.value for each in ours} == {each.name: each.value for each in torchs}
+
+
+def test_a_program_that_logs_in_its_own_way_is_told_each_thing_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("""
+import logging
+log = logging.getLogger("fullshard")
+log.info("first")
+logging.basicConfig(format="own: %(message)s")
+log.info("second")
+""")
+    done = run("-m", "fullshard", "run", str(script))
+    assert done.stderr.splitlines()[-2:] == ["first", "own: second"], done.stderr

@@ -219,3 +219,16 @@ def test_one_number_is_communicated(world: World) -> None:
 def test_norms_that_are_none_are_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"norm_type is .*; expected a number above 0"):
         clip_local_shards([], [], 1.0, p, None, CPU)
+
+
+@ranks(2)
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_gradients_of_fp16_are_scaled_by_a_norm_that_fp16_cannot_hold(world: World, p: int) -> None:
+    """60,000 is finite in fp16, and the norm of two of them is not: its factor would be 0."""
+    params = [with_gradient(torch.full((4,), 60_000.0, dtype=torch.float16)) for _ in range(2)]
+    total = clip_local_shards(params[:1], params[1:], 8000.0, p, None, CPU)
+    assert total.isinf()  # as it is given back in fp16
+    expected = torch.full((4,), 8000.0 / 12 ** (1 / p))
+    for param in params:
+        assert param.grad is not None
+        torch.testing.assert_close(param.grad.float(), expected, rtol=2e-3, atol=0)

@@ -196,3 +196,17 @@ def test_an_unmodified_job_of_torchrun_is_looked_at(
     assert all(said in bad[name] for name, said in SAID[fault].items()), bad
     assert status == int(any(check["result"] in ("error", "warning") for check in checks))
     assert "network" in {check["name"] for check in checks}
+
+
+def test_a_job_that_ran_is_told_whether_it_was_ended() -> None:
+    for ending, text in (("", "It ran."), ("done", "It ran, and was ended after its steps.")):
+        (job,) = [check for check in judge([told(0), told(1)], 0, ending) if check.name == "job"]
+        assert (job.result, job.text) == ("ok", text)
+
+
+@ranks(2)
+def test_values_that_are_not_there_yet_are_not_compared(world: World) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    found = {check.name: check for check in fullshard.doctor(model).checks}
+    assert found["initial values"].result == "not checked"
+    assert found["initial values"].text == "Parameters are on the meta device."

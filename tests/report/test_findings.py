@@ -63,3 +63,17 @@ def test_own_work_leaves_out_what_is_nested_and_waited_for() -> None:
 def test_a_recording_without_a_whole_step_says_so() -> None:
     (finding,) = findings([RankRecording(0, "host", "cpu", "memory")])
     assert "No step" in finding.text
+
+
+def test_a_rank_for_which_the_others_hardly_wait_is_not_slow() -> None:
+    ranks = [by_hand(rank, computes=22 if rank == 1 else 20) for rank in range(3)]  # ms of 100
+    assert "slow rank" not in {finding.kind for finding in findings(ranks)}
+    ranks[1] = by_hand(1, computes=24)
+    assert "slow rank" in {finding.kind for finding in findings(ranks)}
+
+
+def test_what_costs_nothing_comes_last() -> None:
+    found = findings([by_hand(0), by_hand(1, computes=60)])
+    assert [finding.kind for finding in found][-1] == "prefetch"
+    assert found[-1].share == 0
+    assert [finding.share for finding in found] == sorted((finding.share for finding in found), reverse=True)

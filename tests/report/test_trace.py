@@ -76,3 +76,24 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     assert shown.stdout.count("<svg") == 4
     assert "Rank 1 is slow" in shown.stdout
     assert "not installed" not in shown.stdout
+
+
+def test_memory_stands_where_the_spans_stand_that_began_with_it() -> None:
+    rank = by_hand(0, steps=3)
+    events = trace.events([rank])
+    passes = [event["ts"] for event in events if (event["ph"], event["name"]) == ("X", "forward")]
+    memory = [(event["ts"], event["args"]) for event in events if event["ph"] == "C"]
+    assert passes == [0, 100_000, 200_000]  # microseconds
+    assert memory == [(when, {"memory": 2**20}) for when in passes]
+
+
+def test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib() -> None:
+    rank = by_hand(0, steps=3)
+    rank.memory = [((100 + ms) * MS, mib * 2**20) for ms, mib in ((-1, 9), (0, 3), (25, 5), (100, 4), (101, 9))]
+    above, below = page.draw_step(rank, 1).axes
+    (line,) = below.lines
+    # The first step begins with its forward, each other one with the end of the one before.
+    assert list(line.get_xdata()) == [0, 25, 100]
+    assert list(line.get_ydata()) == [3, 5, 4]
+    bars = {(bar.get_x(), bar.get_width()) for bar in above.patches}
+    assert {(0, 80), (20, 50), (90, 10)} <= bars

@@ -1,0 +1,40 @@
+"""Recordings of hosts whose clocks differ have the times of one clock."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+import fullshard
+from fullshard.report import record
+from tests.harness import World, ranks
+from tests.report.cases import sharded, trained
+
+SECOND = 1_000_000_000
+
+
+@ranks(2)
+@pytest.mark.parametrize("ahead", [5 * SECOND, -5 * SECOND])
+def test_times_of_another_host_are_those_of_the_first(world: World, ahead: int) -> None:
+    clock = time.monotonic_ns
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "host_id", lambda: f"{socket.gethostname()} {world.rank}")
+        patch.setattr(time, "monotonic_ns", lambda: clock() + ahead * world.rank)
+        model = sharded()
+        train = trained(model)
+        begun = clock()  # of the clock of the machine, which is rank 0's
+        dist.barrier()
+        recording = fullshard.record(model, steps=1)
+        train(0)
+        recording.gather()
+        ended = clock()
+    if world.rank == 0:
+        assert [rank.clock_error > 0 for rank in recording.ranks] == [False, True]
+        for rank in recording.ranks:
+            error = rank.clock_error
+            assert error < SECOND
+            assert all(begun - error <= span.start <= span.end <= ended + error for span in rank.spans)
+            assert all(begun - error <= when <= ended + error for when, _ in rank.memory)
