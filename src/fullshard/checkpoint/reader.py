@@ -160,12 +160,14 @@ class Checkpoint:
                 held = ", ".join(sorted(self._in(name, first, last))) or "nothing but headers"
                 yield f"{self.path / name}: bytes {first} to {last} are not what was written; they hold {held}"
         if not any(file.checksums for file in self.manifest.files.values()):
-            for name in self.tensors:
+            reads = [(self.tensor, name, self.tensors[name].nbytes) for name in self.tensors]
+            reads += [(self.value, name, each.length) for name, each in self.manifest.objects.items()]
+            for read, name, nbytes in reads:
                 try:
-                    self.tensor(name)
+                    read(name)
                 except BrokenCheckpoint as error:
                     yield str(error)
-                tell(self.tensors[name].nbytes)
+                tell(nbytes)
 
     def read(self, targets: Iterable[Target]) -> None:
         """Fills boxes of tensors; autograd is told that they were written.
