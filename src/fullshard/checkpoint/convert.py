@@ -94,9 +94,7 @@ def export(
     if not items:
         raise WrongUse(f"{checkpoint.path} has no tensors of a model")
     if dtype is not None and not (dtype.is_floating_point and dtype in _DTYPES):
-        raise WrongUse(
-            f"{dtype} cannot take floating-point values as they are: name a floating-point dtype such as bf16"
-        )
+        raise WrongUse(f"{dtype} would change values to others: name a floating-point dtype such as bf16")
     if format == "safetensors" and (odd := sorted({str(item.dtype) for item in items} - set(map(str, _DTYPES)))):
         raise WrongUse(f"safetensors has no {', '.join(odd)}: export with --format torch or --dtype")
     plain = out.name if is_file else FORMATS[format][0]
