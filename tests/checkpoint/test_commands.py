@@ -298,6 +298,32 @@ def test_what_was_exported_is_imported_and_loaded(saves: Path, command: Command,
     assert json.loads(out)["path"] == str(saves / "back" / "step-00000008")
 
 
+@pytest.mark.parametrize("left_out", ["first.weight", "second.weight"])
+def test_a_tied_tensor_is_loaded_from_any_of_its_names(
+    saves: Path, command: Command, rank_pool: RankPool, left_out: str
+) -> None:
+    wanted = expected(saves, "fully_shard")
+    torch.save({name: value for name, value in wanted.items() if name != left_out}, saves / "one.pt")
+    assert command("import", saves / "one.pt", saves / "back")[0] == 0
+    model = seeded(Net, 5)
+    checkpoint.load(saves / "back", model)
+    assert_equal(dict(model.state_dict()), wanted)
+    run(rank_pool, load_tied, 2, saves)
+    tied = {"first.weight", "second.weight"}
+    torch.save({name: value for name, value in wanted.items() if name not in tied}, saves / "two.pt")
+    assert command("import", saves / "two.pt", saves / "less")[0] == 0
+    with pytest.raises(checkpoint.CheckpointError, match=r"lacks \['model.first.weight', 'model"):
+        checkpoint.load(saves / "less", model)
+
+
+def load_tied(world: World, folder: Path) -> None:
+    for api in APIS:
+        model = sharded(api, Net)
+        checkpoint.load(folder / "back", model)
+        found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        assert_equal({name: value for name, value in found.items() if isinstance(value, Tensor)}, expected(folder, api))
+
+
 def test_import_finds_the_model_in_a_file_of_a_training_script(tmp_path: Path, command: Command) -> None:
     torch.save({"model": {"weight": torch.ones(3), "name": "net"}, "epoch": 3}, tmp_path / "last.pt")
     code, out, err = command("import", tmp_path / "last.pt", tmp_path / "new", "--json")
@@ -460,6 +486,8 @@ def test_a_broken_file_of_dcp_is_named(saves: Path, command: Command) -> None:
         (["export", "{}/fully_shard", "{}/x.pt", "--format", "safetensors"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x.pt", "--max-shard-size", "1GB"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x", "--max-shard-size", "much"], "is no size such as 500MB or 5GB"),
+        (["export", "{}/fully_shard", "{}/x", "--dtype", "int8"], "torch.int8 would change values to others"),
+        (["export", "{}/fully_shard", "{}/x", "--dtype", "bool"], "torch.bool would change values to others"),
         (["export", "{}/fully_shard", "{}/x", "--dtype", "bf17"], "is none of fp64, fp32, fp16, bf16"),
         (["import", "{}/none", "{}/x"], "is no file, and no directory with files that end in one of .bin, .pt"),
         (["import", "{}/list.pt", "{}/x"], "holds a list: a dict of tensors by name is expected"),

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import fullshard
 from fullshard import checkpoint
@@ -320,6 +321,17 @@ class Evil:
         self.path = path
 
 
+def test_a_refused_file_changes_no_class(tmp_path: Path) -> None:
+    state = b"}X\x0c\0\0\0planner_dataX\x04\0\0\0evils"
+    for name in ("Metadata", "BytesStorageMetadata"):
+        named = b"ctorch.distributed.checkpoint.metadata\n%s\n" % name.encode()
+        (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + state + b"b.")
+        with pytest.raises(BrokenCheckpoint, match="gives a state to what is no object"):
+            Checkpoint(tmp_path)
+    assert Metadata({}).planner_data is None
+    assert not hasattr(BytesStorageMetadata, "planner_data")
+
+
 @ranks(1)
 def test_nothing_in_a_file_is_executed(world: World, tmp_path: Path) -> None:
     made = tmp_path / "made"
@@ -361,6 +373,18 @@ class Alike(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
 
 
+def two_on_one_box(kind: Any) -> None:
+    """A hole, but the sum of elements is right."""
+    kind[2] = [[*kind[2][0][:3], [0], [15]]] * 2
+    kind[3] = kind[3][:1] * 2
+
+
+def one_run_many_times(kind: Any) -> None:
+    kind[1] = [30 * 10_000]
+    kind[2] = [[*kind[2][0][:3], [30 * number], [30]] for number in range(10_000)]
+    kind[3] = kind[3][:1] * 10_000
+
+
 LIES: dict[str, Callable[[Any], Any]] = {
     "inside the directory": lambda told: told["files"].update({"../../secret": told["files"].pop("__0_0.distcp")}),
     "not inside": lambda told: told["files"].update({"/etc/passwd": [3, ["0" * 16]]}),
@@ -371,6 +395,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "'model.blocks.2.bias' lies at": lambda told: kind(told)[3][0].__setitem__(2, 1 << 60),
     "lie at no bytes": lambda told: kind(told)[3][0].__setitem__(1, -64),
     r"blocks.2.bias'\] lie at no bytes": lambda told: kind(told)[3][0].pop(),
+    "each element once": lambda told: two_on_one_box(kind(told)),
+    "some of its pieces lie at the same": lambda told: one_run_many_times(kind(told)),
+    "lie at the same bytes of": lambda told: told["objects"].update({"state.n.1": told["objects"]["state.n.0"]}),
+    "lacks a value of the state": lambda told: told["state"].update(n=[7]),
     "has the shape": lambda told: kind(told).__setitem__(1, [-30]),
     "is no dtype": lambda told: kind(told).__setitem__(0, "os"),
     "has a name twice": lambda told: told["tensors"].__setitem__(0, told["tensors"][1]),
@@ -384,7 +412,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("reason", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, reason: str) -> None:
-    path = checkpoint.save(tmp_path, seeded(Alike), step=1)
+    path = checkpoint.save(tmp_path, seeded(Alike), step=1, n=3)
     assert path is not None
     rewritten(path, LIES[reason])
     with bounded_memory(), pytest.raises(BrokenCheckpoint, match=reason):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -31,8 +32,16 @@ _begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
 TELL: ContextVar[Callable[[int], object]] = ContextVar("TELL", default=lambda _: None)
 
 
+def printable(text: str) -> str:
+    """A text in one line, for a terminal or a log: what is not printable, such as escape sequences, is replaced."""
+    return "".join(each if each.isprintable() else " " if each == "\n" else "?" for each in text)
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint could not be written or read. The message may hold names of a file from strangers."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class BrokenCheckpoint(CheckpointError):
@@ -49,6 +58,33 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Opens a file to read; returns its descriptor and its size. A BrokenCheckpoint if there is no regular file: a pipe
+    or a device would be read for ever."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        found = os.fstat(file)
+    except (OSError, ValueError) as error:
+        raise BrokenCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise BrokenCheckpoint(f"{path} cannot be read: it is no regular file")
+    return file, found.st_size
+
+
+def read_regular(path: Path) -> bytes:
+    """All of a file without holes, such as a manifest."""
+    opened, size = open_regular(path)
+    with open(opened, "rb") as file:
+        if size and os.lseek(opened, 0, os.SEEK_HOLE) < size:
+            raise BrokenCheckpoint(f"{path} has a hole, so it is not what was written")
+        os.lseek(opened, 0, os.SEEK_SET)
+        data = file.read(size)
+    if len(data) != size:
+        raise BrokenCheckpoint(f"{path} ended while it was read")
+    return data
 
 
 def checksum(data: bytes | memoryview) -> str:
@@ -161,11 +197,7 @@ class BlockReader:
         self._first, self._last = 0, 0  # byte of the block that was read last, in parts, and the memory where it lies
         self._memory, self._address = memoryview(b""), 0
         self._file = -1
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise BrokenCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-        found = os.fstat(self._file).st_size
+        self._file, found = open_regular(path)
         if found != size:
             self.close()
             raise BrokenCheckpoint(f"{path} has {found} bytes, and {size} were written")

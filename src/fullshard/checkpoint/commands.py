@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
+from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, printable
 from fullshard.checkpoint.compare import compare
 from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
 from fullshard.checkpoint.display import (
@@ -29,6 +29,7 @@ from fullshard.checkpoint.display import (
     print_json,
     print_table,
     progress,
+    say,
     size_of,
     value_of,
 )
@@ -143,7 +144,7 @@ def _show(options: argparse.Namespace) -> int:
         print_json(told | {"tensors": tensors, "values": values})
         return 0
     for key, value in told.items():
-        print(f"{key:<10} {value}")
+        say(f"{key:<10} {value}")
     if not manifest.versions:
         print("written by DCP: without checksums")
     for group, entries in sorted(groups.items()):
@@ -183,10 +184,10 @@ def _verify(options: argparse.Namespace) -> int:
         if options.json:
             continue
         if checked["defects"]:
-            print(f"{path}: broken", *checked["defects"], sep="\n  ")
+            say(f"{path}: broken", *(f"  {defect}" for defect in checked["defects"]))
         else:
             how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-            print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+            say(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
     if options.json:
         print_json(found)
     return int(any(checked["defects"] for checked in found))
@@ -206,8 +207,8 @@ def _export(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"path": str(checkpoint.path), "files": [str(file) for file in files]})
         else:
-            print(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
-            print(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files), sep="\n")
+            say(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
+            say(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files))
     return 0
 
 
@@ -225,7 +226,7 @@ def _import(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"path": str(path), "tensors": len(checkpoint.tensors), "bytes": size, "left_out": left_out})
         else:
-            print(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
+            say(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
     return 0
 
 
@@ -244,7 +245,7 @@ def _diff(options: argparse.Namespace) -> int:
             each.update({key: str(each[key]) for key in ("max", "mean") if math.isinf(each[key])})
         print_json({"a": str(a.path), "b": str(b.path), **told})
         return int(differs)
-    print(f"A  {a.path}\nB  {b.path}")
+    say(f"A  {a.path}", f"B  {b.path}")
     for key, title in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
         if told[key]:
             print()
@@ -321,7 +322,9 @@ def _placement(entry: Entry) -> str:
 def _time(path: Path) -> str:
     """When a checkpoint was finished."""
     last = next((path / name for name in (MANIFEST, METADATA) if (path / name).exists()), path)
-    return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
+    with contextlib.suppress(ValueError, OverflowError):  # of no year that there is
+        return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
+    return "-"
 
 
 def _parse_dtype(text: str) -> torch.dtype:
@@ -338,4 +341,4 @@ def _parse_count(text: str) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"fullshard checkpoint: {text}", file=sys.stderr)
+    print(f"fullshard checkpoint: {printable(text)}", file=sys.stderr)

@@ -407,9 +407,9 @@ def load_optimizer(
 
 
 def targets(contents: Contents, names: Container[str]) -> Iterator[Target]:
-    """Where to read each box that a checkpoint has: under one of its names, as what is tied was saved under each."""
+    """Where to read each box that a checkpoint has: of what is tied, under the first of its names that it has."""
     for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
-        if (name := box[0][0]) in names:
+        if name := next((each for each in box[0] if each in names), None):
             yield name, box[1], box[2], tensor
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import TELL, BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.blocks import TELL, BrokenCheckpoint, CheckpointError, bytes_of, open_regular, read_regular
 from fullshard.checkpoint.manifest import few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
@@ -93,6 +93,8 @@ def export(
     items = [_item(checkpoint, name, stored, dtype) for name, stored in checkpoint.model.items()]
     if not items:
         raise WrongUse(f"{checkpoint.path} has no tensors of a model")
+    if dtype is not None and not (dtype.is_floating_point and dtype in _DTYPES):
+        raise WrongUse(f"{dtype} would change values to others: name a floating-point dtype such as bf16")
     if format == "safetensors" and (odd := sorted({str(item.dtype) for item in items} - set(map(str, _DTYPES)))):
         raise WrongUse(f"safetensors has no {', '.join(odd)}: export with --format torch or --dtype")
     plain = out.name if is_file else FORMATS[format][0]
@@ -264,6 +266,7 @@ def import_model(
             if name in tensors:
                 raise WrongUse(f"'{name}' is in several files of {source}: give the files that belong together")
             if isinstance(value, torch.Tensor):
+                _check_plain(value, f"'{name}' in {file}")
                 tensors[name] = value
             else:
                 left_out.append(name)
@@ -278,6 +281,16 @@ def import_model(
     return path, left_out
 
 
+def _check_plain(value: torch.Tensor, what: str) -> None:
+    """Refuses a tensor that is not the numbers that its file has."""
+    kind = f"{type(value).__name__} of {value.dtype} and {value.layout} on {value.device}"
+    is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
+    if not is_plain or value.is_quantized or value.is_meta:
+        raise WrongUse(f"{what} is a {kind}: save it as a plain tensor")
+    if value.nbytes > (stored := value.untyped_storage().nbytes()):
+        raise BrokenCheckpoint(f"{what} has {value.nbytes} bytes, of which {stored} are stored: save a clone() of it")
+
+
 def files_of(source: Path) -> list[Path]:
     """The file, or the files of a directory, of which a model is imported."""
     if source.is_file():
@@ -286,10 +299,10 @@ def files_of(source: Path) -> list[Path]:
         index = source / f"{plain}.index.json"
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
                 if any(name != os.path.basename(name) for name in names):
                     raise ValueError(f"it names files outside of its directory: {few(names)}")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise BrokenCheckpoint(f"{index} is no index of files: {type(error).__name__}: {error}") from error
             if missing := [name for name in names if not (source / name).is_file()]:
                 raise BrokenCheckpoint(f"{source / missing[0]} is missing, which {index.name} names")
@@ -314,7 +327,9 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 def _read_torch(path: Path) -> dict[str, Any]:
     try:
-        dcp.check_archive(path, path.stat().st_size)
+        opened, size = open_regular(path)
+        with open(opened, "rb") as file:
+            dcp.check_archive(file, size)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of zipfile, torch.load and the unpickler, as they come
         raise BrokenCheckpoint(

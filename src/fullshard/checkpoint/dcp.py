@@ -2,8 +2,8 @@
 read.
 
 A tensor's piece is what ``torch.save`` makes of it, in a run of bytes of a file. ``.metadata`` is a pickle that says
-which pieces there are. Nothing in either is executed here: the pickle may name only the classes of DCP's metadata,
-pieces are loaded with ``weights_only=True``, and both are checked before memory is taken for them.
+which pieces there are. Nothing in either is executed here: the pickle is parsed as plain data, pieces are loaded with
+``weights_only=True``, and both are checked before memory is taken for them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
+import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,51 +30,29 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fullshard.checkpoint import plain
 from fullshard.checkpoint.blocks import BrokenCheckpoint
-from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check
+from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check, dtype_of
 from fullshard.torch_private import storage_info
 
 #: Bytes to whose multiples pieces are aligned, as torch aligns values.
 ALIGNMENT = 64
-#: By module, what the pickle of DCP's metadata names beside dtypes.
-_ALLOWED = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+#: Of what ``torch.load`` may call, what takes as much memory as an argument says: classes of tensors and storages, and:
+_GROWS = {"torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor"}
+#: What pickles of ``torch.save`` call storages, before ``Storage``.
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64, "Untyped": torch.uint8,
+}  # fmt: skip
+_LATIN = ("latin1", "latin-1")
 
 
 def read_metadata(data: bytes, path: Path) -> Manifest:
     """The description in a ``.metadata``; a BrokenCheckpoint if it is no metadata of DCP, or promises what the files
     beside it do not have."""
     try:
-        for opcode, argument, _ in pickletools.genops(data):  # the unpickler makes a table as long as the largest place
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-                raise pickle.UnpicklingError(f"place {argument} in the table of objects")
-        metadata = _Unpickler(io.BytesIO(data)).load()
-        manifest = _described(metadata, path)
+        manifest = _described(_fields(plain.parse(data), "Metadata"), path)
         check(manifest, path)
         return manifest
     except BrokenCheckpoint:
@@ -83,32 +61,80 @@ def read_metadata(data: bytes, path: Path) -> Manifest:
         raise BrokenCheckpoint(f"{path} is no metadata of DCP: {type(error).__name__}: {error}") from error
 
 
-def _described(metadata: Metadata, path: Path) -> Manifest:
-    if not isinstance(metadata, Metadata):
-        raise TypeError(f"it is a {type(metadata).__name__}")
-    manifest, entries = Manifest(), dict[str, Entry]()
-    places: dict[MetadataIndex, Stored] = {}
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"'{index.fqn}' was transformed when it was saved ({info.transform_descriptors})")
-        file = str(info.relative_path)
+def _described(metadata: dict[str, Any], path: Path) -> Manifest:
+    manifest, entries, count = Manifest(), dict[str, Entry](), 0
+    places: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    for key, value in _pairs(metadata["storage_data"]):
+        index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, file = _text(index["fqn"]), _text(info["relative_path"])
+        if info.get("transform_descriptors"):
+            raise ValueError(f"'{name}' was transformed when it was saved")
         if file not in manifest.files:
             target = path.parent / file
             manifest.files[file] = StoredFile(target.stat().st_size if target.exists() else 0, None)
-        places[index] = Stored(file, info.offset, info.length)
-    for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, TensorStorageMetadata):
-            entry = Entry(stored.properties.dtype, tuple(stored.size))
-            for chunk in stored.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
-                entry.pieces.append(Piece(*place, -1, tuple(chunk.offsets), tuple(chunk.sizes)))
-            entries[name] = entry
-        else:
-            manifest.objects[name] = places[MetadataIndex(name)]
+        offset = index.get("offset")
+        places[name, None if offset is None else _numbers(offset)] = Stored(file, info["offset"], info["length"])
+    for name, value in _pairs(metadata["state_dict_metadata"]):
+        stored = _fields(value, "TensorStorageMetadata", "BytesStorageMetadata")
+        if "chunks" not in stored:
+            manifest.objects[_text(name)] = places[name, None]
+            continue
+        entry = Entry(_dtype(stored["properties"]), _numbers(stored["size"]))
+        for chunk in stored["chunks"]:
+            box = _fields(chunk, "ChunkStorageMetadata")
+            offsets = _numbers(box["offsets"])
+            entry.pieces.append(Piece(*places[_text(name), offsets], -1, offsets, _numbers(box["sizes"])))
+            count += 1
+            if count > len(places):  # a list of pieces may be that of many tensors
+                raise ValueError("it has more pieces than places where they lie")
+        entries[name] = entry
     manifest.tensors = Tensors.of(entries)
-    if isinstance(metadata.planner_data, dict):
-        manifest.paths = {name: tuple(map(str, path)) for name, path in metadata.planner_data.items()}
+    if isinstance(planner := metadata.get("planner_data"), plain.Pairs):
+        for name, keys in _pairs(planner):
+            if not isinstance(keys, (tuple, list)) or len(keys) > len(name) + 1:
+                raise ValueError(f"'{name}' has no keys that lead there")
+            found = tuple(str(key) if type(key) is int else _text(key) for key in keys)
+            if sum(map(len, found)) > len(name):  # many may be the same object
+                raise ValueError(f"'{name}' has keys that are longer than it")
+            manifest.paths[name] = found
     return manifest
+
+
+def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, plain.Pairs):
+        raise TypeError("it has no dict where one is expected")
+    return zip(value[::2], value[1::2], strict=True)
+
+
+def _fields(value: Any, *classes: str) -> dict[str, Any]:
+    """What is stored of an object of one of DCP's classes."""
+    if not isinstance(value, plain.Made) or type(value.function) is not plain.Global:
+        raise TypeError(f"it has no {classes[0]} where one is expected")
+    module, name = value.function
+    if name not in classes or not module.startswith("torch.distributed."):
+        raise ValueError(f"it names {value.function}, which is no part of DCP's metadata")
+    return {_text(key): each for key, each in _pairs(value.state)} if value.state is not None else {}
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"it has a {type(value).__name__} where a text is expected")
+    return value
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    """A shape, or where a box begins."""
+    value = value.args[0] if isinstance(value, plain.Made) and value.function == ("torch", "Size") else value
+    if type(value) not in (tuple, list) or not set(map(type, value)) <= {int}:
+        raise TypeError("it has no shape where one is expected")
+    return tuple(value)
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    dtype = properties.state[0]
+    if type(dtype) is not plain.Global or dtype.module != "torch":
+        raise TypeError("it has no dtype where one is expected")
+    return dtype_of(dtype.name)
 
 
 def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) -> bytes:
@@ -183,14 +209,84 @@ def loaded(data: bytes, what: str) -> Any:
         raise BrokenCheckpoint(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def check_archive(file: Path | BinaryIO, size: int) -> None:
-    """Refuses what ``torch.load`` would take more memory for than the file has bytes."""
+def check_archive(file: BinaryIO, size: int) -> None:
+    """Refuses what ``torch.load`` would take more memory or time for than the file has bytes."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-    if any(each.compress_type != zipfile.ZIP_STORED for each in members):
-        raise ValueError("compressed")
-    if sum(each.file_size for each in members) > size:
-        raise ValueError(f"{size} bytes promise more than they are")
+        if any(each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size for each in members):
+            raise ValueError("compressed")
+        if sum(each.file_size for each in members) > size:
+            raise ValueError(f"{size} bytes promise more than they are")
+        sizes = {each.filename.partition("/")[2].lower(): each.file_size for each in members}
+        folders = {each.filename.partition("/")[0] for each in members}
+        if len(sizes) != len(members) or len(folders) != 1 or any("\0" in each.orig_filename for each in members):
+            raise ValueError("the names of its parts are not those of torch.save")
+        _check_directory(file, size)
+        values = archive.read(f"{folders.pop()}/data.pkl")
+    _check_values(values, sizes)
+
+
+def _check_directory(file: BinaryIO, size: int) -> None:
+    """Refuses an archive in which torch could find other parts than Python: the directory stands right before the end,
+    where both of its records say so."""
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        raise ValueError("it does not begin as an archive of torch.save")
+    file.seek(max(0, size - 98))
+    tail = file.read().rjust(98)
+    mark, _, _, _, _, length, start, comment = struct.unpack("<4s4H2LH", tail[-22:])
+    end, wide, there = size - 22, (length, start), [(length, start)]
+    if tail[-42:-38] == b"PK\6\7":
+        wide, end = struct.unpack("<2Q", tail[40:56]), size - 98
+        there = [wide, (0xFFFFFFFF, 0xFFFFFFFF)]
+        if tail[:4] != b"PK\6\6" or struct.unpack("<Q", tail[64:72]) != (end,):
+            raise ValueError("its directory is not where torch.save puts it")
+    if (mark, comment, sum(wide)) != (b"PK\5\6", 0, end) or (length, start) not in there:
+        raise ValueError("its directory is not where torch.save puts it")
+
+
+def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
+    """Refuses values that would need more memory or time than their bytes. ``sizes`` are those of the storages."""
+    rest = 16 * len(data) + 1024  # parts of keys and arguments, which are hashed
+
+    def check_parts(value: Any) -> None:
+        nonlocal rest
+        waiting = [value]
+        while waiting:
+            each, rest = waiting.pop(), rest - 1
+            each = each.args if isinstance(each, plain.Made) else each
+            if isinstance(each, (tuple, list)):
+                rest -= len(each)
+                waiting += each if rest > 0 else ()
+            if rest < 0:
+                raise ValueError("it has values in one another, more than it has bytes")
+
+    def check_call(function: Any, args: Any) -> None:
+        name = str(function) if isinstance(function, plain.Global) else ""
+        check_parts(args)
+        parent, _, last = name.replace("__builtin__", "builtins").rpartition(".")
+        if not name or not isinstance(args, tuple):
+            raise ValueError("it calls what has no name")
+        if name.endswith("._rebuild_from_type_v2"):
+            check_call(args[0], args[2])
+        is_encoded = name == "_codecs.encode" and len(args) > 1 and args[1] not in _LATIN
+        is_sized = name.endswith(".bytearray") and any(type(each) is int for each in args)
+        is_class = last.endswith(("Tensor", "Storage")) and f"{parent}.".startswith("torch.")
+        if is_encoded or is_sized or name in _GROWS or is_class:
+            raise ValueError(f"it calls {name}, which may take any memory")
+
+    def check(each: Any) -> None:
+        if isinstance(each, plain.Made):
+            check_call(each.function, each.args)
+        elif isinstance(each, plain.Stored):
+            _, storage, key, _, count = each.id
+            nbytes = count * _STORAGES[storage.name.removesuffix("Storage")].itemsize
+            if sizes[f"data/{key}".lower()] != nbytes or type(count) is not int:
+                raise ValueError(f"its storage {key} has not the {count} elements that it promises")
+        else:
+            check_parts(each)
+
+    plain.parse(data, check)
 
 
 def loaded_tensor(data: bytes, dtype: torch.dtype, sizes: Iterable[int], what: str) -> torch.Tensor:

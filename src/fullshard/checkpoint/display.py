@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.blocks import BrokenCheckpoint, printable
 from fullshard.checkpoint.reader import Checkpoint
 
 #: Values of which fewer bytes are stored are shown.
@@ -36,16 +36,41 @@ def parse_size(text: str) -> int:
 
 
 def value_of(checkpoint: Checkpoint, name: str) -> Any:
-    """A value that is no tensor; what is large, or cannot be read, is described."""
+    """A value that is no tensor, as JSON can hold it; what is large, or cannot be read, is described."""
     stored = checkpoint.manifest.objects[name]
     try:
-        return checkpoint.value(name) if stored.length < _SHORT else f"({size_of(stored.length)})"
+        return _shown(checkpoint.value(name)) if stored.length < _SHORT else f"({size_of(stored.length)})"
     except BrokenCheckpoint as error:
         return f"({error})"
+    except RecursionError:
+        return f"({size_of(stored.length)} in one another)"
+
+
+def _shown(value: Any) -> Any:
+    """A copy of dicts and lists, in which the same may stand any number of times: a RecursionError if it gets large."""
+    rest = _SHORT
+
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal rest
+        rest -= 1
+        if rest < 0 or depth > 64:
+            raise RecursionError
+        if isinstance(value, dict):
+            return {key if type(key) in (int, bool, float) else str(key): copy(value[key], depth + 1) for key in value}
+        if type(value) in (list, tuple):
+            return type(value)(copy(each, depth + 1) for each in value)
+        return hex(value) if type(value) is int and value.bit_length() > 256 else value
+
+    return copy(value, 0)
 
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
+
+
+def say(*lines: object) -> None:
+    """Prints lines, in which names and values come from files."""
+    print(*(printable(str(line)) for line in lines), sep="\n")
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
@@ -53,7 +78,7 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Non
     Names come from files: what is not printable, such as the escape sequences of terminals, is replaced."""
     names = [column.removeprefix(">") for column in columns]
     right = [column.startswith(">") for column in columns]
-    cells = [["-" if cell is None else _printable(" ".join(str(cell).split())) for cell in row] for row in rows]
+    cells = [["-" if cell is None else printable(" ".join(str(cell).split())) for cell in row] for row in rows]
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -72,10 +97,6 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Non
             cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, right, strict=True)
         ]
         print("  ".join(padded).rstrip())
-
-
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 @cache

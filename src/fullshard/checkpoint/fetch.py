@@ -20,7 +20,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.blocks import BLOCK, BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.blocks import (
+    BLOCK,
+    BlockReader,
+    BrokenCheckpoint,
+    CheckpointError,
+    bytes_of,
+    open_regular,
+    read_regular,
+)
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
 from fullshard.checkpoint.near import Hosts, training_of
 from fullshard.checkpoint.ranks import LostRank, Ranks
@@ -71,8 +79,8 @@ class NearCopy:
         """Opens it for :meth:`served` reads. All ranks must call it at once."""
         data = b""
         if self.ranks.rank == self.source:
-            with contextlib.suppress(OSError):
-                data = (self.path / MANIFEST).read_bytes()
+            with contextlib.suppress(BrokenCheckpoint):
+                data = read_regular(self.path / MANIFEST)
         return _Near(decode(self.ranks.broadcast(data, self.source), self.path / MANIFEST), self)
 
     @contextlib.contextmanager
@@ -121,9 +129,9 @@ class NearCopy:
                     return
                 answer = torch.zeros(length + 1, dtype=torch.uint8)
                 try:
-                    with open(self.path / names[number], "rb", buffering=0) as file:
+                    with open(open_regular(self.path / names[number])[0], "rb", buffering=0) as file:
                         answer[-1] = os.preadv(file.fileno(), [bytes_of(answer)[:-1]], start) != length
-                except OSError:
+                except (OSError, BrokenCheckpoint):
                     answer[-1] = 1
                 dist.send(answer, dst=asks, group=self.ranks.group, tag=_ANSWER)
 

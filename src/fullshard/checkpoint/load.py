@@ -204,6 +204,10 @@ class _Loading:
                 if not param.requires_grad
             }
             here = {name for name in here if not frozen & {name.rsplit(".", depth)[0] for depth in range(3)}}
+        for known in self.params.known.values():  # what is tied may be there under one of its names
+            tied = {f"model.{name}" for name in known.names}
+            if tied & there:
+                here -= tied - there
         if missing := sorted(here - there):
             whole = {name.partition(".[")[0] for name in there}
             if any(name.partition(".[")[0] in whole for name in missing):

@@ -1,8 +1,9 @@
 """What a checkpoint holds and where: the manifest, a small JSON file beside the files of torch's DCP format.
 
 Owns its fields, the names of directories and files, and the checks that make it safe to believe: a manifest is used
-only if its own checksum is right, all paths stay inside the directory, and every piece lies in its file and in its
-tensor. :mod:`fullshard.checkpoint.dcp` makes the same description of a checkpoint that has no manifest.
+only if its own checksum is right, all paths stay inside the directory, every piece lies in its file, and the
+pieces of a tensor make all of it. :mod:`fullshard.checkpoint.dcp` makes the same description of a checkpoint that has
+no manifest.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
+from itertools import count, pairwise, repeat
 from operator import add, gt
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.blocks import BLOCK, BrokenCheckpoint, checksum
+from fullshard.checkpoint.blocks import BLOCK, BrokenCheckpoint, checksum, open_regular
 
 #: The file of torch's DCP format that says which tensors there are.
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
 #: Grows when older code could not read what is written.
 FORMAT = 2
+#: Dims of a tensor, as torch has at most, and those along which one is cut.
+_DIMS, _CUTS = 64, 8
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # what others call step-10 is not ours
 _MARK = re.compile(rb'\{"checksum": "([0-9a-f]{16})"')
 _MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
@@ -224,10 +228,15 @@ def decode(data: bytes, path: Path) -> Manifest:
         manifest = Manifest(
             int(told["step"]), int(told["world_size"]), bool(told["frozen"]), told["versions"], state=told["state"]
         )
-        manifest.files = {name: StoredFile(size, sums) for name, (size, sums) in told["files"].items()}
+        manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in told["files"].items()}
         manifest.near = {key: str(value) for key, value in told.get("near", {}).items()}
         manifest.objects = {name: Stored(files[number], *place) for name, (number, *place) in told["objects"].items()}
         manifest.tensors = _tensors(manifest, told, path)
+        for name, numbers in manifest.state.items():
+            if not numbers or not all(f"state.{name}.{number}" in manifest.objects for number in numbers):
+                raise BrokenCheckpoint(f"{path} lacks a value of the state '{name}'")
+        if not all(type(each) is str for each in manifest.versions.values()):
+            raise BrokenCheckpoint(f"{path} has the versions {manifest.versions}")
         check(manifest, path)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
@@ -248,9 +257,9 @@ def _tensors(manifest: Manifest, told: dict[str, Any], path: Path) -> Tensors:
 def mark_of(path: Path) -> str:
     """The checksum at the head of the manifest of a checkpoint, which tells it from others; empty if there is none."""
     try:
-        with open(path / MANIFEST, "rb") as file:
+        with open(open_regular(path / MANIFEST)[0], "rb") as file:
             head = file.read(64)
-    except OSError:
+    except (OSError, BrokenCheckpoint):
         return ""
     found = _MARK.match(head)
     return found[1].decode() if found else ""
@@ -258,7 +267,7 @@ def mark_of(path: Path) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or name.rpartition(".")[2].startswith(("q", "quint")):
         raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
     return found
 
@@ -268,19 +277,26 @@ def check(manifest: Manifest, path: Path) -> None:
     for name, file in manifest.files.items():
         if not _inside(name, path.parent):
             raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not inside the directory")
-        blocks = -(-file.size // BLOCK)
-        if file.size < 0 or (file.checksums is not None and len(file.checksums) != blocks):
+        if not _are_counts([file.size]) or (
+            file.checksums is not None and len(file.checksums) != -(-file.size // BLOCK)
+        ):
             raise BrokenCheckpoint(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
     for name, each in manifest.objects.items():
         _check_runs(manifest, each.file, [each.start], each.length, [name], path)
+    ordered = sorted((each, name) for name, each in manifest.objects.items() if each.length)
+    for (one, name), (other, other_name) in pairwise(ordered):
+        if one.file == other.file and one.start + one.length > other.start:
+            raise BrokenCheckpoint(f"{path}: '{name}' and '{other_name}' lie at the same bytes of {one.file!r}")
     for kind, names in zip(manifest.tensors.kinds, manifest.tensors.members, strict=True):
         _check_kind(manifest, kind, names, path)
 
 
 def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path) -> None:
     """Refuses tensors of one kind."""
+    files = {piece[0] for piece in kind.pieces}
     shape, what = kind.shape, f"{path}: tensor '{next(iter(names), '')}'"
-    if not _are_counts(shape):
+    too_large = math.prod(max(1, size) for size in shape[:_DIMS]) * kind.dtype.itemsize >= 1 << 63
+    if not _are_counts(shape) or len(shape) > _DIMS or too_large:
         raise BrokenCheckpoint(f"{what} has the shape {shape}")
     for (file, length, head, offsets, sizes), starts in zip(kind.pieces, kind.starts, strict=True):
         _check_runs(manifest, file, starts, length, names, path)
@@ -292,8 +308,36 @@ def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path
         nbytes = math.prod(sizes) * kind.dtype.itemsize
         if type(head) is not int or head < -1 or max(head, 0) + nbytes > length:
             raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
-    if sum(math.prod(sizes) for *_, sizes in kind.pieces) != math.prod(shape):
-        raise BrokenCheckpoint(f"{what} of shape {shape} is not covered by its pieces")
+    if not _are_tiles([piece[3:] for piece in kind.pieces], shape):
+        raise BrokenCheckpoint(f"{what} of shape {shape} is not covered by its pieces, each element once")
+    nbytes, there = math.prod(shape) * kind.dtype.itemsize, sum(manifest.files[file].size for file in files)
+    if nbytes > there:
+        raise BrokenCheckpoint(f"{what} has {nbytes} bytes, and its files {there}: some of its pieces lie at the same")
+
+
+def _are_tiles(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
+    """Whether boxes inside of a tensor cover each of its elements once.
+
+    How often elements are covered changes at corners of boxes: along each dim by +1 where a box begins, by -1 where it
+    ends. If these changes add up to those of the whole tensor, so do the boxes. Pairs of boxes need not be compared::
+
+        + . . -          + . - .     + . -         elements a, b, c of a (3,) tensor; boxes of a, b and of c: what
+        a b c      =     a b     and     c         is at the border adds up to 0
+    """
+    if 0 in shape:
+        return True
+    cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
+    if len(cut) > _CUTS:
+        return False
+    changes = Counter[tuple[int, ...]]()
+    for whole, (offsets, sizes) in [(-1, ((0,) * len(shape), shape)), *zip(repeat(1), boxes, strict=False)]:
+        corners: list[tuple[tuple[int, ...], int]] = [((), whole)]
+        for dim in cut:
+            at, end = offsets[dim], offsets[dim] + sizes[dim]
+            corners = [((*corner, to), sign * by) for corner, by in corners for to, sign in ((at, 1), (end, -1))]
+        for corner, by in corners:
+            changes[corner] += by
+    return not any(changes.values())
 
 
 def _check_runs(

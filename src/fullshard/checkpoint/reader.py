@@ -10,6 +10,7 @@ import contextlib
 import math
 import operator
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of
+from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of, read_regular
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
 
 #: A box of a tensor that is to be read into memory: the name of the tensor in the checkpoint, its shape, where the box
@@ -70,9 +71,9 @@ class Checkpoint:
         self.path = path = Path(path)
         self._readers: dict[str, BlockReader] = {}
         if (path / MANIFEST).exists() or number_of(path.name) or not (path / METADATA).exists():
-            self.manifest = decode(_content(path / MANIFEST), path / MANIFEST)
+            self.manifest = decode(read_regular(path / MANIFEST), path / MANIFEST)
         else:
-            self.manifest = dcp.read_metadata(_content(path / METADATA), path / METADATA)
+            self.manifest = dcp.read_metadata(read_regular(path / METADATA), path / METADATA)
         for sentence in self.lacking().values() if whole else ():
             raise BrokenCheckpoint(sentence)
         if whole and METADATA in self.manifest.files:  # for other readers: what we need stands in the manifest too
@@ -159,12 +160,14 @@ class Checkpoint:
                 held = ", ".join(sorted(self._in(name, first, last))) or "nothing but headers"
                 yield f"{self.path / name}: bytes {first} to {last} are not what was written; they hold {held}"
         if not any(file.checksums for file in self.manifest.files.values()):
-            for name in self.tensors:
+            reads = [(self.tensor, name, self.tensors[name].nbytes) for name in self.tensors]
+            reads += [(self.value, name, each.length) for name, each in self.manifest.objects.items()]
+            for read, name, nbytes in reads:
                 try:
-                    self.tensor(name)
+                    read(name)
                 except BrokenCheckpoint as error:
                     yield str(error)
-                tell(self.tensors[name].nbytes)
+                tell(nbytes)
 
     def read(self, targets: Iterable[Target]) -> None:
         """Fills boxes of tensors; autograd is told that they were written.
@@ -260,12 +263,13 @@ class Checkpoint:
         """Of each file that is not there, or has another size, a sentence that says so."""
         found = {}
         for name, file in self.manifest.files.items():
-            path, size = self.path / name, -1
+            path, size, is_file = self.path / name, -1, True
             with contextlib.suppress(OSError):
-                size = path.stat().st_size
-            if size != file.size:
-                lacks = f"{path} has {size} bytes, and {file.size} were written"
-                found[name] = f"{path} is missing" if size < 0 else lacks
+                status = path.stat()
+                size, is_file = status.st_size, stat.S_ISREG(status.st_mode)
+            if size != file.size or not is_file:
+                lacks = f"has {size} bytes, and {file.size} were written" if is_file else "is no regular file"
+                found[name] = f"{path} {'is missing' if size < 0 else lacks}"
                 if held := sorted(self._in(name, max(size, 0), file.size)):
                     found[name] += f"; lost are parts of {few(held)}"
         return found
@@ -278,13 +282,6 @@ class Checkpoint:
         for name, stored in self.manifest.objects.items():
             if stored.file == file and stored.start < last and first < stored.start + stored.length:
                 yield name
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
 __all__ = ["BrokenCheckpoint", "Checkpoint", "CheckpointError", "Manifest", "Target", "checkpoints", "newest"]
