@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from itertools import count
+from pkgutil import resolve_name
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import Tensor
 
 from fullshard.buffer import slots
 from fullshard.comm.host import HostTransport
+
+When = Literal["before", "after"]
 
 
 class Fault(Exception):
@@ -37,4 +42,27 @@ def memory_swap(available: bool = False) -> Iterator[None]:
         if not available:
             patch.setattr(slots, "CAN_SWAP_MEMORY", False)
             patch.setattr(HostTransport, "compares_reductions", False)
+        yield
+
+
+@contextmanager
+def failing(where: str, call: int, when: When) -> Iterator[None]:
+    """Let one call of a function raise :class:`Fault`, ``before`` it does its work or ``after``; the first is 1."""
+    module, _, path = where.partition(":")
+    holder, _, name = path.rpartition(".")
+    owner = resolve_name(f"{module}:{holder}" if holder else module)
+    original, calls = getattr(owner, name), count(1)
+
+    @wraps(original)
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        fails = next(calls) == call
+        if fails and when == "before":
+            raise Fault(where)
+        result = original(*args, **kwargs)
+        if fails:
+            raise Fault(where)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fail)
         yield
