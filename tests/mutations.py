@@ -320,8 +320,8 @@ MUTATIONS = (
     ),
     Mutation(
         "device.py",
-        "            for mark in after or ():\n                mark.wait()\n",
-        "            pass\n",
+        "                for mark in after or ():\n                    mark.wait()\n",
+        "                pass\n",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
@@ -386,9 +386,16 @@ MUTATIONS = (
     ),
     Mutation(
         "group/group.py",
-        "            self._gather.wait()\n",
-        "            pass\n",
+        "                self._gather.wait()\n                is_first",
+        "                is_first",
         "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/group.py",
+        "        self.full.give_up()\n",
+        "",
+        "tests/fully_shard/test_errors_in_communication.py::"
+        "test_training_goes_on_after_an_error_at_any_point_of_communication",
     ),
     Mutation(
         "group/context.py",
@@ -648,7 +655,7 @@ MUTATIONS = (
     # the wrapper
     Mutation(
         "wrapper/unit.py",
-        "root.failed = False",
+        "unit.failed = False",
         "pass",
         "tests/parity/test_wrapper_modules.py::test_gradients_wait_for_others_after_an_error_in_a_forward",
     ),

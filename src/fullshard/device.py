@@ -176,13 +176,17 @@ class Lane:
             return HostMark((finish,) if then is None else (finish, then))
         if after is None:
             self._stream.wait_stream(current_stream(self._device))
-        with self._stream:
-            for mark in after or ():
-                mark.wait()
-            start().finish()
-            if then is not None:
-                then()
-            return EventMark(self._stream.record_event(), self._device)
+        try:
+            with self._stream:
+                for mark in after or ():
+                    mark.wait()
+                start().finish()
+                if then is not None:
+                    then()
+                return EventMark(self._stream.record_event(), self._device)
+        except BaseException:  # what it took is given back in the current lane
+            current_stream(self._device).wait_stream(self._stream)
+            raise
 
 
 class Lanes(NamedTuple):

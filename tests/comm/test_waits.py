@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fullshard
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.comm.waits import WAITS, describe
+from fullshard.comm.waits import WAITS, LostRankError, describe, waiting
 from tests.harness import World, ranks
 
 
@@ -55,3 +56,32 @@ def test_every_wait_is_seen(world: World) -> None:
     for name, wait in waits.items():
         seen = seen_in(wait, is_late)
         assert is_late or name in seen, (name, seen)
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("of a user"), torch.OutOfMemoryError("no memory"), NotImplementedError("no such operation")],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Exception) -> None:
+    with pytest.raises(type(error)) as found, waiting("an all-reduce", None):
+        raise error
+    assert found.value.__class__ is error.__class__
+    assert WAITS.current is None
+
+
+@ranks(1)
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/b/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset"),
+        dist.DistBackendError("NCCL communicator was aborted"),
+    ],
+    ids=["gloo", "NCCL"],
+)
+def test_an_error_of_a_backend_says_that_a_rank_was_lost(world: World, error: Exception) -> None:
+    lost = pytest.raises(LostRankError, match="lost another rank in an all-reduce")
+    with lost as found, waiting("an all-reduce", None):
+        raise error
+    assert found.value.__cause__ is error

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from fullshard.comm.reports import Report, Reports
 from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, call_of_torch, waiting
 from fullshard.comm.watch import Watch
 from tests.harness import World, ranks
+from tests.harness.faults import Fault
 
 
 @pytest.fixture
@@ -211,6 +213,43 @@ class BusyStore:
     def set(self, key: str, value: str) -> None:
         self.asked += 1
         self.answers.wait()
+
+
+def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One raised from the loss of a rank, and one that was handled when the rank was lost."""
+    printed: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: printed.append("".join(traceback.format_exception(*error))))
+    monkeypatch.setattr(watch, "_watch", None)
+    watch._follow_errors()
+
+    def lose_rank() -> None:
+        try:
+            raise RuntimeError("connection closed")
+        except RuntimeError as error:
+            raise LostRankError("lost rank 1") from error
+
+    def raise_from_loss() -> None:
+        try:
+            lose_rank()
+        except LostRankError as error:
+            raise Fault("the job is over") from error
+
+    def lose_rank_in_handler() -> None:
+        try:
+            raise Fault("a bad batch")
+        except Fault:
+            lose_rank()
+
+    for program in (lose_rank, raise_from_loss, lose_rank_in_handler):
+        with pytest.raises((LostRankError, Fault)) as raised:
+            program()
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert printed[0] == "fullshard.comm.waits.LostRankError: lost rank 1\n"
+    assert "in raise_from_loss" in printed[1]
+    assert "in lose_rank_in_handler" in printed[2]
+    for said in printed:
+        assert "LostRankError: lost rank 1" in said
+        assert "connection closed" not in said
 
 
 def test_a_store_that_is_silent_for_a_while_is_asked_again(

@@ -24,7 +24,7 @@ from tests.fuzz.layout import local, shown_parameters
 from tests.fuzz.models import Control
 from tests.fuzz.sharding import plain_name
 from tests.fuzz.steps import PATTERNS, Batch, Call, objective
-from tests.harness.faults import Fault
+from tests.harness.faults import Fault, failing
 
 if TYPE_CHECKING:
     from tests.fuzz.run import Run
@@ -295,28 +295,44 @@ class SwapOptimizer(Action):
 
 @dataclass(frozen=True)
 class Raise(Action):
-    """A step is cut short by an error of the user's model, on all ranks; the user recovers as the guide says."""
+    """A step is cut short by an error of the user's model, on all ranks; the user recovers as the guide says.
+
+    In a `gather` the error comes from what starts communication, such as a hook of the user, before that of a `cell`.
+    """
 
     where: str
     cell: int
 
     def apply(self, run: Run) -> None:
-        control = Control(self.where, self.cell)
         run.is_unsettled = True
         (batches,) = run.next_batches(1)
+        if self.where == "gather":
+            self._raise_in_gather(run, batches[run.world.rank])
+        else:
+            self._raise_in_model(run, batches)
+        if not run.program.sharding.wraps:
+            run.model.reset_iter_state()
+        run.reference.drop_gradients()
+        for optimizer in (run.reference.optimizer, run.optimizer):
+            optimizer.zero_grad()
+
+    def _raise_in_model(self, run: Run, batches: Any) -> None:
+        control, expected = Control(self.where, self.cell), False
         run.reference.refresh()
-        expected = False
         for rank, worker in enumerate(run.reference.copies):
             with run.as_reference():
                 expected = self._raises(Call(worker, control), batches[rank])
         found = self._raises(Call(run.model, control), batches[run.world.rank])
         if found is not expected:
             run.note(f"the error of the user was {'' if found else 'not '}raised")
-        if not run.program.sharding.wraps:
-            run.model.reset_iter_state()
-        run.reference.drop_gradients()
-        for optimizer in (run.reference.optimizer, run.optimizer):
-            optimizer.zero_grad()
+
+    def _raise_in_gather(self, run: Run, batch: Any) -> None:
+        held = [module._buffers for module in run.model.modules()]
+        before = [{name: None if each is None else each.clone() for name, each in now.items()} for now in held]
+        with failing("fullshard.device:Lane.run", self.cell + 1, "before"):
+            self._raises(Call(run.model), batch)
+        for buffers, were in zip(held, before, strict=True):
+            buffers.update(were)
 
     def _raises(self, call: Call, batch: Any) -> bool:
         try:

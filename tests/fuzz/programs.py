@@ -396,7 +396,7 @@ class _Generator:
         if kind == "swap":
             return do.SwapOptimizer(pick(self.optimizers))
         if kind == "raise":
-            where = ["in cell", "late in cell", "between cells", "backward in cell", "backward"]
+            where = ["in cell", "late in cell", "between cells", "backward in cell", "backward", "gather"]
             return do.Raise(pick(where), self.random.randrange(len(model.layers)))
         if kind == "unshard":
             return do.Unshard(pick([1, 2, 9]), self.chance(0.4), self.chance(0.4), self.chance(0.7))

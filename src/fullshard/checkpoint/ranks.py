@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
 from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
-from fullshard.comm.waits import waiting
+from fullshard.comm.waits import LostRankError, waiting
 
 _Result = TypeVar("_Result")
 
 
-class LostRank(CheckpointError):
+class LostRank(CheckpointError, LostRankError):
     """Another rank is gone: the ranks that are left can no longer agree on anything."""
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -30,7 +31,7 @@ from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Request, Route, Transfer, Transport, alias
-from fullshard.comm.waits import WAITS, Wait, lost
+from fullshard.comm.waits import WAITS, Wait, comes_from_backend, lost
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
 from fullshard.torch_private import (
@@ -255,39 +256,42 @@ class _CollectiveRoute:
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
     ) -> Pending:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
-        calls = self._bound.get(lease.index) or self._bind(lease)
-        if reduction != self._reduction:
-            self._choose(reduction)
-        started: list[_Started] = []
-        for call, chosen in zip(calls, self._collectives, strict=True):
-            if call.before[0]:
-                foreach_copy(*call.before)
-            collective, together, scaling = chosen
-            if not call.is_single:
-                outputs, inputs = call.outputs, call.inputs
-                places: Sequence[torch.Tensor] = ()
-                if not self._gathers:
-                    places, outputs, inputs = self._place(call, scaling, shards, straight)
-                works = (together(outputs, inputs),) if together is not None else [*map(collective, outputs, inputs)]
-                started += [(works, call, places, scaling.after)]
-                continue
-            output, source = call.outputs[0], call.inputs[0]
-            if output.__class__ is int:
-                output = shards[output]
-            if source.__class__ is int:
-                source = straight[source]
-            if scaling.before != 1:
-                divide_(source, scaling.before)
-            if source.dtype.is_complex:
-                output, source = as_real(output), as_real(source)
-            started += [((collective(output, source),), call, shards, scaling.after)]
-        return _PendingCollectives(self._wait, started, lease)
+        pending = _PendingCollectives(self._wait, [], lease)
+        try:
+            calls = self._bound.get(lease.index) or self._bind(lease)
+            if reduction != self._reduction:
+                self._choose(reduction)
+            for call, chosen in zip(calls, self._collectives, strict=True):
+                if call.before[0]:
+                    foreach_copy(*call.before)
+                collective, together, scaling = chosen
+                if not call.is_single:
+                    outputs, inputs = call.outputs, call.inputs
+                    places: Sequence[torch.Tensor] = ()
+                    if not self._gathers:
+                        places, outputs, inputs = self._place(call, scaling, shards, straight)
+                    works: list[dist.Work | None] = []
+                    pending.started += [(works, call, places, scaling.after)]
+                    works += [together(outputs, inputs)] if together is not None else map(collective, outputs, inputs)
+                    continue
+                output, source = call.outputs[0], call.inputs[0]
+                output = shards[output] if output.__class__ is int else output
+                source = straight[source] if source.__class__ is int else source
+                if scaling.before != 1:
+                    divide_(source, scaling.before)
+                if source.dtype.is_complex:
+                    output, source = as_real(output), as_real(source)
+                pending.started += [((collective(output, source),), call, shards, scaling.after)]
+        except BaseException:
+            with suppress(RuntimeError):
+                pending.finish()  # what was started writes to the buffers
+            raise
+        return pending
 
     def _place(
         self, call: _Call, scaling: Scaling, shards: Sequence[torch.Tensor], straight: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """The places of a reduction of several tensors: the parts of its shards, and the first shard whole. And what it
-        writes and reads."""
+        """The places of a reduction of several tensors: parts of its shards, one whole. What it writes and reads."""
         places: list[torch.Tensor] = []
         for index in call.members:
             places += torch.unsafe_split_with_sizes(shards[index], self._cuts[index])
@@ -327,8 +331,7 @@ class _CollectiveRoute:
         make = self._gather if self._gathers else self._reduce
         if self._comm is None or not self._numels:
             staging = iter(views(lease.view(torch.uint8, 0, (self.staging,)), self._numels, self._dtypes))
-            calls = self._bound[lease.index] = [make(messages, staging) for messages in self._messages]
-            return calls
+            return self._bound.setdefault(lease.index, [make(messages, staging) for messages in self._messages])
         each = zip(self._numels, self._dtypes, strict=True)
         memory = (self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each)
         return [make(messages, memory) for messages in self._messages]
@@ -395,7 +398,7 @@ class _PendingCollectives:
     """Collectives on their way."""
 
     wait: Wait
-    started: Sequence[_Started]
+    started: list[_Started]
     lease: Lease
 
     def finish(self) -> None:
@@ -407,6 +410,8 @@ class _PendingCollectives:
                     if work is not None:
                         work.wait()
         except RuntimeError as error:
+            if not comes_from_backend(error):
+                raise
             raise lost(self.wait, "another rank", error) from error
         finally:
             WAITS.current = None

@@ -7,6 +7,7 @@ Owns the error for a rank that was lost, and leaves to :mod:`fullshard.comm.watc
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+#: The place in its source that every error of gloo tells; gloo has no class of errors.
+_GLOO = re.compile(r"\bgloo[/\\]")
 
 
 class LostRankError(RuntimeError):
@@ -112,6 +116,11 @@ def lost(wait: Wait, rank: str, error: object) -> LostRankError:
     return LostRankError(f"rank {dist.get_rank()} lost {rank} in {placed(wait)}. {why} ({said})")
 
 
+def comes_from_backend(error: RuntimeError) -> bool:
+    """Whether a backend raised an error, and not what else runs in a wait, such as a function of the user."""
+    return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None
+
+
 def describe(wait: Wait) -> str:
     """What is waited for, for people."""
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
@@ -145,12 +154,14 @@ def call_of_torch(thread: threading.Thread) -> str:
 
 @contextmanager
 def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context of a wait for the ranks of a process group. Raises LostRankError if one is lost inside."""
+    """A context of a wait for the ranks of a process group. Raises LostRankError if a backend says that one is lost."""
     wait = Wait(what, process_group)
     before = WAITS.change(wait)
     try:
         yield
     except RuntimeError as error:
+        if not comes_from_backend(error):
+            raise
         raise lost(wait, "another rank", error) from error
     finally:
         WAITS.change(before)

@@ -99,7 +99,7 @@ class Watch:
     def show(self, error: BaseException) -> None:
         """Note an error that was shown to the user. It has ended the program, or one line at a prompt."""
         how = f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": ")
-        self.shown = how, not _comes_from_another_rank(error)
+        self.shown = how, _lost_in(error) is None
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         program &= {"<module>", "_run_module_as_main"}
         if not program and not sys.flags.interactive and not hasattr(sys, "ps1"):
@@ -380,11 +380,21 @@ def _end() -> None:
     time.sleep(_DROP)
 
 
-def _comes_from_another_rank(error: BaseException | None) -> bool:
-    """Whether an error says that another rank was lost, or was raised because of that."""
+def _lost_in(error: BaseException | None) -> LostRankError | None:
+    """The error that says that another rank was lost: this one, or that from which it was raised."""
     while error is not None and not isinstance(error, LostRankError):
         error = error.__cause__
-    return error is not None
+    return error
+
+
+def _shorten(error: LostRankError) -> None:
+    """Leave only the message: tracebacks would bury the first error of the job. What the user raised from it, or was
+    handling when it came, keeps its traceback."""
+    last: BaseException = error
+    while last.__cause__ is not None:
+        last = last.__cause__
+    error.__cause__, error.__context__, error.__traceback__ = None, last.__context__, None
+    error.__suppress_context__ = False
 
 
 def _follow_errors() -> None:
@@ -394,8 +404,8 @@ def _follow_errors() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if _watch is not None:
             _watch.show(error)
-        if _comes_from_another_rank(error):  # the first error of the job is not to be buried under tracebacks
-            error.__cause__, error.__suppress_context__, error.__traceback__, trace = None, True, None, None
-        before(kind, error, trace)
+        if (lost := _lost_in(error)) is not None:
+            _shorten(lost)
+        before(kind, error, None if lost is error else trace)
 
     sys.excepthook = hook

@@ -70,7 +70,7 @@ class Reductions:
         """Wait for all reductions, and drop their results."""
         self.drops += 1
         while self._marks:
-            with suppress(RuntimeError):  # an error is being recovered from: what was under way is lost anyway
+            with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
                 self._marks.popleft().wait()
         while self.arriving:
             self.arriving.popleft()[0].synchronize()
@@ -130,8 +130,8 @@ class State(Enum):
 
 
 LEGAL = {
-    State.SHARDED: {State.GATHERING, State.UNSHARDED},
-    State.GATHERING: {State.UNSHARDED},
+    State.SHARDED: {State.GATHERING},
+    State.GATHERING: {State.UNSHARDED, State.SHARDED},
     State.UNSHARDED: {State.SHARDED, State.LEFT, State.SHARDED_POST_FORWARD},
     State.LEFT: {State.UNSHARDED, State.SHARDED},
     State.SHARDED_POST_FORWARD: {State.GATHERING, State.SHARDED},

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -59,13 +60,13 @@ class _Extended:
             self._work.append((work, sent, received, target))
 
     def finish(self) -> None:
-        for work, _, received, target in self._work:
+        started, self._work = self._work, []
+        for work, _, received, target in started:
             with waiting(f"the all-gather of '{self._param.name}'", self._group.data.shard_group):
                 work.wait()
             if received is not target:
                 whole = torch.cat(received.chunk(self._group.data.shard_size), self._param.dim or 0)
                 target.copy_(whole.view(target.shape))
-        self._work.clear()
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors that the subclass sends, padded with zeros if this rank has fewer rows than others."""
@@ -131,13 +132,19 @@ class ExtensionGather:
         """Gather them after others. Users' code comes first: what raises there leaves no communication under way."""
         inputs = [each.inputs() for each in self._extended]
         self._others = start_others()
-        for each, sent in zip(self._extended, inputs, strict=True):
-            each.start(sent)
+        try:
+            for each, sent in zip(self._extended, inputs, strict=True):
+                each.start(sent)
+        except BaseException:
+            with suppress(RuntimeError):
+                self.finish()  # what was started writes to the buffers
+            raise
         return self
 
     def finish(self) -> None:
-        for part in (self._others, *self._extended):
-            part.finish()
+        with ExitStack() as parts:  # each of them, whichever raises: what has not ended writes to the buffers
+            for part in reversed((self._others, *self._extended)):
+                parts.callback(part.finish)
 
     @torch.inference_mode(False)
     @torch.no_grad()

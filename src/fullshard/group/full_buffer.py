@@ -119,11 +119,11 @@ class FullBuffer:
         if self._extensions is not None:
             self._extensions.arrive()
         leaves = {index: param.unsharded for index, param in enumerate(group.params) if param.unsharded is not None}
+        register(group, leaves.items())
         inside = [part for leaf in leaves.values() for part in private.plain_parts(leaf) if part is not leaf]
         self._leaves = (*leaves.values(), *(part for part in inside if not part.is_inference()))
         self._versions = tuple(map(private.version_of, self._leaves))
         self._released = (RELEASED,) * len(self._leaves)
-        register(group, leaves.items())
 
     def arrive(self) -> bool:
         """The values are there: let autograd read what it saved of them. Returns whether the leaves are new."""
@@ -163,6 +163,10 @@ class FullBuffer:
         self.buffer.give_back()
         if self._memory.shared is None or not self._group.clock.reading:
             private.set_versions(self._leaves, self._released)
+
+    def give_up(self) -> None:
+        """Know of no values: their gather failed."""
+        self._values = None
 
     def rest(self, mesh: DataMesh) -> dict[int, nn.Parameter] | None:
         """Let the values rest on a smaller mesh, if they can; returns what stands for parameters there, by index."""
@@ -227,7 +231,8 @@ class GatheredBuffer(FullBuffer):
                     full.copy_(shard, non_blocking=True)
             return Done()
         if memory.needs_staging:
-            self._staging = memory.stage(self._staging)
+            self._staging = self._staging or memory.make_staging()
+            memory.stage(self._staging)
         if self._route is None:
             shards = memory.staged_views if memory.needs_staging else memory.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, shards))
@@ -237,6 +242,10 @@ class GatheredBuffer(FullBuffer):
     def _end_gather(self) -> None:
         if self._staging is not None:
             self._staging.give_back()
+
+    def give_up(self) -> None:
+        super().give_up()
+        self._end_gather()
 
     def join(self) -> None:
         self.buffer.move(self._group.parameter_pool)
@@ -267,8 +276,10 @@ class MappedBuffer(FullBuffer):
             self._shared.publish(self.version, whatever=True)
             barrier, doing = self._shared.memory.barrier, f"unshard() of {self._group.title}"
             barrier.enter(doing)
-            self.buffer.be_private()
-            barrier.leave(doing)
+            try:
+                self.buffer.be_private()
+            finally:
+                barrier.leave(doing)
         self.buffer.take()
         self._values = self._group.clock.epoch, self.version()
         return PASSED

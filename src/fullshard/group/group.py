@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -138,30 +139,49 @@ class Group(TrainedGroup):
             self.reshard()  # the shard was written since: gather again
         if self.memory.has_meta:
             self.memory.refuse_meta()
-        gather = self.full.fill()
+        self.to_state(State.GATHERING)
+        try:
+            gather = self.full.fill()
+        except BaseException:
+            self._give_up()
+            raise
         self._gather = gather or PASSED
         if gather is None:
             self.wait_for_unshard()
-            return False
-        self.to_state(State.GATHERING)
-        return True
+        return gather is not None
 
     def wait_for_unshard(self) -> None:
         """Wait for the gather, if one was started, and let the modules show the unsharded parameters."""
         if self._gather is not None:
-            self._gather.wait()
+            try:
+                self._gather.wait()
+                is_first = self.full.arrive()
+            except BaseException:
+                self._give_up()
+                raise
             self._gather = None
             self.to_state(State.UNSHARDED)
-            if self.full.arrive():
+            if is_first:
                 for index, param in enumerate(self.params):
                     self.gradients.listen(index, param)
                 self.module_params.prepare()
             self.module_params.show(self.module_params.as_unsharded)
 
+    def _give_up(self) -> None:
+        """Back to SHARDED after an error in a gather, which gives back all that it took."""
+        self._gather = None
+        self.full.give_up()
+        self.reshard()
+
     def reshard(self) -> None:
         """Show the sharded parameters and let the full buffer go."""
-        if self.state is State.GATHERING:
-            self.wait_for_unshard()
+        if self._gather is not None:
+            try:
+                self._gather.wait()
+            except BaseException:
+                self._give_up()
+                raise
+            self._gather = None
         if self.module_params.stand_ins:
             self.module_params.show_sharded()
         elif self.state is not State.SHARDED:
@@ -245,5 +265,6 @@ class Group(TrainedGroup):
 
     def reset(self) -> None:
         """Back to SHARDED from wherever an error left the group; gradients on their way are lost."""
-        self.reshard()
+        with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
+            self.reshard()
         self.gradients.discard()

@@ -106,12 +106,16 @@ class Memory:
                 param.place_extension(group.offloads)
         self.has_meta = any(param.held.is_meta for param in group.params)  # some until they are materialized
 
-    def stage(self, staging: SlotBuffer | None) -> SlotBuffer:
-        """Copy the shard to the compute device and dtype, in memory from the pool."""
+    def make_staging(self) -> SlotBuffer:
+        """A buffer for :meth:`stage`, with memory from the pool."""
         group = self._group
-        if staging is None:
-            staging = SlotBuffer(group.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
-            group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
+        staging = SlotBuffer(group.staging_pool, shard_bytes(group.sections, group.compute_dtypes))
+        group.staging_pool.ordinary = max(group.staging_pool.ordinary, staging.nbytes)
+        return staging
+
+    def stage(self, staging: SlotBuffer) -> None:
+        """Copy the shard to the compute device and dtype."""
+        group = self._group
         staging.take()  # given back in the lane in which it is taken: nobody else can still read it
         if not self.staged_views:
             with torch.inference_mode(False):
@@ -119,7 +123,6 @@ class Memory:
         with torch.no_grad():
             if self.views:
                 foreach_copy(self.staged_views, self.views)
-        return staging
 
     def refuse_meta(self) -> NoReturn:
         names = [param.name for param in self._group.params if param.held.is_meta]

@@ -223,11 +223,11 @@ class Schedule:
 
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
-        self.forward_root = None
-        self.finalization.end_forward(mark)
         for group in self.groups():
             if group.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 self.reshard(group)
+        self.forward_root = None
+        self.finalization.end_forward(mark)
         self.passes.end("forward")
         self.consistency.start("forward", self.passes.steps)
         if not torch.is_grad_enabled():
@@ -309,9 +309,13 @@ class Schedule:
         return wait
 
     def _end_step(self) -> None:
-        """Wait for every reduction."""
-        self.comm.reductions.keep_at_most(0)
-        self.comm.reductions.take_in()
+        """Wait for every reduction. An error leaves the backward one that did not end."""
+        try:
+            self.comm.reductions.keep_at_most(0)
+            self.comm.reductions.take_in()
+        except BaseException:
+            self.is_in_backward = True
+            raise
         if self.inspect is not None:
             for group in self.groups():
                 self.inspect(group, True)

@@ -58,16 +58,28 @@ class WrappedUnit(Unit):
             for unit in schedule.units if os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1" else ():
                 if isinstance(unit, WrappedUnit):
                     unit._compute_in_full(not module.training)
-        return super().pre_forward(module, args, kwargs)
+        try:
+            return super().pre_forward(module, args, kwargs)
+        except BaseException:
+            self.failed = True
+            raise
+
+    def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        try:
+            return super().post_forward(module, args, output)
+        except BaseException:
+            self.failed = True
+            raise
 
     def recover(self) -> None:
         """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
         if (schedule := self.schedule) is None or running_backward() >= 0:
             return
-        root = schedule.root
-        if isinstance(root, WrappedUnit) and (root.failed or schedule.is_in_backward):
+        outermost = [unit for unit in (schedule.root, schedule.forward_root) if isinstance(unit, WrappedUnit)]
+        if outermost and (schedule.is_in_backward or any(unit.failed for unit in outermost)):
             schedule.reset()
-            root.failed = False
+            for unit in outermost:
+                unit.failed = False
 
     def reduce_by(self, hook: Callable[..., Any]) -> None:
         """Reduce gradients from now on by a function, in the form that ``torch.distributed.algorithms`` has them."""
