@@ -563,6 +563,12 @@ MUTATIONS = (
         "pass",
         "tests/test_strangers.py::test_a_forgotten_root_is_told_once_with_its_parameters_and_the_missing_call",
     ),
+    Mutation(
+        "group/group.py",
+        "twin.name, twin._copy_tags = self.name, self._copy_tags",
+        "twin.name = self.name",
+        "tests/fully_shard/test_copies.py::test_copies_of_copies_have_tags_of_their_own",
+    ),
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",
