@@ -579,6 +579,25 @@ MUTATIONS = (
         "pass",
         "tests/comm/test_local_ranks.py::test_if_one_rank_cannot_nobody_shares",
     ),
+    # parameters that are not sharded
+    Mutation(
+        "strangers.py",
+        "if param.requires_grad and id(param) not in known and",
+        "if param.requires_grad and",
+        "tests/test_strangers.py::test_what_is_left_out_on_purpose_is_not_told",
+    ),
+    Mutation(
+        "optim/steps.py",
+        "strangers += [param] if param.requires_grad else []",
+        "pass",
+        "tests/test_strangers.py::test_a_forgotten_root_is_told_once_with_its_parameters_and_the_missing_call",
+    ),
+    Mutation(
+        "group/group.py",
+        "twin.name, twin._copy_tags = self.name, self._copy_tags",
+        "twin.name = self.name",
+        "tests/fully_shard/test_copies.py::test_copies_of_copies_have_tags_of_their_own",
+    ),
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",

@@ -23,7 +23,7 @@ LAYERS = (
     ("comm",),
     ("group",),
     ("schedule",),
-    ("wrap", "module", "overlaps", "fully_shard", "full_params", "optim", "wrapper"),
+    ("wrap", "module", "overlaps", "strangers", "fully_shard", "full_params", "optim", "wrapper"),
     ("compat",),
     ("checkpoint", "report"),
     ("interop", "cli", "__main__"),

@@ -285,3 +285,13 @@ def test_a_copy_has_what_was_loaded_in_the_place_of_parameters(world: World) -> 
     twin = copy.deepcopy(model)
     for each in (twin, model):
         assert_close(each(inputs()), other(inputs()), "output")
+
+
+@ranks(2)
+def test_copies_of_copies_have_tags_of_their_own(world: World) -> None:
+    """Messages of two models under one tag would be taken for one another's."""
+    model = shard_mlp()
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    family = [model, first, second, copy.deepcopy(first), copy.deepcopy(copy.deepcopy(first)), copy.deepcopy(model)]
+    groups = [group for each in family for group in groups_of(each)]
+    assert len({group.tag for group in groups}) == len(groups)

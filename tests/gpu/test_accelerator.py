@@ -204,7 +204,7 @@ def test_clipping_gradients_on_two_devices(mesh: DeviceMesh) -> None:
     params = [nn.Parameter(torch.ones(1, device=device)) for device in (mesh.device_type, "cpu")]
     for param, value in zip(params, (3.0, 4.0), strict=True):
         param.grad = torch.full_like(param, value)
-    total = clip_local_shards(params[:1], params[1:], 1.0, 2.0, None, torch.device(mesh.device_type))
+    total = clip_local_shards({params[0]: 1}, params[1:], 1.0, 2.0, None, torch.device(mesh.device_type))
     assert total.device.type == mesh.device_type
     assert total.item() == pytest.approx(5.0)
     assert [param.grad.item() for param in params] == pytest.approx([0.6, 0.8])  # type: ignore[union-attr]

@@ -50,7 +50,7 @@ class Case:
             params.append(nn.Parameter(torch.ones(2)))  # unused in forward
 
     def clip(self, max_norm: float, p: Any, group: dist.ProcessGroup | None = None) -> Tensor:
-        return clip_local_shards(self.sharded, self.whole, max_norm, p, group, CPU)
+        return clip_local_shards(dict.fromkeys(self.sharded, 1), self.whole, max_norm, p, group, CPU)
 
     def parts_of_reference(self) -> list[Tensor]:
         grads = [param.grad for param in self.reference]
@@ -92,14 +92,15 @@ def assert_alike(total: Tensor) -> None:
 @ranks(2)
 @NORMS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_are_accumulated_in_full_precision_and_returned_as_they_are(
+def test_other_dtypes_are_accumulated_in_full_precision_and_returned_as_they_are_but_for_fp16(
     world: World, dtype: torch.dtype, p: Any
 ) -> None:
     case = Case(world, dtype)
     exact = torch.linalg.vector_norm(torch.cat([param.grad.double() for param in case.reference]), float(p))  # type: ignore[union-attr]
     total = case.clip(1.0, p)
-    assert total.dtype == dtype
-    torch.testing.assert_close(total, exact.float().to(dtype), rtol=torch.finfo(torch.float16).eps, atol=0)
+    returned = torch.float32 if dtype == torch.float16 else dtype
+    assert total.dtype == returned
+    torch.testing.assert_close(total, exact.float().to(returned), rtol=torch.finfo(torch.float16).eps, atol=0)
     factor = min(1.0, 1.0 / exact.item())
     for mine, theirs in zip(case.parts(), case.parts_of_reference(), strict=True):
         assert mine.dtype == dtype
@@ -110,13 +111,26 @@ def test_other_dtypes_are_accumulated_in_full_precision_and_returned_as_they_are
 def test_the_norm_of_many_small_halves_does_not_stall(world: World) -> None:
     """In fp16 a sum of 40,000 ones ends at 2,048."""
     param = with_gradient(torch.ones(20_000, dtype=torch.float16))
-    assert clip_local_shards([param], [], 1e6, 1, None, CPU) == 40_000
+    assert clip_local_shards({param: 1}, [], 1e6, 1, None, CPU) == 40_000
+
+
+@ranks(2)
+@NORMS
+def test_a_norm_beyond_the_range_of_halves_is_returned_and_clips(world: World, p: Any) -> None:
+    """fp16 ends at 65,504."""
+    param = with_gradient(torch.full((64,), 32_000.0, dtype=torch.float16))
+    total = clip_local_shards({param: 1}, [], 1e5, p, None, CPU)
+    expected = torch.linalg.vector_norm(torch.full((64 * world.size,), 32_000.0, dtype=torch.float64), float(p))
+    torch.testing.assert_close(total, expected.float())
+    assert param.grad is not None
+    clipped = 32_000 * torch.clamp(1e5 / expected, max=1.0)
+    torch.testing.assert_close(param.grad, clipped.half().expand(64), rtol=2e-3, atol=0)
 
 
 @ranks(2)
 def test_dtypes_that_differ_promote_as_torchs_do(world: World) -> None:
     low, full = with_gradient(torch.full((2,), 3.0, dtype=torch.bfloat16)), with_gradient(torch.full((2,), 4.0))
-    total = clip_local_shards([low], [full], 1.0, 1, None, CPU)
+    total = clip_local_shards({low: 1}, [full], 1.0, 1, None, CPU)
     assert total.dtype == torch.float32
     assert total == 2 * 6 + 8
     assert low.grad is not None
@@ -133,11 +147,11 @@ def test_a_rank_without_gradients_warns_and_has_the_norm_of_the_others(world: Wo
         params[0].grad = torch.tensor([3.0, -4.0])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            total = clip_local_shards(params, [], 1.0, p, None, CPU)
+            total = clip_local_shards(dict.fromkeys(params, 1), [], 1.0, p, None, CPU)
         assert total == torch.linalg.vector_norm(torch.tensor([3.0, -4.0]), float(p))
     else:
         with pytest.warns(UserWarning, match=f"no gradient on rank {world.rank}; .* as torch.float32"):
-            total = clip_local_shards(params, [], 1.0, p, None, CPU)
+            total = clip_local_shards(dict.fromkeys(params, 1), [], 1.0, p, None, CPU)
     assert_alike(total)
 
 
@@ -145,7 +159,7 @@ def test_a_rank_without_gradients_warns_and_has_the_norm_of_the_others(world: Wo
 @NORMS
 def test_without_gradients_anywhere_the_norm_is_zero(world: World, p: Any) -> None:
     with pytest.warns(UserWarning, match="found no gradient"):
-        total = clip_local_shards([nn.Parameter(torch.ones(2))], [], 1.0, p, None, CPU)
+        total = clip_local_shards({nn.Parameter(torch.ones(2)): 1}, [], 1.0, p, None, CPU)
     assert total == 0
     assert total.dtype == torch.float32
 
@@ -174,7 +188,7 @@ def test_sharded_gradients_come_out_as_in_torchs_wrapper(world: World, p: Any, o
     model = FSDP(model, dist.group.WORLD, use_orig_params=orig, device_id=CPU)
     (model(torch.ones(2, 3)) * (1 + world.rank)).sum().backward()
     ours = [with_gradient(param.grad) for param in model.parameters() if param.grad is not None]
-    total = clip_local_shards(ours, [], 0.5, p, None, CPU)
+    total = clip_local_shards(dict.fromkeys(ours, 1), [], 0.5, p, None, CPU)
     expected = model.clip_grad_norm_(0.5, p)
     torch.testing.assert_close(total, expected)
     theirs = [param.grad for param in model.parameters() if param.grad is not None]
@@ -187,7 +201,17 @@ def test_only_the_ranks_of_the_group_count(world: World) -> None:
     """As where parts are replicated over nodes: ranks 0 and 1 have the same as 2 and 3."""
     shard = world.mesh(2, 2, names=("replicate", "shard"))["shard"]
     param = with_gradient(torch.full((1,), 3.0 + shard.get_local_rank()))
-    assert clip_local_shards([param], [], 1.0, 2, shard.get_group(), CPU) == 5.0
+    assert clip_local_shards({param: 1}, [], 1.0, 2, shard.get_group(), CPU) == 5.0
+
+
+@ranks(4)
+@NORMS
+def test_a_part_that_several_ranks_of_the_group_have_counts_once(world: World, p: Any) -> None:
+    """As where some modules are sharded over all ranks, and others inside of nodes and replicated over these."""
+    hybrid, full = with_gradient(torch.full((1,), 3.0 + world.rank % 2)), with_gradient(torch.ones(2))
+    total = clip_local_shards({hybrid: 2, full: 1}, [], 1.0, p, None, CPU)
+    expected = torch.linalg.vector_norm(torch.tensor([3.0, 4.0, *[1.0] * 8]), float(p))
+    torch.testing.assert_close(total, expected)
 
 
 @ranks(2)
@@ -197,11 +221,11 @@ def test_without_sharded_parameters_ranks_clip_apart(world: World, p: Any) -> No
     if world.rank == 0:
         param = with_gradient(torch.tensor([3.0, -4.0]))
         norm = torch.linalg.vector_norm(torch.tensor([3.0, -4.0]), float(p))
-        torch.testing.assert_close(clip_local_shards([], [param], 1.0, p, None, CPU), norm)
+        torch.testing.assert_close(clip_local_shards({}, [param], 1.0, p, None, CPU), norm)
         torch.testing.assert_close(param.grad, torch.tensor([3.0, -4.0]) / norm)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert clip_local_shards([], [], 1.0, p, None, CPU) == 0
+            assert clip_local_shards({}, [], 1.0, p, None, CPU) == 0
 
 
 @ranks(2)
@@ -218,7 +242,7 @@ def test_one_number_is_communicated(world: World) -> None:
 @pytest.mark.parametrize("p", [0, -1, -math.inf, math.nan])
 def test_norms_that_are_none_are_refused(p: float) -> None:
     with pytest.raises(ValueError, match=r"norm_type is .*; expected a number above 0"):
-        clip_local_shards([], [], 1.0, p, None, CPU)
+        clip_local_shards({}, [], 1.0, p, None, CPU)
 
 
 @ranks(2)
@@ -226,8 +250,8 @@ def test_norms_that_are_none_are_refused(p: float) -> None:
 def test_gradients_of_fp16_are_scaled_by_a_norm_that_fp16_cannot_hold(world: World, p: int) -> None:
     """60,000 is finite in fp16, and the norm of two of them is not: its factor would be 0."""
     params = [with_gradient(torch.full((4,), 60_000.0, dtype=torch.float16)) for _ in range(2)]
-    total = clip_local_shards(params[:1], params[1:], 8000.0, p, None, CPU)
-    assert total.isinf()  # as it is given back in fp16
+    total = clip_local_shards({params[0]: 1}, params[1:], 8000.0, p, None, CPU)
+    assert total.item() == pytest.approx(60_000 * 12 ** (1 / p))
     expected = torch.full((4,), 8000.0 / 12 ** (1 / p))
     for param in params:
         assert param.grad is not None

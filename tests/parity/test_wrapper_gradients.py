@@ -341,3 +341,48 @@ def test_gradients_of_a_step_with_an_error_do_not_come_home_after_they_were_clea
     for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(found[name], parameter.grad)
+
+
+@ranks(4)
+@NORMS
+@pytest.mark.parametrize("inner", ["first", "last"])
+def test_modules_over_other_process_groups_count_once_in_the_norm(world: World, norm_type: float, inner: str) -> None:
+    """One layer is sharded inside of nodes, and replicated or not over these; the other one over all ranks."""
+    nodes = world.mesh(2, 2, names=("replicate", "shard"))
+    model, reference = (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)) for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    layers = [0, 1] if inner == "first" else [1, 0]
+    hybrid = {"device_mesh": nodes, "sharding_strategy": fullshard.ShardingStrategy.HYBRID_SHARD}
+    model[layers[0]] = fullshard.FullyShardedDataParallel(model[layers[0]], **hybrid)
+    model[layers[1]] = fullshard.FullyShardedDataParallel(model[layers[1]])
+    model = fullshard.FullyShardedDataParallel(model)
+    for rank in range(world.size):
+        reference(torch.full((2, 3), 1.0 + rank)).sum().div(world.size).backward()
+    model(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2, norm_type)
+    torch.testing.assert_close(model.clip_grad_norm_(1e-2, norm_type), expected)
+
+
+@ranks(4)
+def test_modules_of_some_ranks_each_have_one_norm(world: World) -> None:
+    """As experts: ranks 0 and 1 have other parameters than 2 and 3, and all have some in common."""
+    pairs = world.mesh(2, 2, names=("pair", "shard"))["shard"]
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1] = fullshard.FullyShardedDataParallel(model[1], pairs.get_group())
+    model = fullshard.FullyShardedDataParallel(model)
+    model(torch.ones(1, 2)).sum().backward()
+    for param in model.parameters():
+        param.grad.fill_(1.0)
+    assert model.clip_grad_norm_(1e9, 2.0).item() == pytest.approx((4 + 2 * 4) ** 0.5)
+
+
+@ranks(4)
+def test_a_norm_over_process_groups_of_which_none_has_all_ranks_is_refused(world: World) -> None:
+    mesh = world.mesh(2, 2, names=("rows", "columns"))
+    layers = [
+        fullshard.FullyShardedDataParallel(nn.Linear(2, 2), mesh[name].get_group()) for name in mesh.mesh_dim_names
+    ]
+    model = fullshard.FullyShardedDataParallel(nn.Sequential(*layers), mesh["rows"].get_group())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"sharded over ranks \[\d, \d\], and others over \[\d, \d\]"):
+        model.clip_grad_norm_(1.0)

@@ -33,7 +33,7 @@ def attended(world: World, folder: Path, fault: str) -> dict[str, Any]:
     model = MLP()
     for block in model.blocks:
         fullshard.fully_shard(block)
-    train = trained(fullshard.fully_shard(model))
+    train = trained(model if fault == "root" else fullshard.fully_shard(model))
     for step in range(5):
         if fault == "slow" and world.rank == 1:
             time.sleep(0.05)
@@ -47,13 +47,18 @@ def attended(world: World, folder: Path, fault: str) -> dict[str, Any]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("fault", ["none", "slow", "seed", "nan"])
+@pytest.mark.parametrize("fault", ["none", "slow", "seed", "nan", "root"])
 def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> None:
     found = attended(world, tmp_path, fault)
     bad = {"seed": "initial values", "nan": "finite values"}.get(fault)
     for name in ("job", "versions", "process group", "network", "initial values", "finite values"):
         assert found[name].result == ("error" if name == bad else "ok"), found[name]
-    assert "blocks.0" in found["sharding"].text  # what explain() advises: the groups are small
+    if fault == "root":
+        assert found["sharding"].result == "warning"
+        assert found["sharding"].text.startswith("parameters of the MLP are trained and not sharded: ['scale'].")
+        assert "fully_shard(model)" in found["sharding"].advice
+    else:
+        assert "blocks.0" in found["sharding"].text  # what explain() advises: the groups are small
     if fault == "slow":
         assert found["slow rank"].result == "warning"
         assert "Rank 1 is slow" in found["slow rank"].text
@@ -79,6 +84,18 @@ def test_a_program_asks_for_itself(world: World) -> None:
     assert sharded.problems
     assert "initial values: " not in str(sharded).partition("Looked at")[0]
     model(inputs(width=3))
+
+
+@ranks(2)
+def test_a_program_that_forgot_the_root_is_told(world: World) -> None:
+    model = MLP()
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    (problem,) = fullshard.doctor(model).problems
+    assert "['scale']" in problem.text
+    assert "fully_shard(model)" in problem.advice
+    fullshard.fully_shard(model)
+    assert not fullshard.doctor(model).problems
 
 
 def told(rank: int, *lines: dict[str, Any]) -> Told:

@@ -95,6 +95,28 @@ def test_meshes_change_what_is_foretold(world: World, way: str) -> None:
     check(model, world, peers=2 if way == "hybrid" else None)
 
 
+@ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_model_whose_root_is_not_sharded_is_explained(world: World, transport: str) -> None:
+    """Each block is a root of its own then, which stays whole after its forward."""
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    model = WORK.build()
+    for block in model.blocks:  # type: ignore[union-attr]
+        fullshard.fully_shard(block)
+    before = explain(model)
+    step(model, world, 0)
+    after = explain(model)
+    assert before.order == after.order == tuple(f"blocks.{index}" for index in range(4))
+    assert after.facts.is_recorded
+    assert not any(group.reshards for group in (*before.groups, *after.groups))
+    assert after.memory == before.memory
+    assert after.traffic == before.traffic
+    assert "embedding.weight" in after.facts.left_out
+    assert after.facts.left_out == before.facts.left_out
+    model(WORK.batch(world.rank, 1))
+    assert explain(model).facts.left_out == before.facts.left_out, "gathered parameters are sharded ones too"
+
+
 def test_the_page_shows_what_is_said_today() -> None:
     docs = Path(fullshard.__file__).parents[2] / "docs"
     example = runpy.run_path(str(docs / "make_pictures.py"))["example"]

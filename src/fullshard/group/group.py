@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -36,7 +37,8 @@ class Group(TrainedGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._copies = 0
+        #: The tags of copies, and of copies of these: every rank copies alike, so that they agree by themselves.
+        self._copy_tags = itertools.count(self.tag + _TAGS_APART, _TAGS_APART)
         self.has_custom_communication = False
         #: The units that need it now: several where parameters are tied across groups. It stays unsharded meanwhile.
         self.users: set[object] = set()
@@ -255,12 +257,10 @@ class Group(TrainedGroup):
         params = [param.copy(memo) for param in self.params]
         modules = [copy.deepcopy(module, memo) for module in self.modules]
         options = dataclasses.replace(self.options)
-        self._copies += 1  # every rank copies alike, so that the copies' tags agree without communication
-        tag = self.tag + self._copies * _TAGS_APART
-        private = self.transport.private  # to share memory anew takes all ranks
+        private, tag = self.transport.private, next(self._copy_tags)  # to share memory anew takes all ranks
         twin.__init__(params, modules, self.data, self.device, options, private, tag)  # type: ignore[misc]
         twin.reduce_transport, twin.reduce_process_group = self.reduce_transport, self.reduce_process_group
-        twin.name = self.name
+        twin.name, twin._copy_tags = self.name, self._copy_tags
         return twin
 
     def reset(self) -> None:

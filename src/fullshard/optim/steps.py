@@ -1,7 +1,8 @@
 """What happens around a step of an optimizer that has parameters of groups.
 
-Owns the hooks on the steps of all optimizers: the check that an optimizer was built from what is trained, the count of
-writes and of steps, and state that is on the device only for a step, as ``CPUOffloadPolicy(parameters=False)`` asks.
+Owns the hooks on the steps of all optimizers: the checks, at an optimizer's first step, that it was built from what is
+trained and that all it trains is sharded; the count of writes and of steps; and state that is on the device only for a
+step, as ``CPUOffloadPolicy(parameters=False)`` asks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fullshard.device import CPU, streams_of
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.optim.local_step import prepare_step
+from fullshard.policies import warn
+from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, running_backward, set_local
 
 #: How many parameters an optimizer had when it was looked at, and their groups.
@@ -57,8 +60,10 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
     known = _found.get(optimizer)
     if known is None or known[0] != count:
         groups: dict[int, GroupContext] = {}
+        strangers = []
         for param in (param for options in optimizer.param_groups for param in options["params"]):
             if (owner := owner_of(param)) is None:
+                strangers += [param] if param.requires_grad else []
                 continue
             group, index = owner
             groups[id(group)] = group
@@ -70,6 +75,8 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
                     f"model.reshard() first if a forward was run before"
                 )
         known = _found[optimizer] = count, [weakref.ref(group) for group in groups.values()]
+        for problem, advice in strangers_of(strangers) if strangers else ():
+            warn(f"{problem}. {advice}")
     return [alive for reference in known[1] if (alive := reference()) is not None]
 
 

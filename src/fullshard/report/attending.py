@@ -29,6 +29,7 @@ from fullshard.comm.waits import WAITS, LostRankError
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import verify_values
+from fullshard.optim import steps
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
@@ -73,6 +74,7 @@ class Attendance:
         front_end = importlib.import_module("fullshard.fully_shard")
         self._overrides.around(front_end, "verify_parameters", self._verify)
         self._overrides.around(finite, "_expect_finite", self._expect_finite)
+        self._overrides.around(steps, "strangers_of", self._find_strangers)
         hooks.when_sharded(self._sharded)
         begin = self._begin_tree
 
@@ -170,6 +172,13 @@ class Attendance:
         begin(kind, groups)
         if self._recording is not None and not self._recording.is_running:
             self.end()
+
+    def _find_strangers(self, find: Callable[..., Iterable[tuple[str, str]]], params: Any) -> list[tuple[str, str]]:
+        """Tell of trained parameters that are not sharded."""
+        found = [*find(params)]
+        for problem, advice in found:
+            self._tell_check(Check("sharding", "warning", f"{problem}.", f"{advice}."))
+        return found
 
     def _expect_finite(self, expect: Callable[..., None], tensor: torch.Tensor, what: str) -> None:
         """Tell of the first value that is not finite, and go on."""

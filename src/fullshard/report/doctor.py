@@ -39,6 +39,7 @@ from fullshard.report.environment import Check, check_environment
 from fullshard.report.findings import findings
 from fullshard.report.recording import RankRecording, as_rank
 from fullshard.schedule.unit import unit_of
+from fullshard.strangers import explain_strangers, strangers_in
 
 #: The part of a step that others wait for a rank which is worth a warning.
 _SLOW = 0.1
@@ -128,6 +129,9 @@ def _values(model: nn.Module) -> Iterator[Check]:
     if is_sharded or any(each.is_meta for each in named.values()):
         why = "The model is sharded: each rank has a part." if is_sharded else "Parameters are on the meta device."
         yield Check("initial values", "not checked", why)
+        if strangers := [*strangers_in(model)]:
+            problem, advice = explain_strangers(model, strangers)
+            yield Check("sharding", "warning", f"{problem}.", f"{advice}.")
     else:
         params = [SimpleNamespace(name=name, local=value) for name, value in named.items()]
         try:

@@ -23,6 +23,7 @@ from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.report.text import dtype_name
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.strangers import known_to, strangers_in, units_in
 from fullshard.wrap import repeated_blocks
 
 
@@ -224,30 +225,29 @@ def facts_of(model: nn.Module) -> ModelFacts:
         ValueError: no part of the model is sharded.
     """
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    units = list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+    units = units_in(model)
     if not units:
         raise ValueError(
             f"no part of this {type(model).__name__} is sharded: apply fully_shard to it first, or give explain() a "
             f"function that builds it and a number of ranks"
         )
     groups = [group for unit in units for group in unit.groups]
-    schedule = next((unit.schedule for unit in units if unit.schedule is not None), None)
-    recorded = [] if schedule is None else schedule.order.entered
+    schedules = list(dict.fromkeys(unit.schedule for unit in units if unit.schedule is not None))
+    recorded = [group for schedule in schedules for group in schedule.order.entered]
     ordered = _by_use(units, recorded)
     position = {group: at for at, group in enumerate(groups)}
-    managed = {id(param.sharded) for group in groups for param in group.params}
-    managed |= {id(param) for group in groups for param in group.sharded}
-    ignored = {each for unit in units for each in unit.ignored}
-    others = {name: param for name, param in model.named_parameters() if id(param) not in managed}
-    left_out = (name for name, param in others.items() if param.requires_grad and id(param) not in ignored)
+    inside = {inner for unit in units for each in unit.modules for inner in each.modules() if inner is not each}
+    roots = [unit for unit in units if not unit.is_list and unit.modules[0] not in inside]
+    managed = known_to(groups)
+    others = [param for param in model.parameters() if id(param) not in managed]
     return ModelFacts(
         name=_class_of(model),
-        groups=tuple(_group_facts(group, unit, model, names) for unit in units for group in unit.groups),
+        groups=tuple(_group_facts(group, unit, unit in roots, names) for unit in units for group in unit.groups),
         units=tuple(_unit_facts(unit, ordered, position) for unit in ordered),
         is_recorded=bool(recorded),
-        prefetch=1 if schedule is None else schedule.prefetch_limit,
-        left_out=tuple(map(plain_name, left_out)),
-        outside=sum(tensor.nbytes for tensor in [*others.values(), *model.buffers()]),
+        prefetch=schedules[0].prefetch_limit if schedules else 1,
+        left_out=tuple(strangers_in(model)),
+        outside=sum(tensor.nbytes for tensor in [*others, *model.buffers()]),
         blocks=tuple(map(_class_of, repeated_blocks(model))),
     )
 
@@ -271,7 +271,7 @@ def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int])
     )
 
 
-def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, str]) -> GroupFacts:
+def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
     data, sections, memory, computed = group.data, group.sections, group.memory, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
     own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
@@ -281,7 +281,7 @@ def _group_facts(group: Group, unit: Unit, model: nn.Module, names: dict[int, st
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
     is_whole = data.shard_group is None
-    keeps = unit.auto_reshard and unit.schedule is None and unit.modules[0] is model  # the root will
+    keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will
     rests_on = None if keeps else group.options.post_forward_mesh
     small = [] if rests_on is None else [section.over(rests_on.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own

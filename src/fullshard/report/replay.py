@@ -123,6 +123,7 @@ class Replay:
             for at in unit.needed:
                 self._order.entered.append(at)
         self._order.begin_forward()  # the order is known, as after a first step
+        self._look()
         for number in self._children[-1]:
             self._forward(number)
         self._during = "backward"

@@ -284,15 +284,26 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
         Returns:
             The norm before scaling, a 0-dim tensor on the compute device, the same on all ranks. It is computed in fp32
-            and given in the dtype to which those of this rank's gradients promote.
+            and given in the dtype to which those of this rank's gradients promote, in fp32 if that is fp16.
 
         Raises:
             RuntimeError: this is not the root.
-            ValueError: ``norm_type`` is not above 0.
+            ValueError: ``norm_type`` is not above 0, or no process group of a module inside has the ranks of all.
         """
-        groups = [group for group in self._groups_of_root("clip_grad_norm_") if group.data.shard_group is not None]
-        process_group = groups[-1].data.shard_group if groups else None
-        sharded = dict.fromkeys(param.sharded for group in groups for param in group.params)
+        groups = self._groups_of_root("clip_grad_norm_")
+        used = dict.fromkeys(group.data.shard_group for group in groups if group.data.shard_group is not None)
+        process_group = max(used, key=dist.ProcessGroup.size, default=None)
+        every = set(dist.get_process_group_ranks(process_group)) if used else set()
+        for each in used:
+            if not every.issuperset(others := dist.get_process_group_ranks(each)):
+                raise ValueError(
+                    f"clip_grad_norm_ adds up over one process group: modules are sharded over ranks {sorted(every)}, "
+                    f"and others over {others}. Let the process group of one of them have all these ranks"
+                )
+        sharded: dict[torch.Tensor, int] = {}
+        for data, params in ((group.data, group.params) for group in groups if group.data.shard_group is not None):
+            copies = [] if data.replicate_group is None else dist.get_process_group_ranks(data.replicate_group)
+            sharded.update(dict.fromkeys((param.sharded for param in params), len(every.intersection(copies)) or 1))
         whole = [param for param in self.parameters() if param not in sharded]
         return clip_local_shards(sharded, whole, max_norm, norm_type, process_group, self._unit.device)
 

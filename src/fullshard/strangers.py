@@ -1,0 +1,102 @@
+"""Strangers: trainable parameters of a sharded model that no group has, as where the root was forgotten.
+
+Nobody reduces their gradients, so each rank trains a copy of its own, and the copies drift apart without an error. Owns
+the search for them in a model, and the search for the model of an optimizer's parameters, which do not know it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.group.group import Group
+from fullshard.group.parameter import plain_name
+from fullshard.schedule.unit import Unit, unit_of
+from fullshard.torch_private import replicated
+
+#: So many names are told.
+_NAMED = 6
+
+
+def units_in(model: nn.Module) -> list[Unit]:
+    """The units of a model, by their first modules."""
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+
+
+def known_to(groups: Iterable[Group]) -> set[int]:
+    """The ids of the parameters of groups, and of what modules show of them in any state."""
+    shown = (each for group in groups for param in group.params for each in (param.sharded, param.unsharded))
+    return {*map(id, shown), *(id(param) for group in groups for param in group.sharded)}
+
+
+def strangers_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of a model, by name, that neither a group has nor the user has ignored.
+
+    Not among them: parameters that ``DistributedDataParallel`` or ``replicate`` has, and DTensors on a mesh of ranks
+    with different data, over which DTensor reduces gradients itself. A model on one rank has none.
+    """
+    units = units_in(model)
+    groups = [group for unit in units for group in unit.groups]
+    meshes = [data.mesh.mesh for data in dict.fromkeys(group.data for group in groups) if data.mesh.size() > 1]
+    if not meshes:
+        return {}
+    known = known_to(groups).union(*(unit.ignored for unit in units))
+    theirs = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+    known.update(id(param) for module in (*theirs, *replicated([model])) for param in module.parameters())
+
+    def is_reduced(param: nn.Parameter) -> bool:
+        return isinstance(param, DTensor) and any(
+            torch.isin(param.device_mesh.mesh, ranks).sum() > 1 for ranks in meshes
+        )
+
+    return {
+        plain_name(name): param
+        for name, param in model.named_parameters()
+        if param.requires_grad and id(param) not in known and not is_reduced(param)
+    }
+
+
+def explain_strangers(model: nn.Module, names: Sequence[str]) -> tuple[str, str]:
+    """What is wrong with strangers of a model, and what to do."""
+    cls = type(model).__name__
+    is_wrapped = any(group.is_flat for unit in units_in(model) for group in unit.groups)
+    call = (
+        f"Wrap this {cls} too, FullyShardedDataParallel(model),"
+        if is_wrapped
+        else f"Call fully_shard(model) on this {cls} too,"
+    )
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"parameters of the {cls} are trained and not sharded: {[*names[:_NAMED]]}{more}. Nobody reduces their "
+        f"gradients, so each rank trains a copy of its own, and the copies drift apart",
+        f"{call} after the modules inside it and before the optimizer is built, or reduce these gradients yourself",
+    )
+
+
+def strangers_of(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Explain which of ``params``, which no group has, stand beside sharded modules in one model.
+
+    A parameter does not know its module, so this looks at all modules that there are. It leaves out parameters inside
+    of sharded modules, where they are ignored or were told of by the first forward, and models without any.
+    """
+    wanted = {id(param) for param in params}
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
+    sharded = [module for module in modules if unit_of(module) is not None]
+    inside = {inner for module in sharded for inner in module.modules()}
+    wanted.difference_update(id(param) for module in sharded for param in module.parameters())
+    around = [module for module in modules if module not in inside and not inside.isdisjoint(module.modules())]
+    while wanted:
+        found = {
+            model: {id(param): name for name, param in strangers_in(model).items() if id(param) in wanted}
+            for model in around
+        }
+        # The smallest of those that have most of them: what is around it belongs to a framework.
+        model = max(found, key=lambda each: (len(found[each]), -len([*each.modules()])), default=None)
+        if model is None or not found[model]:
+            return
+        yield explain_strangers(model, [*found[model].values()])
+        wanted.difference_update(found[model])
