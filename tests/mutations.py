@@ -872,6 +872,7 @@ def find(mutation: Mutation, stages: Iterable[list[str]], seconds: float, option
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "src")
         shutil.copytree(ROOT / "src", source)
+        Path(folder, "docs").symlink_to(ROOT / "docs")  # of which a test looks beside the source
         file = source / "fullshard" / mutation.file
         text = file.read_text()
         assert text.count(mutation.before) == 1, f"{mutation} stands {text.count(mutation.before)} times"

@@ -179,3 +179,13 @@ def test_flat_parameters_cannot_be_rekeyed(world: World, name: str) -> None:
     names = library.settings.OptimStateKeyType.PARAM_NAME
     with pytest.raises(RuntimeError, match="blocks"):
         library.methods.rekey_optim_state_dict(optimizer.state_dict(), names, model, optim=optimizer)
+
+
+def test_rekeying_with_the_optimizer_of_another_model_names_what_is_unknown() -> None:
+    plain, other = seeded(MLP), nn.Linear(3, 5)
+    optimizer = optimizer_of(other, "Adam")
+    other(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    rekey, name = OptimStateMethods.rekey_optim_state_dict, OURS.settings.OptimStateKeyType.PARAM_NAME
+    with pytest.raises(KeyError, match=r"no such parameter of the optimizer's: \[\(5, 3\), \(5,\)\]"):
+        rekey(optimizer.state_dict(), name, plain, optim=optimizer)

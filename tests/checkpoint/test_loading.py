@@ -343,3 +343,20 @@ def test_the_local_state_dict_of_another_sharding(world: World, original: bool) 
         with pytest.raises(RuntimeError, match="_flat_param"):
             large.load_state_dict(small.state_dict())
         large.load_state_dict(large.state_dict())
+
+
+@ranks(2)
+@ORIGINAL
+def test_after_an_error_in_the_middle_the_parameters_are_those_of_before(world: World, original: bool) -> None:
+    """An optimizer that is built now has to find them, and whole ones would take the memory of the model."""
+    inner = build(2)
+
+    def fail(*args: Any) -> None:
+        raise KeyError("a hook of the user")
+
+    inner.blocks[1][0].register_load_state_dict_pre_hook(fail)
+    model = wrapped(fullshard, inner, original=original)
+    before = [(name, id(param), param.shape) for name, param in model.named_parameters()]
+    with pytest.raises(KeyError, match="a hook of the user"):
+        model.load_state_dict(build(1).state_dict())
+    assert [(name, id(param), param.shape) for name, param in model.named_parameters()] == before

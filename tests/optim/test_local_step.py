@@ -17,7 +17,7 @@ from fullshard.torch_private import local_of
 from tests.fully_shard.cases import inputs, local
 from tests.harness import World, ranks
 from tests.harness.compare import Training, compare, each_block
-from tests.harness.models import MLP, MixedDtypes, Transformer, random_batch, seeded, token_batch
+from tests.harness.models import MLP, MixedDtypes, OddParameters, Transformer, random_batch, seeded, token_batch
 from tests.optim.cases import (
     BEYOND_TORCH,
     FOREACH,
@@ -399,3 +399,33 @@ def test_scaled_gradients(world: World, how: dict[str, bool], overflow: bool) ->
     assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0 ** (9 if overflow else 10)
     steps = {entry["step"].item() for entry in pair.optimizers[0].state.values()}
     assert steps == {2.0 if overflow else 3.0}
+
+
+class Heavy(Optimizer):
+    """An optimizer whose state of a parameter is a tensor, and no dict of them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                before = self.state.get(param)
+                self.state[param] = param.grad.clone() if before is None else param.grad.lerp(before, 0.5)
+                param.sub_(self.state[param], alpha=0.1)
+
+
+@ranks(2)
+def test_state_that_is_a_tensor_is_not_lost_when_it_is_replaced(world: World) -> None:
+    model, plain = sharded(), seeded(OddParameters)
+    optimizers = fullshard.optim.local_step(Heavy(model.parameters())), Heavy(plain.parameters())
+    for seed in range(4):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            backward(each, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+            for key in [*optimizer.state] if seed == 1 else ():
+                optimizer.state[key] = optimizer.state[key] * 2
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)

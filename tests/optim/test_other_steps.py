@@ -163,3 +163,30 @@ def test_what_cannot_step_on_local_tensors_is_refused(world: World) -> None:
         local_step(Sign([nn.Parameter(torch.ones(1))]))
     with pytest.raises(TypeError, match=r"expects a torch\.optim\.Optimizer, got list"):
         local_step([])  # type: ignore[type-var]
+
+
+@ranks(2)
+def test_offloaded_state_is_on_the_device_in_a_step_and_on_the_cpu_after_it(world: World) -> None:
+    """cpu:0 stands for the CPU here, and cpu for the device."""
+    model, home = sharded(), torch.device("cpu", 0)
+    optimizer, moved = torch.optim.AdamW(model.parameters()), list[torch.device]()
+
+    class Told:
+        def __init__(self, value: DTensor) -> None:
+            self._local = local_of(value)
+
+        def to(self, device: torch.device, non_blocking: bool) -> Tensor:
+            moved.append(device)
+            return self._local
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupContext, "offloads_state", True)
+        patch.setattr(steps, "CPU", home)
+        patch.setattr(steps, "local_of", Told)
+        for seed in range(2):
+            backward(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
+            count = 2 * len(optimizer.state)
+            assert moved == [torch.device("cpu")] * count * seed + [home] * count
+            moved.clear()
