@@ -272,7 +272,7 @@ CASES: dict[str, Callable[[Path], str]] = {
     "data is a pipe": in_place_of("dcp/__0_0.distcp", os.mkfifo),
     "data of ours is a pipe": in_place_of(f"ours/{STEP}/__0_0.distcp", os.mkfifo),
     "class with a state": replace_metadata(
-        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n}X\x0c\0\0\0planner_dataX\x04\0\0\0evilsb."
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x0c\0\0\0planner_dataX\x04\0\0\0evils\x86b."
     ),
     "key that takes for ever": replace_metadata(b"\x80\x02}(K\0" + in_one_another(30) + b"K\0u."),
     "index that takes for ever": replace_metadata(

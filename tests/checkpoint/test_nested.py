@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -59,7 +61,46 @@ def test_lists_and_dicts_of_tensors_are_sharded_as_they_are(rank_pool: RankPool,
     with Checkpoint(checkpoint.checkpoints(tmp_path)[0]) as saved:
         entry = saved.tensors["optimizer.state.blocks.0.0.weight.moments.1.slow"]
         assert len(entry.pieces) > 1
-        assert saved.value("optimizer.state.blocks.0.0.weight.count")["kind"] == "two"
+        assert saved.value("optimizer.state.blocks.0.0.weight.count.kind") == "two"
+
+
+def through_dcp(world: World, folder: Path, saves: bool) -> tuple[list[float], list[float]]:
+    """The losses with the state that was trained, and with what came back from a save of DCP, or of ours by DCP."""
+    model = sharded("fully_shard", lambda: seeded(MLP, 0))
+    optimizer = Nested(model.parameters(), lr=0.1)
+    train(model, optimizer, range(2))
+    for state in optimizer.state.values():
+        state["count"]["more"] = [1, 2.5]
+        state["numbers"] = {"a": 3, "b": {"c": 4.5}}
+    other = sharded("fully_shard", lambda: seeded(MLP, 3))
+    fresh = Nested(other.parameters(), lr=0.1)
+    if saves:
+        both = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(both, checkpoint_id=folder)
+        checkpoint.load(folder, other, fresh)
+    else:
+        path = checkpoint.save(folder, model, optimizer, step=1)
+        train(other, fresh, range(1))
+        for state in fresh.state.values():
+            state["count"] |= {"more": [0, 0.0], "kind": "none"}
+            state["numbers"] = {"a": 0, "b": {"c": 0.0}}
+        both = dict(zip(("model", "optimizer"), get_state_dict(other, fresh), strict=True))
+        dcp.load(both, checkpoint_id=path)
+        assert both["optimizer"]["state"]["scale"]["count"]["kind"] == "two"
+        set_state_dict(other, fresh, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+    for one, found in zip(model.parameters(), other.parameters(), strict=True):
+        assert fresh.state[found]["numbers"] == {"a": 3, "b": {"c": 4.5}}
+        count = fresh.state[found]["count"] | (
+            {} if saves else {"kind": "two"}
+        )  # torch's optimizers spoil nested texts
+        assert count == optimizer.state[one]["count"]
+    return train(model, optimizer, range(2, 5)), train(other, fresh, range(2, 5))
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["from", "to"])
+def test_nested_state_goes_from_dcp_and_to_it(rank_pool: RankPool, tmp_path: Path, saves: bool) -> None:
+    for trained, found in run(rank_pool, through_dcp, 2, tmp_path, saves):
+        assert found == trained
 
 
 @ranks(2)

@@ -3,7 +3,8 @@
 The names are those of ``torch.distributed.checkpoint.state_dict``, without any wrappers::
 
     model.<name>                         parameters, persistent buffers, extra state
-    optimizer.state.<name>.<key>         the optimizer's state of a parameter; of lists and dicts, what tensors are in
+    optimizer.state.<name>.<key>         the optimizer's state of a parameter; of lists and dicts, what is in them
+    optimizer.outlines.<name>.<key>      such a list or dict, with None in place of tensors
     optimizer.param_groups.<n>.<option>  its options, and the names of its parameters
     state.<name>.<n>                     what ranks gave under a name of their own
     sharded.<name>.<path>                DTensors in that
@@ -207,11 +208,12 @@ class Parameters:
             part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
             contents.add(named(path), part, layout)
             return
-        elif isinstance(value, (dict, list, tuple)) and any(True for _ in tensors(value)):
+        elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(True for _ in tensors(value))):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(each, (torch.Tensor, dict, list, tuple)):
-                    self._collect_value(contents, param, place, (*path, key), each, everyone)
-            value = _outline(value)
+                self._collect_value(contents, param, place, (*path, key), each, everyone)
+            if len(path) > 4:
+                return
+            path, value = ("optimizer", "outlines", *path[2:]), _outline(value)
         if everyone or layout.has_first:
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else (0,)
             contents.add(named(path), value, Layout(shape, (((0,) * len(shape), shape),), layout.copies))
@@ -269,7 +271,8 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
     that the optimizer has already, if they have the same shape and dtype."""
     saved: dict[str, dict[str, str]] = {}
     prefix, known = "optimizer.state.", {each.names[0] for each in params.known.values()}
-    for name in (*checkpoint.manifest.objects, *checkpoint.tensors):
+    flattened = _flattened(checkpoint)
+    for name in (*checkpoint.manifest.objects, *checkpoint.tensors, *flattened):
         if name.startswith(prefix):
             param_name, _, key = name.removeprefix(prefix).rpartition(".")
             while param_name and param_name not in known:  # the key leads into a list, a dict or a subclass
@@ -288,8 +291,8 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
                 for key, name in saved.get(params.known[place].names[0], {}).items():
                     if "." in key:
                         continue
-                    if name in checkpoint.manifest.objects:
-                        outline = checkpoint.value(name)
+                    if name in flattened or name in checkpoint.manifest.objects:
+                        outline = flattened[name] if name in flattened else checkpoint.value(name)
                         state[key] = _filled(outline, name, param, params.known[place].layout, checkpoint)
                     elif key not in state:
                         entry, _ = checkpoint.tensors.places[name]
@@ -320,6 +323,32 @@ def _outline(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _outline(each) for key, each in value.items()}
     return type(value)(map(_outline, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _flattened(checkpoint: Checkpoint) -> State:
+    """By name, the outlines of dicts and lists in the state of an optimizer: what they hold is saved under names of its
+    own, as DCP does it, which keeps keys instead of an outline."""
+    outlines = "optimizer.outlines."
+    kept = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
+    found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in kept}
+    if found:
+        return found
+    for name, path in checkpoint.manifest.paths.items():
+        if path[:2] == ("optimizer", "state") and len(path) > 4:
+            inside = found.setdefault(".".join(map(str, path[:4])), {})
+            for key in path[4:-1]:
+                inside = inside.setdefault(key, {})
+            inside[path[-1]] = checkpoint.value(name) if name in checkpoint.manifest.objects else None
+    return {name: _with_lists(each) for name, each in found.items()}
+
+
+def _with_lists(outline: Any) -> Any:
+    """An outline with a list for each dict whose keys are numbers, as those of dicts are texts."""
+    if not isinstance(outline, dict):
+        return outline
+    inside = {key: _with_lists(each) for key, each in outline.items()}
+    is_list = all(type(key) is int for key in inside)
+    return [inside[key] for key in sorted(inside)] if is_list else inside
 
 
 def _filled(outline: Any, name: str, param: nn.Parameter, layout: Layout, checkpoint: Checkpoint) -> Any:

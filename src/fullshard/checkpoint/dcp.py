@@ -93,10 +93,9 @@ def _described(metadata: dict[str, Any], path: Path) -> Manifest:
         for name, keys in _pairs(planner):
             if not isinstance(keys, (tuple, list)) or len(keys) > len(name) + 1:
                 raise ValueError(f"'{name}' has no keys that lead there")
-            found = tuple(str(key) if type(key) is int else _text(key) for key in keys)
-            if sum(map(len, found)) > len(name):  # many may be the same object
-                raise ValueError(f"'{name}' has keys that are longer than it")
-            manifest.paths[name] = found
+            if sum(len(str(key) if type(key) is int else _text(key)) for key in keys) > len(name):
+                raise ValueError(f"'{name}' has keys that are longer than it")  # many may be the same object
+            manifest.paths[name] = tuple(keys)
     return manifest
 
 

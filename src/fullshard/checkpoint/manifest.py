@@ -161,7 +161,7 @@ class Manifest:
     tensors: Tensors = field(default_factory=lambda: Tensors((), (), ()))
     objects: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, list[int]] = field(default_factory=dict)
-    paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     near: dict[str, str] = field(default_factory=dict)
 
 

@@ -100,7 +100,8 @@ class Checkpoint:
 
     def path_of(self, name: str) -> tuple[str, ...]:
         """The keys that lead to a tensor or a value in the nested state dict."""
-        return self.manifest.paths.get(name) or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
+        keys = tuple(map(str, self.manifest.paths.get(name, ())))
+        return keys or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
 
     def tensor(self, name: str) -> torch.Tensor:
         """All of a tensor, on the CPU.
