@@ -92,7 +92,7 @@ def _list(options: argparse.Namespace) -> int:
 
     It looks at what describes them, and at the sizes of files: verify reads everything.
     """
-    found = list(map(_summary, _saves(options.dir, unfinished=True)))
+    found = _each(_summary, options.dir, unfinished=True)
     if options.json:
         print_json(found)
     else:
@@ -113,6 +113,7 @@ def _summary(path: Path) -> dict[str, Any]:
     try:
         manifest = Checkpoint(path).manifest
     except BrokenCheckpoint as error:
+        path.stat()
         reason = str(error).replace(f"{path}{os.sep}", "").partition("; ")[0]  # verify names the tensors
         return found | {"whole": False, "status": f"broken: {reason}"}
     if not manifest.versions:
@@ -167,29 +168,30 @@ def _verify(options: argparse.Namespace) -> int:
 
     It names the file and the tensors of each defect.
     """
-    found = []
-    for path in _saves(options.dir, options.step):
-        checked: dict[str, Any] = {"path": str(path), "defects": []}
-        try:
-            with Checkpoint(path, whole=False) as checkpoint:
-                files = checkpoint.manifest.files
-                checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
-                checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
-                with progress(f"verify {path.name}", checked["bytes"]) as tell:
-                    checked["defects"] += checkpoint.verify(tell)
-        except BrokenCheckpoint as error:
-            checked["defects"].append(str(error))
-        found.append(checked)
-        if options.json:
-            continue
-        if checked["defects"]:
-            print(f"{path}: broken", *checked["defects"], sep="\n  ")
-        else:
-            how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-            print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+    found = _each(partial(_verified, options), options.dir, options.step)
     if options.json:
         print_json(found)
     return int(any(checked["defects"] for checked in found))
+
+
+def _verified(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    checked: dict[str, Any] = {"path": str(path), "defects": []}
+    try:
+        with Checkpoint(path, whole=False) as checkpoint:
+            files = checkpoint.manifest.files
+            checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
+            checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
+            with progress(f"verify {path.name}", checked["bytes"]) as tell:
+                checked["defects"] += checkpoint.verify(tell)
+    except BrokenCheckpoint as error:
+        path.stat()
+        checked["defects"].append(str(error))
+    if checked["defects"] and not options.json:
+        print(f"{path}: broken", *checked["defects"], sep="\n  ")
+    elif not options.json:
+        how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
+        print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+    return checked
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -270,11 +272,21 @@ def _diff(options: argparse.Namespace) -> int:
     return int(differs)
 
 
+def _each(look: Callable[[Path], dict[str, Any]], *args: Any, **options: Any) -> list[dict[str, Any]]:
+    """What ``look`` tells of each of :func:`_saves`; it raises FileNotFoundError for one that another job removed."""
+    found: list[dict[str, Any]] = []
+    while not found:  # all that were listed may be gone, if there is a newer one
+        for path in _saves(*args, **options):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(look(path))
+    return found
+
+
 def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
     """The checkpoints of a directory, the newest first; those of DCP only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
-    found = checkpoints(directory)
+    found = checkpoints(directory) or checkpoints(directory)  # one listing may miss what is renamed meanwhile
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
     if unfinished:
@@ -291,13 +303,19 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
 
 def _open(directory: Path, step: int | None = None) -> Checkpoint:
     """The newest checkpoint that is whole."""
-    *newer, last = _saves(directory, step)
-    for path in newer:
+    while True:  # all that were listed may be gone, if there is a newer one
+        *newer, last = _saves(directory, step)
+        for path in newer:
+            try:
+                return Checkpoint(path)
+            except BrokenCheckpoint as error:
+                if path.exists():
+                    _say(f"{path} is passed over, because it is not whole: {error}")
         try:
-            return Checkpoint(path)
-        except BrokenCheckpoint as error:
-            _say(f"{path} is passed over, because it is not whole: {error}")
-    return Checkpoint(last)
+            return Checkpoint(last)
+        except BrokenCheckpoint:
+            if last.exists():
+                raise
 
 
 def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:

@@ -346,9 +346,11 @@ class _Writing:
         self._checksums = writer.checksums
 
     def _rename(self) -> str:
-        for again in itertools.count():
+        numbers = [number_of(path.name) or (-1, 0) for path in checkpoints(self.directory)]
+        made = [again for step, again in numbers if step == self.manifest.step]
+        for again in itertools.count(max(made, default=-1) + 1):  # a lower one would be older
             name = name_of(self.manifest.step, again)
-            if not (self.directory / name).exists():
+            if not os.path.lexists(self.directory / name):
                 try:
                     os.rename(self.partial, self.directory / name)
                     return name
@@ -410,15 +412,31 @@ def _force(directory: Path) -> None:
 def _remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
     """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
     higher numbers, which training has left behind, and those that are not whole: they take memory."""
-    paths = checkpoints(directory)
-    at = paths.index(directory / name)
-    for path in [*paths[:at], *paths[at + keep :]] if near else _whole(paths[at:], keep):
-        hidden = directory / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
+    paths, made = checkpoints(directory), number_of(name) or (0, 0)
+    newer = [path for path in paths if (number_of(path.name) or made) > made]
+    older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
+    for path in [*newer, *older[keep:]] if near else _whole(older, keep):
         try:
-            path.rename(hidden)  # nobody ever sees a part of it
-            shutil.rmtree(hidden)
+            _remove(path)
+        except FileNotFoundError:
+            pass  # another job removes it too
         except OSError as error:
             warn(f"{path} could not be removed: {error.strerror}")
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, unless somebody reads it (a later save will then)."""
+    hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
+            lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # which NFS asks for
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        path.rename(hidden)  # nobody ever sees a part of it
+    shutil.rmtree(hidden)
 
 
 def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
