@@ -92,7 +92,12 @@ def _list(options: argparse.Namespace) -> int:
 
     It looks at what describes them, and at the sizes of files: verify reads everything.
     """
-    found = _each(_summary, options.dir, unfinished=True)
+    found = []
+    for path in _saves(options.dir, unfinished=True):
+        with contextlib.suppress(FileNotFoundError):  # another job has removed it
+            found.append(_summary(path))
+    if not found:
+        return _list(options)  # there is a newer one
     if options.json:
         print_json(found)
     else:
@@ -124,13 +129,13 @@ def _summary(path: Path) -> dict[str, Any]:
 def _show(options: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint, of the model and of the optimizer, and its other values."""
     with _open(options.dir, options.step) as checkpoint:
-        manifest = checkpoint.manifest
+        manifest, time = checkpoint.manifest, _time(checkpoint.path)
         values = {name: value_of(checkpoint, name) for name in manifest.objects}
         groups: dict[str, dict[str, Entry]] = {}
         model = set(checkpoint.model.values())
         for name, entry in checkpoint.tensors.items():
             groups.setdefault(_group(checkpoint, name, model), {})[name] = entry
-    told: dict[str, Any] = {"path": str(checkpoint.path), "time": _time(checkpoint.path)}
+    told: dict[str, Any] = {"path": str(checkpoint.path), "time": time}
     if manifest.versions:
         told |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
     if options.json:
@@ -168,30 +173,33 @@ def _verify(options: argparse.Namespace) -> int:
 
     It names the file and the tensors of each defect.
     """
-    found = _each(partial(_verified, options), options.dir, options.step)
+    found = []
+    for path in _saves(options.dir, options.step):
+        checked: dict[str, Any] = {"path": str(path), "defects": []}
+        try:
+            with Checkpoint(path, whole=False) as checkpoint:
+                files = checkpoint.manifest.files
+                checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
+                checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
+                with progress(f"verify {path.name}", checked["bytes"]) as tell:
+                    checked["defects"] += checkpoint.verify(tell)
+        except BrokenCheckpoint as error:
+            if not path.exists():
+                continue  # another job has removed it
+            checked["defects"].append(str(error))
+        found.append(checked)
+        if options.json:
+            continue
+        if checked["defects"]:
+            print(f"{path}: broken", *checked["defects"], sep="\n  ")
+        else:
+            how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
+            print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+    if not found:
+        return _verify(options)  # there is a newer one
     if options.json:
         print_json(found)
     return int(any(checked["defects"] for checked in found))
-
-
-def _verified(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    checked: dict[str, Any] = {"path": str(path), "defects": []}
-    try:
-        with Checkpoint(path, whole=False) as checkpoint:
-            files = checkpoint.manifest.files
-            checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
-            checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
-            with progress(f"verify {path.name}", checked["bytes"]) as tell:
-                checked["defects"] += checkpoint.verify(tell)
-    except BrokenCheckpoint as error:
-        path.stat()
-        checked["defects"].append(str(error))
-    if checked["defects"] and not options.json:
-        print(f"{path}: broken", *checked["defects"], sep="\n  ")
-    elif not options.json:
-        how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-        print(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
-    return checked
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -272,16 +280,6 @@ def _diff(options: argparse.Namespace) -> int:
     return int(differs)
 
 
-def _each(look: Callable[[Path], dict[str, Any]], *args: Any, **options: Any) -> list[dict[str, Any]]:
-    """What ``look`` tells of each of :func:`_saves`; it raises FileNotFoundError for one that another job removed."""
-    found: list[dict[str, Any]] = []
-    while not found:  # all that were listed may be gone, if there is a newer one
-        for path in _saves(*args, **options):
-            with contextlib.suppress(FileNotFoundError):
-                found.append(look(path))
-    return found
-
-
 def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
     """The checkpoints of a directory, the newest first; those of DCP only if there are no others."""
     if not directory.is_dir():
@@ -303,19 +301,19 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
 
 def _open(directory: Path, step: int | None = None) -> Checkpoint:
     """The newest checkpoint that is whole."""
-    while True:  # all that were listed may be gone, if there is a newer one
-        *newer, last = _saves(directory, step)
-        for path in newer:
-            try:
-                return Checkpoint(path)
-            except BrokenCheckpoint as error:
-                if path.exists():
-                    _say(f"{path} is passed over, because it is not whole: {error}")
+    *newer, last = _saves(directory, step)
+    for path in newer:
         try:
-            return Checkpoint(last)
-        except BrokenCheckpoint:
-            if last.exists():
-                raise
+            return Checkpoint(path)
+        except BrokenCheckpoint as error:
+            if path.exists():  # otherwise another job has removed it
+                _say(f"{path} is passed over, because it is not whole: {error}")
+    try:
+        return Checkpoint(last)
+    except BrokenCheckpoint:
+        if last.exists():
+            raise
+    return _open(directory, step)  # there is a newer one
 
 
 def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:

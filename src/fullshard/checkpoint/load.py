@@ -168,6 +168,8 @@ class _Loading:
                 contents.add({f"model.{name}": ("model", name)}, self.rest[name])
             elif f"model.{name}" in manifest.objects:
                 self.rest[name] = self.checkpoint.value(f"model.{name}")
+        if not self.strict and not self.has_optimizer:
+            optimizer = None
         if optimizer is not None:
             self.states = new_states(self.params, optimizer, self.checkpoint)
             self.params.collect_state(contents, self.states, everyone=True)
@@ -178,6 +180,10 @@ class _Loading:
         self.params.written()
         both = manifest.tensors, manifest.objects
         self.rest = {name: each for name, each in self.rest.items() if any(f"model.{name}" in of for of in both)}
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer.") for name in self.checkpoint.manifest.objects)
 
     def _read_state(self, contents: Contents, state: Mapping[str, Any]) -> None:
         manifest = self.checkpoint.manifest
@@ -226,14 +232,14 @@ class _Loading:
         there = {name for name in there if ".[" not in name}
         if unknown := sorted(there - set(contents.paths) - {f"model.{name}" for name in self.rest}):
             raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it of another model?")
-        if optimizer is not None and not any(name.startswith("optimizer.") for name in manifest.objects):
+        if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 
     @torch.no_grad()
     def take_over(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> dict[str, Any]:
         self.params.load_rest(self.rest)
-        if optimizer is not None:
-            load_optimizer(self.params, optimizer, self.states, self.checkpoint)
+        if optimizer is not None and self.has_optimizer:
+            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.strict)
         for name, each in state.items():
             if hasattr(each, "load_state_dict") and name in self.state:
                 each.load_state_dict(with_dtensors(self.state[name], (name,), self.sharded))

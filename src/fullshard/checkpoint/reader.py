@@ -34,12 +34,12 @@ def checkpoints(directory: str | Path) -> list[Path]:
     Where another job saves and removes older ones, some may be gone when their turn comes.
     """
     directory = Path(directory)
-    if is_checkpoint(directory):
-        return [directory]
     if not directory.is_dir():
         return []
     with os.scandir(directory) as entries:  # which know what is a directory: one that was removed is not asked
         found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
+    if number_of(directory.name) or (not found and is_checkpoint(directory)):
+        return [directory]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
 
@@ -68,7 +68,10 @@ def newest(directory: str | Path) -> Checkpoint | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and bool(number_of(path.name) or {MANIFEST, METADATA} & set(os.listdir(path)))
+    if not path.is_dir() or number_of(path.name):
+        return path.is_dir()
+    names = os.listdir(path)  # other programs have a manifest.json too
+    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))
 
 
 class Checkpoint:
