@@ -60,6 +60,7 @@ NEAREST = {
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
     "group/flat.py": ("tests/parity/test_wrapper_flat.py", "tests/parity/test_wrapper_original.py", "tests/wrapper"),
     "group/": ("tests/pretend", "tests/parity"),
+    "checkpoint/": ("tests/checkpoint",),
 }
 #: Bytes that a process of a run may take: some bugs make lists that do not end.
 _MOST_MEMORY = 2**33
@@ -695,6 +696,31 @@ MUTATIONS = (
         "replaced |= not same_memory(shown, shard)",
         "pass",
         "tests/wrapper/test_composition.py::test_another_dtype",
+    ),
+    # checkpoints beside another job
+    Mutation(
+        "checkpoint/reader.py",
+        "fcntl.flock(file, fcntl.LOCK_SH)",
+        "pass",
+        "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
+    ),
+    Mutation(
+        "checkpoint/reader.py",
+        "path := untried() or untried()",
+        "path := untried() if not tried else None",
+        "tests/checkpoint/test_beside_a_saver.py::test_a_listing_that_is_old_when_it_is_used_is_made_again",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        "max(made, default=-1) + 1",
+        "0",
+        "tests/checkpoint/test_beside_a_saver.py::test_of_one_step_the_save_that_was_made_last_is_kept",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        " and box.names[0] not in self.buffers",
+        "",
+        "tests/checkpoint/test_save.py::test_buffers_that_differ_between_ranks_are_those_of_one_rank",
     ),
 )
 

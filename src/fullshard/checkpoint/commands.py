@@ -226,6 +226,8 @@ def _import(options: argparse.Namespace) -> int:
 
     SOURCE is a file, or a directory with such files or an index of them.
     """
+    if number_of(options.dir.name):
+        raise WrongUse(f"{options.dir} is a name of one checkpoint: give the directory of all, and --step")
     with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as tell:
         path, left_out = import_model(options.source, options.dir, options.step, tell)
     for name in left_out:

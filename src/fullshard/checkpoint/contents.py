@@ -190,7 +190,6 @@ class Parameters:
         self, contents: Contents, param: nn.Parameter, place: Place, path: Path, value: Any, everyone: bool
     ) -> None:
         layout = self.known[place].layout
-        is_whole = layout.boxes == (((0,) * param.ndim, tuple(param.shape)),)  # state may then have any shape
         if isinstance(value, DTensor) or is_traceable_subclass(value):
             is_alike = not isinstance(value, DTensor) or (
                 isinstance(param, DTensor) and spec_of(value) is spec_of(param)
@@ -199,20 +198,18 @@ class Parameters:
             value = _outline(value)
             if value is None or not layout.has_first:
                 return
-        elif (
-            isinstance(value, torch.Tensor)
-            and (value.ndim > 0 or param.ndim == 0)
-            and (value.shape == param.shape or not is_whole)
-        ):
-            if value.shape != param.shape:
+        elif isinstance(value, torch.Tensor) and (value.ndim > 0 or param.ndim == 0):
+            if value.shape == param.shape:
+                part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
+                contents.add(named(path), part, layout)
+                return
+            is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
+            if isinstance(param, FlatParameter) or not is_whole:
                 raise ValueError(
                     f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{place.name}' has the shape "
                     f"{tuple(value.shape)}, and what this rank has of the parameter {tuple(param.shape)}: it cannot be "
                     f"saved, as nobody knows what it would be on other ranks"
                 )
-            part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
-            contents.add(named(path), part, layout)
-            return
         elif isinstance(value, (dict, list, tuple)) and any(True for _ in tensors(value)):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(each, (torch.Tensor, dict, list, tuple)):
@@ -405,8 +402,8 @@ def load_optimizer(
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
         options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
-    if not strict:
-        states = {**optimizer.state, **states}
+    kept: dict[Any, State] = {} if strict else {**optimizer.state}
+    states = kept | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
     for param, state in states.items():

@@ -23,7 +23,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import (
     BlockWriter,
-    BrokenCheckpoint,
     CheckpointError,
     checksum,
     force_names,
@@ -64,7 +63,8 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.near import Hosts, Sent
 from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.checkpoint.reader import checkpoints
+from fullshard.checkpoint.removal import remove_leftovers, remove_older
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
@@ -283,7 +283,7 @@ class _Writing:
             if leads:
                 _Last.keys = keys
             if leads and hosts is not None:  # what was before stays until this one is visible on all hosts
-                _remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
+                remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
         except LostRank:
             raise
         except CheckpointError as error:
@@ -336,7 +336,7 @@ class _Writing:
             raise CheckpointError(f"{self.partial} could not be completed: {error.strerror}") from error
         self._release()
         if self.keep_last is not None and self.hosts is None:
-            _remove_older(self.directory, name, self.keep_last)
+            remove_older(self.directory, name, self.keep_last)
         return name
 
     def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
@@ -382,7 +382,7 @@ class _Writing:
         """Makes a directory that nobody looks at yet, and holds its lock for as long as this process writes to it."""
         try:
             make_directory(self.directory)
-            _remove_leftovers(self.directory)
+            remove_leftovers(self.directory)
             numbers = [number[0] for path in checkpoints(self.directory) if (number := number_of(path.name))]
             self.manifest.step = max(numbers, default=-1) + 1 if step is None else step
             while not self._lock_directory():
@@ -417,66 +417,6 @@ class _Writing:
         if self._lock >= 0:
             shutil.rmtree(self.partial, ignore_errors=True)
             self._release()
-
-
-def _remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
-    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
-    higher numbers, which training has left behind, and those that are not whole: they take memory."""
-    paths, made = checkpoints(directory), number_of(name) or (0, 0)
-    newer = [path for path in paths if (number_of(path.name) or made) > made]
-    older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
-    for path in [*newer, *older[keep:]] if near else _whole(older, keep):
-        try:
-            if not path.is_symlink():
-                _remove(path)
-        except FileNotFoundError:
-            pass  # another job removes it too
-        except OSError as error:
-            warn(f"{path} could not be removed: {error.strerror}")
-
-
-def _remove(path: Path) -> None:
-    """Removes a checkpoint, unless somebody reads it (a later save will then)."""
-    hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
-    with contextlib.ExitStack() as opened:
-        with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
-            lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # which NFS asks for
-            opened.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return
-        path.rename(hidden)  # nobody ever sees a part of it
-    shutil.rmtree(hidden)
-
-
-def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
-    """Those that are whole, but for the first ones."""
-    for path in paths:
-        try:
-            Checkpoint(path).close()
-        except BrokenCheckpoint:
-            continue
-        if skip > 0:
-            skip -= 1
-        else:
-            yield path
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Removes what processes left behind that ended in the middle of a save."""
-    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")]:
-        try:
-            opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # somebody writes to it
-        finally:
-            os.close(opened)
 
 
 class _Outline(NamedTuple):
