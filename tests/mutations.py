@@ -747,13 +747,13 @@ MUTATIONS = (
     # checkpoints
     Mutation(
         "checkpoint/save.py",
-        "            _force(self.directory)\n",
+        "            force_names(self.directory)\n",
         "            pass\n",
         "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
     ),
     Mutation(
         "checkpoint/save.py",
-        "            _force(self.partial)\n",
+        "            force_names(self.partial)\n",
         "            pass\n",
         "tests/checkpoint/test_forced.py::test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_after",
     ),
@@ -783,8 +783,8 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/load.py",
-        "if step <= copy.step)",
-        "if step < copy.step)",
+        "copies[0].step >= step",
+        "copies[0].step > step",
         "tests/checkpoint/test_near_choice.py::test_of_equal_steps_what_was_saved_last_is_loaded",
     ),
     Mutation(
@@ -842,6 +842,31 @@ MUTATIONS = (
         "handler.addFilter(lambda _: not logging.getLogger().handlers)",
         "pass",
         "tests/compat/test_patch.py::test_a_program_that_logs_in_its_own_way_is_told_each_thing_once",
+    ),
+    # checkpoints beside another job
+    Mutation(
+        "checkpoint/reader.py",
+        "fcntl.flock(file, fcntl.LOCK_SH)",
+        "pass",
+        "tests/checkpoint/test_beside_a_saver.py::test_what_is_read_is_removed_by_the_save_after",
+    ),
+    Mutation(
+        "checkpoint/reader.py",
+        "path := untried() or untried()",
+        "path := untried() if not tried else None",
+        "tests/checkpoint/test_beside_a_saver.py::test_a_listing_that_is_old_when_it_is_used_is_made_again",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        "max(made, default=-1) + 1",
+        "0",
+        "tests/checkpoint/test_beside_a_saver.py::test_of_one_step_the_save_that_was_made_last_is_kept",
+    ),
+    Mutation(
+        "checkpoint/save.py",
+        " and box.names[0] not in self.buffers",
+        "",
+        "tests/checkpoint/test_save.py::test_buffers_that_differ_between_ranks_are_those_of_one_rank",
     ),
 )
 

@@ -54,6 +54,21 @@ def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path
     assert train(other, fresh, range(2, 5), world.rank) == losses
 
 
+def test_a_save_goes_where_its_relative_path_led_when_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    go_on, before = threading.Event(), BlockWriter.close
+    monkeypatch.setattr(BlockWriter, "close", lambda self: (go_on.wait(60), before(self))[1])
+    checkpoint.save("saves", torch.nn.Linear(2, 2), step=1, wait=False)
+    monkeypatch.chdir("other")
+    go_on.set()
+    assert checkpoint.finish() == tmp_path / "saves" / "step-00000001"
+    assert list((tmp_path / "other").iterdir()) == []
+    assert checkpoint.load(tmp_path / "saves", torch.nn.Linear(2, 2)) == {"step": 1}
+
+
 def fail(self: BlockWriter) -> None:
     raise OSError(28, os.strerror(28))
 
@@ -102,7 +117,9 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
     for _ in range(3):
         checkpoint.save(tmp_path, model, wait=False)
         places.add(Background._arena.data_ptr())
+    assert Background._arena.numel() > 0
     checkpoint.finish()
+    assert Background._arena.numel() == 0
     assert len(places) == 1
     for path in checkpoint.checkpoints(tmp_path):
         assert list(Checkpoint(path).verify()) == []

@@ -490,6 +490,7 @@ def test_a_broken_file_of_dcp_is_named(saves: Path, command: Command) -> None:
         (["export", "{}/fully_shard", "{}/x", "--dtype", "bool"], "torch.bool would change values to others"),
         (["export", "{}/fully_shard", "{}/x", "--dtype", "bf17"], "is none of fp64, fp32, fp16, bf16"),
         (["import", "{}/none", "{}/x"], "is no file, and no directory with files that end in one of .bin, .pt"),
+        (["import", "{}/list.pt", "{}/x/step-00000001"], "is a name of one checkpoint: give the directory of all"),
         (["import", "{}/list.pt", "{}/x"], "holds a list: a dict of tensors by name is expected"),
         (["import", "{}/texts.pt", "{}/x"], "has no tensors by name"),
         (["diff", "{}/fully_shard"], "required"),

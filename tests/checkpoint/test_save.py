@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import os
 import warnings
 import weakref
 from collections.abc import Callable
@@ -449,6 +451,160 @@ def test_only_what_is_whole_and_older_is_removed(world: World, tmp_path: Path) -
     checkpoint.save(tmp_path, model, step=4, keep_last=2)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-00000002", "step-00000003", "step-00000004", "step-00000009"]
+
+
+@ranks(2)
+def test_a_name_of_one_checkpoint_is_refused_as_the_directory_of_all(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    with pytest.raises(
+        ValueError, match=r"step-00000003 is a name of one checkpoint: give save\(\) .*saves', and step=3"
+    ):
+        checkpoint.save(tmp_path / "saves" / "step-00000003", model, step=3)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-00000003"):
+        checkpoint.load(tmp_path / "saves" / "step-00000003", model)
+    with pytest.raises(ValueError, match=r"near/step-00000004 is a name of one checkpoint"):
+        checkpoint.save(tmp_path / "saves", model, step=4, near=tmp_path / "near/step-00000004")
+    assert not (tmp_path / "saves").exists()
+    assert not (tmp_path / "near").exists()
+
+
+@ranks(2)
+def test_a_save_beside_files_of_others_is_found(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    if world.rank == 0:
+        dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "manifest.json").write_text('{"name": "a program for the web"}')
+    dist.barrier()
+    assert checkpoint.load(tmp_path / "other", model) is None
+    for where in ("dcp", "other"):
+        path = checkpoint.save(tmp_path / where, model, step=3)
+        assert checkpoint.checkpoints(tmp_path / where) == [path]
+        assert checkpoint.load(tmp_path / where, model) == {"step": 3}
+
+
+@ranks(2)
+def test_a_step_may_be_of_any_type_of_integers(world: World, tmp_path: Path) -> None:
+    model = sharded("fully_shard")
+    with pytest.raises(TypeError, match=r"step is 9\.5; expected an integer"):
+        checkpoint.save(tmp_path, model, step=9.5)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    dist.barrier()
+    for step in (torch.tensor(9), torch.tensor(10, dtype=torch.uint8)):
+        checkpoint.save(tmp_path, model, step=step)  # type: ignore[arg-type]
+        assert checkpoint.load(tmp_path, model) == {"step": int(step)}
+
+
+class Counted(nn.Module):
+    """Statistics of batches, in buffers of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.BatchNorm1d(8), nn.BatchNorm1d(6)])
+
+
+@ranks(2, 3)
+@apis
+def test_buffers_that_differ_between_ranks_are_those_of_one_rank(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api, Counted)
+    for buffer in model.buffers():
+        buffer.fill_(world.rank + 1)
+    checkpoint.save(tmp_path, model, step=1)
+    other = sharded(api, Counted)
+    checkpoint.load(tmp_path, other)
+    assert {value for buffer in other.buffers() for value in buffer.flatten().tolist()} == {1}
+
+
+@ranks(2)
+@apis
+def test_what_a_checkpoint_has_not_of_an_optimizer_is_left_as_it_is(world: World, tmp_path: Path, api: str) -> None:
+    model = sharded(api)
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, range(2))
+    checkpoint.save(tmp_path, model, step=1)
+    expected = copy.deepcopy(optimizer.state_dict())
+    assert checkpoint.load(tmp_path, model, optimizer, strict=False) == {"step": 1}
+    assert_same(optimizer.state_dict(), expected)
+    first, *rest = list(model.parameters())
+    part = torch.optim.AdamW([first], lr=0.5)
+    checkpoint.save(tmp_path, model, part, step=2)
+    both = torch.optim.AdamW([{"params": [first]}, {"params": rest}], lr=0.02)
+    train(model, both, range(2, 3))
+    kept = copy.deepcopy([both.state[param] for param in rest])
+    assert checkpoint.load(tmp_path, model, both, strict=False) == {"step": 2}
+    assert [options["lr"] for options in both.param_groups] == [0.5, 0.02]
+    assert_same([both.state[param] for param in rest], kept)
+
+
+@ranks(2)
+def test_state_of_another_shape_is_saved_where_parameters_are_whole(world: World, tmp_path: Path) -> None:
+    """As that of Adafactor, which has rows and columns."""
+    model, other = seeded(MLP), seeded(MLP, 3)
+    optimizer, fresh = (torch.optim.Adafactor(each.parameters(), lr=0.05) for each in (model, other))
+    train(model, optimizer, range(2))
+    checkpoint.save(tmp_path, model, optimizer, step=2)
+    train(other, fresh, range(7, 8))
+    checkpoint.load(tmp_path, other, fresh)
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+    assert train(other, fresh, range(2, 5)) == train(model, optimizer, range(2, 5))
+
+
+def test_state_that_cannot_be_saved_is_named_in_one_line(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path, seeded(MLP), rng={"numpy": numpy.random.get_state()})
+    assert str(caught.value) == (
+        "TypeError: the state 'rng' cannot be saved as numbers, texts, tensors, and lists and dicts of these: "
+        "['numpy'][1] is a numpy.ndarray: give torch.as_tensor() of it"
+    )
+    name, keys, *more = numpy.random.get_state()
+    checkpoint.save(tmp_path, seeded(MLP), rng=(name, torch.as_tensor(keys), *more))
+    numpy.random.rand()
+    found = checkpoint.load(tmp_path, seeded(MLP))
+    assert found is not None
+    numpy.random.set_state(found["rng"])
+    assert numpy.array_equal(numpy.random.get_state()[1], keys)
+    assert numpy.random.get_state()[2] == more[0]
+
+
+def test_the_names_above_a_new_directory_are_forced_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced, force = list[str](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (forced.append(os.readlink(f"/proc/self/fd/{file}")), force(file)))
+    checkpoint.save(tmp_path / "a" / "b", seeded(MLP))
+    assert {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")} <= {*forced}
+
+
+def test_a_checkpoint_that_a_link_leads_to_is_not_removed(tmp_path: Path) -> None:
+    model = seeded(MLP)
+    for step in (1, 2):
+        checkpoint.save(tmp_path / "saves", model, step=step)
+    moved = (tmp_path / "saves" / "step-00000001").rename(tmp_path / "moved")
+    (tmp_path / "saves" / "step-00000001").symlink_to(moved)
+    for step in (3, 4):
+        checkpoint.save(tmp_path / "saves", model, step=step, keep_last=1)
+    left = sorted(path.name for path in (tmp_path / "saves").iterdir())
+    assert left == ["step-00000001", "step-00000004"]
+    assert checkpoint.load(tmp_path / "saves" / "step-00000001", model) == {"step": 1}
+
+
+def test_a_load_says_what_it_took(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = seeded(MLP)
+    with caplog.at_level("INFO", "fullshard"):
+        assert checkpoint.load(tmp_path, model) is None
+        path = checkpoint.save(tmp_path, model, step=3)
+        assert checkpoint.load(tmp_path, model) == {"step": 3}
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [f"nothing is loaded: {tmp_path} has no checkpoint", f"step 3 is loaded from {path}"]
+
+
+def test_a_directory_that_was_renamed_is_loaded_with_a_warning(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, seeded(MLP), step=3)
+    assert path is not None
+    path.rename(tmp_path / "step-00000009")
+    with pytest.warns(UserWarning, match="step-00000009 holds step 3, which is loaded: the directory was renamed"):
+        assert checkpoint.load(tmp_path, seeded(MLP)) == {"step": 3}
 
 
 class Empty(nn.Module):

@@ -52,20 +52,31 @@ class Background:
             cls._arena = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
         return cls._arena
 
+    @classmethod
+    def give_memory_back(cls) -> None:
+        if cls._arena.is_pinned():
+            cls._arena = torch.empty(0, dtype=torch.uint8)
+            torch.accelerator.empty_host_cache()  # where torch keeps what is pinned
+        cls._arena = torch.empty(0, dtype=torch.uint8)
+
 
 def finish() -> Path | None:
-    """Waits for the save that is being written in the background, if there is one, and returns its directory.
+    """Waits for the save that is being written in the background, if there is one, and returns its directory. The
+    memory from which it was written, which saves keep for the next one, is given back.
 
     Raises:
         CheckpointError: it could not be written.
     """
-    return Background.finish()
+    try:
+        return Background.finish()
+    finally:
+        Background.give_memory_back()
 
 
 @atexit.register
 def _report() -> None:
     """A program that ends without another call is told on the way out."""
     try:
-        finish()
+        Background.finish()
     except CheckpointError as error:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -109,6 +109,23 @@ def _memory(nbytes: int) -> tuple[memoryview, int]:
     return memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def make_directory(path: Path) -> None:
+    """Makes a directory, and those above it that are not there; their names are on the disk when it returns."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        force_names(path.parent)
+
+
+def force_names(directory: Path) -> None:
+    """Forces the names in a directory to the disk."""
+    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 class BlockWriter:
     """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk. ``checksums``
     are those of the blocks, whole once the file is closed, and ``size`` the bytes that are in the file."""

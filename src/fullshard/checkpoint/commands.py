@@ -93,7 +93,12 @@ def _list(options: argparse.Namespace) -> int:
 
     It looks at what describes them, and at the sizes of files: verify reads everything.
     """
-    found = list(map(_summary, _saves(options.dir, unfinished=True)))
+    found = []
+    for path in _saves(options.dir, unfinished=True):
+        with contextlib.suppress(FileNotFoundError):  # another job has removed it
+            found.append(_summary(path))
+    if not found:
+        return _list(options)  # there is a newer one
     if options.json:
         print_json(found)
     else:
@@ -114,6 +119,7 @@ def _summary(path: Path) -> dict[str, Any]:
     try:
         manifest = Checkpoint(path).manifest
     except BrokenCheckpoint as error:
+        path.stat()
         reason = str(error).replace(f"{path}{os.sep}", "").partition("; ")[0]  # verify names the tensors
         return found | {"whole": False, "status": f"broken: {reason}"}
     if not manifest.versions:
@@ -124,13 +130,13 @@ def _summary(path: Path) -> dict[str, Any]:
 def _show(options: argparse.Namespace) -> int:
     """Shows the tensors of a checkpoint, of the model and of the optimizer, and its other values."""
     with _open(options.dir, options.step) as checkpoint:
-        manifest = checkpoint.manifest
+        manifest, time = checkpoint.manifest, _time(checkpoint.path)
         values = {name: value_of(checkpoint, name) for name in manifest.objects}
         groups: dict[str, dict[str, Entry]] = {}
         model = set(checkpoint.model.values())
         for name, entry in checkpoint.tensors.items():
             groups.setdefault(_group(checkpoint, name, model), {})[name] = entry
-    told: dict[str, Any] = {"path": str(checkpoint.path), "time": _time(checkpoint.path)}
+    told: dict[str, Any] = {"path": str(checkpoint.path), "time": time}
     if manifest.versions:
         told |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
     if options.json:
@@ -179,6 +185,8 @@ def _verify(options: argparse.Namespace) -> int:
                 with progress(f"verify {path.name}", checked["bytes"]) as tell:
                     checked["defects"] += checkpoint.verify(tell)
         except BrokenCheckpoint as error:
+            if not path.exists():
+                continue  # another job has removed it
             checked["defects"].append(str(error))
         found.append(checked)
         if options.json:
@@ -188,6 +196,8 @@ def _verify(options: argparse.Namespace) -> int:
         else:
             how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
             say(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+    if not found:
+        return _verify(options)  # there is a newer one
     if options.json:
         print_json(found)
     return int(any(checked["defects"] for checked in found))
@@ -217,6 +227,8 @@ def _import(options: argparse.Namespace) -> int:
 
     SOURCE is a file, or a directory with such files or an index of them.
     """
+    if number_of(options.dir.name):
+        raise WrongUse(f"{options.dir} is a name of one checkpoint: give the directory of all, and --step")
     with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as tell:
         path, left_out = import_model(options.source, options.dir, options.step, tell)
     for name in left_out:
@@ -275,7 +287,7 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
     """The checkpoints of a directory, the newest first; those of DCP only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
-    found = checkpoints(directory)
+    found = checkpoints(directory) or checkpoints(directory)  # one listing may miss what is renamed meanwhile
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
     if unfinished:
@@ -297,8 +309,14 @@ def _open(directory: Path, step: int | None = None) -> Checkpoint:
         try:
             return Checkpoint(path)
         except BrokenCheckpoint as error:
-            _say(f"{path} is passed over, because it is not whole: {error}")
-    return Checkpoint(last)
+            if path.exists():  # otherwise another job has removed it
+                _say(f"{path} is passed over, because it is not whole: {error}")
+    try:
+        return Checkpoint(last)
+    except BrokenCheckpoint:
+        if last.exists():
+            raise
+    return _open(directory, step)  # there is a newer one
 
 
 def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:

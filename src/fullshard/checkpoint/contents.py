@@ -200,14 +200,17 @@ class Parameters:
             if value is None or not layout.has_first:
                 return
         elif isinstance(value, torch.Tensor) and (value.ndim > 0 or param.ndim == 0):
-            if value.shape != param.shape:
+            if value.shape == param.shape:
+                part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
+                contents.add(named(path), part, layout)
+                return
+            is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
+            if isinstance(param, FlatParameter) or not is_whole:
                 raise ValueError(
                     f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{place.name}' has the shape "
-                    f"{tuple(value.shape)}, and the parameter {tuple(param.shape)}: it cannot be saved"
+                    f"{tuple(value.shape)}, and what this rank has of the parameter {tuple(param.shape)}: it cannot be "
+                    f"saved, as nobody knows what it would be on other ranks"
                 )
-            part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
-            contents.add(named(path), part, layout)
-            return
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(True for _ in tensors(value))):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 self._collect_value(contents, param, place, (*path, key), each, everyone)
@@ -406,9 +409,10 @@ def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def load_optimizer(
-    params: Parameters, optimizer: Optimizer, states: dict[nn.Parameter, State], checkpoint: Checkpoint
+    params: Parameters, optimizer: Optimizer, states: dict[nn.Parameter, State], checkpoint: Checkpoint, strict: bool
 ) -> None:
-    """Lets an optimizer take over states, which were read, and the options that a checkpoint has."""
+    """Lets an optimizer take over states, which were read, and the options that a checkpoint has. What it lacks stays
+    as it is, unless ``strict``."""
     groups: dict[str, State] = {}
     prefix = "optimizer.param_groups."
     for name in (*checkpoint.tensors, *checkpoint.manifest.objects):
@@ -421,12 +425,14 @@ def load_optimizer(
     for options in optimizer.param_groups:
         names = params.names_in(options)
         found = next((each for each in groups.values() if set(each.get("params", ())) == set(names)), None)
-        if found is None:
+        if found is None and strict:
             raise ValueError(
                 f"{checkpoint.path} has no parameter group of {names[:3]}{', ...' if names[3:] else ''}: make the "
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
-        options_to_load.append({**found, "params": [numbers[param] for param in options["params"]]})
+        options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
+    kept: dict[Any, State] = {} if strict else {**optimizer.state}
+    states = kept | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})
     for param, state in states.items():

@@ -193,10 +193,21 @@ def saved(value: Any, what: str) -> bytes:
         torch.save(value, data)
         torch.load(io.BytesIO(data.getbuffer()), map_location="cpu", weights_only=True)
     except Exception as error:
+        odd = next(_odd(value), str(error).partition("\n")[0])
         raise TypeError(
-            f"{what} cannot be saved as numbers, texts, tensors, and lists and dicts of these: {error}"
+            f"{what} cannot be saved as numbers, texts, tensors, and lists and dicts of these: {odd}"
         ) from error
     return data.getvalue()
+
+
+def _odd(value: Any, at: str = "") -> Iterator[str]:
+    """Says of each part of a value that is of another type, where it is and what to give."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _odd(each, f"{at}[{key!r}]")
+    elif not isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.dtype)):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        yield f"{at or 'it'} is a {kind}" + (": give torch.as_tensor() of it" if kind == "numpy.ndarray" else "")
 
 
 def loaded(data: bytes, what: str) -> Any:

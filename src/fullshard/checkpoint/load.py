@@ -6,8 +6,8 @@ Owns the choice among the checkpoints of a directory: one that is broken is name
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +29,10 @@ from fullshard.checkpoint.contents import (
     with_dtensors,
     without_dtensors,
 )
-from fullshard.checkpoint.fetch import near_copies
+from fullshard.checkpoint.fetch import NearCopy, near_copies
 from fullshard.checkpoint.manifest import few, number_of
 from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.checkpoint.reader import Checkpoint, newest_first
 from fullshard.policies import warn
 
 _log = logging.getLogger("fullshard")
@@ -76,27 +76,32 @@ def load(
             optimizer may then have parts of it.
     """
     finish()
-    ranks = Ranks(process_group)
-    _, told = ranks.attempt(lambda: (checkpoints(directory) if ranks.first else [],))
-    candidates = [_Candidate(path, partial(Checkpoint, path), nullcontext, "") for path in told[0]]
-    if near is not None:
-        candidates = _with_near(candidates, Path(near), Path(directory), ranks)
+    ranks, directory = Ranks(process_group), Path(directory)
     broken: list[str] = []
-    for path, opens, served, why in candidates:
-        with served():
+    for path, opens, served, why in _candidates(directory, Path(near) if near is not None else None, ranks):
+        loading = _Loading(path, opens, strict, ranks)
+        with served(), loading.opened:
             try:
-                loading = _Loading(path, opens, strict, ranks)
                 ranks.attempt(partial(loading.read, model, optimizer, state))
             except BrokenCheckpoint as error:
-                broken.append(str(error))
-                warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
+                if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
+                    broken.append(str(error))
+                    warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
                 continue
             taken = ranks.attempt(partial(loading.take_over, optimizer, state))[0]
-        if near is not None and ranks.first:
-            _log.info(f"step {taken['step']} is loaded from {path}: {why}")
+        if ranks.first:
+            _log.info(f"step {taken['step']} is loaded from {path}{why}")
+            if (number_of(path.name) or (taken["step"],))[0] != taken["step"]:
+                warn(f"{path} holds step {taken['step']}, which is loaded: the directory was renamed")
         return taken
     if broken:
         raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
+    if number_of(directory.name):
+        raise CheckpointError(
+            f"there is no checkpoint {directory}: give load() the directory of all, {directory.parent}"
+        )
+    if ranks.first:
+        _log.info(f"nothing is loaded: {directory} has no checkpoint")
     return None
 
 
@@ -109,29 +114,35 @@ class _Candidate(NamedTuple):
     why: str  # it is the next that is tried
 
 
-def _with_near(candidates: list[_Candidate], near: Path, directory: Path, ranks: Ranks) -> list[_Candidate]:
-    """Puts near copies before the checkpoints that are not newer, and gives reasons."""
-    steps = [(number_of(each.path.name) or (-1, 0))[0] for each in candidates]
-    newest, copies = max(steps, default=-1), []
-    try:
-        copies = near_copies(near, directory, ranks)
-    except LostRank:
-        raise
-    except CheckpointError as error:
-        warn(f"near copies are passed over: {error}")
-    why = f"there is no near copy in {near}"
-    if copies:
-        why = f"the near copy of step {copies[0].step} is passed over: {copies[0].refused or 'it is older'}"
-    candidates = [each._replace(why=why) for each in candidates]
-    for copy in copies:
-        if not copy.refused:
-            at = next((number for number, step in enumerate(steps) if step <= copy.step), len(steps))
-            steps.insert(at, copy.step)
-            why = f"it is a near copy, and {directory} has nothing newer"
-            candidates.insert(at, _Candidate(copy.path, copy.open, copy.served, why))
-        elif copy.step > newest:
-            warn(f"the near copy {copy.path} is passed over: {copy.refused}")
-    return candidates
+def _candidates(directory: Path, near: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
+    """What may be loaded, the newest first, near copies before checkpoints that are not newer. All ranks must ask for
+    the next one at once."""
+    copies, why = list[NearCopy](), ""
+    if near is not None:
+        try:
+            copies = near_copies(near, directory, ranks)
+        except LostRank:
+            raise
+        except CheckpointError as error:
+            warn(f"near copies are passed over: {error}")
+        why = f": there is no near copy in {near}"
+        if copies:
+            why = f": the near copy of step {copies[0].step} is passed over: {copies[0].refused or 'it is older'}"
+    on_disk = newest_first(directory)
+    while True:
+        path: Path | None = ranks.attempt(lambda: (next(on_disk, None) if ranks.first else None,))[1][0]
+        step = -1 if path is None else (number_of(path.name) or (-1, 0))[0]
+        while copies and copies[0].step >= step:
+            copy = copies.pop(0)
+            if not copy.refused:
+                yield _Candidate(
+                    copy.path, copy.open, copy.served, f": it is a near copy, and {directory} has nothing newer"
+                )
+            elif copy.step > step:
+                warn(f"the near copy {copy.path} is passed over: {copy.refused}")
+        if path is None:
+            return
+        yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
 
 
 class _Loading:
@@ -139,6 +150,7 @@ class _Loading:
 
     def __init__(self, path: Path, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
         self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
+        self.opened = ExitStack()  # what is read stays where it is until all of it was taken over
         self.state: dict[str, Any] = {}
         self.rest: dict[str, Any] = {}
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
@@ -147,26 +159,31 @@ class _Loading:
     @torch.no_grad()
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Reads everything; what is not read in place is kept for :meth:`take_over`."""
-        self.checkpoint, self.params, contents = self.open(), Parameters(model), Contents()
-        with self.checkpoint:
-            manifest = self.checkpoint.manifest
-            self.params.collect(contents, frozen=True)
-            for name, value in self.params.rest().items():
-                if isinstance(value, torch.Tensor):
-                    self.rest[name] = torch.empty_like(value)
-                    contents.add({f"model.{name}": ("model", name)}, self.rest[name])
-                elif f"model.{name}" in manifest.objects:
-                    self.rest[name] = self.checkpoint.value(f"model.{name}")
-            if optimizer is not None:
-                self.states = new_states(self.params, optimizer, self.checkpoint)
-                self.params.collect_state(contents, self.states, everyone=True)
-            contents.values.clear()
-            self._read_state(contents, state)
-            self._compare(contents, optimizer)
-            self.checkpoint.read(targets(contents, manifest.tensors.places))
-            self.params.written()
-            both = manifest.tensors, manifest.objects
-            self.rest = {name: each for name, each in self.rest.items() if any(f"model.{name}" in of for of in both)}
+        self.checkpoint, self.params, contents = self.opened.enter_context(self.open()), Parameters(model), Contents()
+        manifest = self.checkpoint.manifest
+        self.params.collect(contents, frozen=True)
+        for name, value in self.params.rest().items():
+            if isinstance(value, torch.Tensor):
+                self.rest[name] = torch.empty_like(value)
+                contents.add({f"model.{name}": ("model", name)}, self.rest[name])
+            elif f"model.{name}" in manifest.objects:
+                self.rest[name] = self.checkpoint.value(f"model.{name}")
+        if not self.strict and not self.has_optimizer:
+            optimizer = None
+        if optimizer is not None:
+            self.states = new_states(self.params, optimizer, self.checkpoint)
+            self.params.collect_state(contents, self.states, everyone=True)
+        contents.values.clear()
+        self._read_state(contents, state)
+        self._compare(contents, optimizer)
+        self.checkpoint.read(targets(contents, manifest.tensors.places))
+        self.params.written()
+        both = manifest.tensors, manifest.objects
+        self.rest = {name: each for name, each in self.rest.items() if any(f"model.{name}" in of for of in both)}
+
+    @property
+    def has_optimizer(self) -> bool:
+        return any(name.startswith("optimizer.") for name in self.checkpoint.manifest.objects)
 
     def _read_state(self, contents: Contents, state: Mapping[str, Any]) -> None:
         manifest = self.checkpoint.manifest
@@ -219,15 +236,14 @@ class _Loading:
         there = {name for name in there if ".[" not in name}
         if unknown := sorted(there - set(contents.paths) - {f"model.{name}" for name in self.rest}):
             raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it of another model?")
-        if optimizer is not None and not any(name.startswith("optimizer.") for name in manifest.objects):
+        if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 
     @torch.no_grad()
     def take_over(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> dict[str, Any]:
-        with self.checkpoint:
-            self.params.load_rest(self.rest)
-            if optimizer is not None:
-                load_optimizer(self.params, optimizer, self.states, self.checkpoint)
+        self.params.load_rest(self.rest)
+        if optimizer is not None and self.has_optimizer:
+            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.strict)
         for name, each in state.items():
             if hasattr(each, "load_state_dict") and name in self.state:
                 each.load_state_dict(with_dtensors(self.state[name], (name,), self.sharded))

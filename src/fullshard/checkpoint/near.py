@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fullshard.checkpoint.background import finish
-from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum
+from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum, make_directory
 from fullshard.checkpoint.manifest import StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import checkpoints
@@ -168,7 +168,7 @@ def binding(directory: Path) -> dict[str, str]:
     """What the manifest of a near copy says: whose training it belongs to, and after which checkpoint it comes."""
     found = training_of(directory)
     if not found:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         written = directory / f".{_TRAINING}.{uuid.uuid4().hex[:8]}"
         written.write_text(json.dumps({"training": uuid.uuid4().hex}) + "\n")
         os.replace(written, directory / _TRAINING)

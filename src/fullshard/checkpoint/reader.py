@@ -7,10 +7,12 @@ file only the blocks are read that are needed, in their order, and none twice.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import operator
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,19 +30,37 @@ Target = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints of a directory by their names, the newest first; the directory itself if it is one."""
+    """The checkpoints of a directory by their names, the newest first; the directory itself if it is one.
+
+    Where another job saves and removes older ones, some may be gone when their turn comes.
+    """
     directory = Path(directory)
-    if is_checkpoint(directory):
-        return [directory]
     if not directory.is_dir():
         return []
-    found = [(number, path) for path in directory.iterdir() if (number := number_of(path.name)) and path.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    with os.scandir(directory) as entries:  # which know what is a directory: one that was removed is not asked
+        found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
+    if number_of(directory.name) or (not found and is_checkpoint(directory)):
+        return [directory]
+    return [directory / name for _, name in sorted(found, reverse=True)]
+
+
+def newest_first(directory: str | Path) -> Iterator[Path]:
+    """The same, but each is taken from a new listing: while one was tried, a save may have removed others, and have
+    made a newer one."""
+    tried = set[Path]()
+
+    def untried() -> Path | None:
+        return next((path for path in checkpoints(directory) if path not in tried), None)
+
+    while path := untried() or untried():  # a listing may miss what is renamed meanwhile, but not two in a row
+        tried.add(path)
+        yield path
 
 
 def newest(directory: str | Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest and files are there; what the files hold is checked when it is read."""
-    for path in checkpoints(directory):
+    """The newest checkpoint whose manifest and files are there; what the files hold is checked when it is read. Close
+    it after use: until then no save removes it."""
+    for path in newest_first(directory):
         try:
             return Checkpoint(path)
         except BrokenCheckpoint:
@@ -49,11 +69,15 @@ def newest(directory: str | Path) -> Checkpoint | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return path.is_dir() and bool(number_of(path.name) or {MANIFEST, METADATA} & set(os.listdir(path)))
+    if not path.is_dir() or number_of(path.name):
+        return path.is_dir()
+    names = os.listdir(path)  # other programs have a manifest.json too
+    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))
 
 
 class Checkpoint:
-    """A checkpoint on the disk, of ours or of DCP's ``save``; also a context manager, which closes its files.
+    """A checkpoint on the disk, of ours or of DCP's ``save``; also a context manager, which closes its files. Until it
+    is closed, ``keep_last`` of other jobs leaves it where it is, as far as the file system has locks.
 
     Args:
         path: its directory.
@@ -67,9 +91,26 @@ class Checkpoint:
         BrokenCheckpoint: it is not whole, as far as manifest and sizes of files tell.
     """
 
+    _unpin: Callable[[], object] = staticmethod(lambda: None)
+
     def __init__(self, path: str | Path, *, whole: bool = True) -> None:
         self.path = path = Path(path)
         self._readers: dict[str, BlockReader] = {}
+        self._pin()
+        try:
+            self._read_manifest(path, whole)
+        except BaseException:
+            self.close()
+            raise
+
+    def _pin(self) -> None:
+        """Locks the manifest, which nobody removes then. The lock of a process that ends is gone."""
+        with contextlib.suppress(OSError):  # there is none, which is said when it is read, or there are no locks
+            file = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._unpin = weakref.finalize(self, os.close, file)
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that renames it, to remove it
+
+    def _read_manifest(self, path: Path, whole: bool) -> None:
         if (path / MANIFEST).exists() or number_of(path.name) or not (path / METADATA).exists():
             self.manifest = decode(read_regular(path / MANIFEST), path / MANIFEST)
         else:
@@ -77,9 +118,9 @@ class Checkpoint:
         for sentence in self.lacking().values() if whole else ():
             raise BrokenCheckpoint(sentence)
         if whole and METADATA in self.manifest.files:  # for other readers: what we need stands in the manifest too
-            with self:
-                for first, last in self._reader(METADATA).check():
-                    raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
+            for first, last in self._reader(METADATA).check():
+                raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
+            self._readers.pop(METADATA).close()
 
     @property
     def tensors(self) -> Tensors:
@@ -211,6 +252,7 @@ class Checkpoint:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+        self._unpin()
 
     def __enter__(self) -> Self:
         return self

@@ -18,14 +18,14 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import operator
 import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +35,13 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.background import Background, finish
+from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import (
     BlockWriter,
-    BrokenCheckpoint,
     CheckpointError,
     checksum,
+    force_names,
+    make_directory,
     without_collections,
 )
 from fullshard.checkpoint.contents import Contents, Parameters, named, without_dtensors
@@ -62,7 +63,8 @@ from fullshard.checkpoint.manifest import (
 )
 from fullshard.checkpoint.near import Hosts, Sent
 from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.checkpoint.reader import checkpoints
+from fullshard.checkpoint.removal import remove_leftovers, remove_older
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
@@ -92,7 +94,8 @@ def save(
         step: the number of the checkpoint; ``None``: the next one.
         wait: ``False``: return once everything was copied to host memory, and write in the background. What fails there
             is raised by the next :func:`save`, :func:`load` or :func:`finish`.
-        keep_last: how many checkpoints to keep, this one included: older ones that are whole are removed.
+        keep_last: how many checkpoints to keep, this one included: older ones that are whole are removed. One that is
+            being read is left for a later save, and one that a link leads to for whoever made the link.
         frozen: ``False``: leave out parameters that are not trained, as users of adapters do.
         near: a directory that each host has for itself in memory that outlives processes, such as ``/dev/shm/job``, the
             same for all ranks, and of no other training. It gets the checkpoint in place of ``directory``, and each
@@ -109,19 +112,29 @@ def save(
 
     Raises:
         CheckpointError: on all ranks, if it could not be written on one, or if a rank was lost.
-        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, or ``near`` is given without ``step``.
+        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``, or
+            ``directory`` has a name such as ``step-00000010``.
     """
-    finish()
+    Background.finish()
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
-    if step is not None and step < 0:
+    if step is not None and not hasattr(step, "__index__"):
+        raise TypeError(f"step is {step!r}; expected an integer")
+    if step is not None and (step := operator.index(step)) < 0:
         raise ValueError(f"step is {step}; expected a number from 0 on")
     if near is not None and step is None:
         raise ValueError("a near copy needs the step, by which it is compared with the checkpoints of the directory")
+    directory, near = Path(directory).absolute(), Path(near).absolute() if near is not None else None
+    for path in filter(None, (directory, near)):
+        if number := number_of(path.name):
+            raise ValueError(
+                f"{path} is a name of one checkpoint: give save() the directory of all, '{path.parent}', and "
+                f"step={number[0]}"
+            )
     ranks = Ranks(process_group, background=not wait)
-    hosts = None if near is None else Hosts(Path(near), ranks, Path(directory))
+    hosts = None if near is None else Hosts(near, ranks, directory)
     manifest = Manifest(world_size=ranks.size, frozen=frozen, near=hosts.binding if hosts else {})
-    writing = _Writing(Path(near or directory), ranks, keep_last, manifest, hosts)
+    writing = _Writing(near or directory, ranks, keep_last, manifest, hosts)
     writing.prepare(model, optimizer, state, step)
     if wait:
         return writing.write()
@@ -144,6 +157,7 @@ class _Writing:
     tensors: list[torch.Tensor] = field(default_factory=list)  # their values
     values: list[tuple[str, bytes]] = field(default_factory=list)  # the same of what is no tensor
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    buffers: set[str] = field(default_factory=set)  # names of what is no parameter of the model
     _lock: int = -1
 
     @property
@@ -200,6 +214,7 @@ class _Writing:
         params.collect(contents, self.manifest.frozen)
         for name, value in params.rest().items():
             contents.add({f"model.{name}": ("model", name)}, value)
+            self.buffers.add(f"model.{name}")
         if optimizer is not None:
             params.collect_state(contents, optimizer.state)
             params.collect_options(contents, optimizer)
@@ -211,14 +226,18 @@ class _Writing:
                 contents.add(named(("sharded", *path)), tensor)
 
     def _choose(self, contents: Contents, holders: Mapping[str, list[int]]) -> None:
-        """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others."""
+        """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others. Buffers may
+        differ between ranks, as statistics of their batches do: so that they belong together, the first rank has all.
+        """
         self.paths = contents.paths
         mine, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
         for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
             if holders and (at := holders.get(box.key(self.ranks.size))):
                 box = box._replace(copies=Copies(tuple(at), at.index(self.ranks.rank), len(at)))
-            alone = box.copies.size == 1
-            (mine if alone else shared.setdefault((box.copies.ranks, box.copies.size), [])).append((box, tensor))
+            if box.copies.size > 1 and box.names[0] not in self.buffers:
+                shared.setdefault((box.copies.ranks, box.copies.size), []).append((box, tensor))
+            elif not box.copies.number:
+                mine.append((box, tensor))
         for same in shared.values():
             if holders:  # ranks may have met them in another order
                 same.sort(key=lambda pair: (pair[0].names[0], pair[0].offsets))
@@ -264,7 +283,7 @@ class _Writing:
             if leads:
                 _Last.keys = keys
             if leads and hosts is not None:  # what was before stays until this one is visible on all hosts
-                _remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
+                remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
         except LostRank:
             raise
         except CheckpointError as error:
@@ -310,14 +329,14 @@ class _Writing:
             self._write_small(METADATA, _Last.metadata)
             manifest.files[METADATA] = StoredFile(len(_Last.metadata), self._checksums)
             self._write_small(MANIFEST, encode(manifest, _Last.contents))
-            _force(self.partial)
+            force_names(self.partial)
             name = self._rename()
-            _force(self.directory)
+            force_names(self.directory)
         except OSError as error:
             raise CheckpointError(f"{self.partial} could not be completed: {error.strerror}") from error
         self._release()
         if self.keep_last is not None and self.hosts is None:
-            _remove_older(self.directory, name, self.keep_last)
+            remove_older(self.directory, name, self.keep_last)
         return name
 
     def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
@@ -346,9 +365,11 @@ class _Writing:
         self._checksums = writer.checksums
 
     def _rename(self) -> str:
-        for again in itertools.count():
+        numbers = [number_of(path.name) or (-1, 0) for path in checkpoints(self.directory)]
+        made = [again for step, again in numbers if step == self.manifest.step]
+        for again in itertools.count(max(made, default=-1) + 1):  # a lower one would be older
             name = name_of(self.manifest.step, again)
-            if not (self.directory / name).exists():
+            if not os.path.lexists(self.directory / name):
                 try:
                     os.rename(self.partial, self.directory / name)
                     return name
@@ -360,8 +381,8 @@ class _Writing:
     def _make_directory(self, step: int | None) -> None:
         """Makes a directory that nobody looks at yet, and holds its lock for as long as this process writes to it."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(self.directory)
+            make_directory(self.directory)
+            remove_leftovers(self.directory)
             numbers = [number[0] for path in checkpoints(self.directory) if (number := number_of(path.name))]
             self.manifest.step = max(numbers, default=-1) + 1 if step is None else step
             while not self._lock_directory():
@@ -398,58 +419,6 @@ class _Writing:
             self._release()
 
 
-def _force(directory: Path) -> None:
-    """Forces the names in a directory to the disk."""
-    opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def _remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
-    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
-    higher numbers, which training has left behind, and those that are not whole: they take memory."""
-    paths = checkpoints(directory)
-    at = paths.index(directory / name)
-    for path in [*paths[:at], *paths[at + keep :]] if near else _whole(paths[at:], keep):
-        hidden = directory / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
-        try:
-            path.rename(hidden)  # nobody ever sees a part of it
-            shutil.rmtree(hidden)
-        except OSError as error:
-            warn(f"{path} could not be removed: {error.strerror}")
-
-
-def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
-    """Those that are whole, but for the first ones."""
-    for path in paths:
-        try:
-            Checkpoint(path).close()
-        except BrokenCheckpoint:
-            continue
-        if skip > 0:
-            skip -= 1
-        else:
-            yield path
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Removes what processes left behind that ended in the middle of a save."""
-    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")]:
-        try:
-            opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # somebody writes to it
-        finally:
-            os.close(opened)
-
-
 class _Outline(NamedTuple):
     """The file of a rank: its name, what lies there in this order, and names in the nested state dict."""
 
@@ -466,7 +435,7 @@ class _Outline(NamedTuple):
         for name, length in self.values:
             values[name] = Stored(self.name, at, length)
             at += length
-        between, join = [bytes(-at % dcp.ALIGNMENT)], cache(add)  # of which few are different
+        between, join = [bytes(-at % dcp.ALIGNMENT)], cache(operator.add)  # of which few are different
         at += len(between[0])
         for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
             before, after, length = dcp.around(dtype, tuple(sizes))

@@ -1,0 +1,79 @@
+"""Removes what is no longer needed: older checkpoints, and what processes left behind that ended in a save.
+
+Owns the locks that are asked before: of the manifest, which a reader shares, and of a directory that is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.manifest import MANIFEST, number_of
+from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.policies import warn
+
+
+def remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
+    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
+    higher numbers, which training has left behind, and those that are not whole: they take memory."""
+    paths, made = checkpoints(directory), number_of(name) or (0, 0)
+    newer = [path for path in paths if (number_of(path.name) or made) > made]
+    older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
+    for path in [*newer, *older[keep:]] if near else _whole(older, keep):
+        try:
+            if not path.is_symlink():
+                _remove(path)
+        except FileNotFoundError:
+            pass  # another job removes it too
+        except OSError as error:
+            warn(f"{path} could not be removed: {error.strerror}")
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint, unless somebody reads it (a later save will then)."""
+    hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
+    with contextlib.ExitStack() as opened:
+        with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
+            lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # which NFS asks for
+            opened.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        path.rename(hidden)  # nobody ever sees a part of it
+    shutil.rmtree(hidden)
+
+
+def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
+    """Those that are whole, but for the first ones."""
+    for path in paths:
+        try:
+            Checkpoint(path).close()
+        except BrokenCheckpoint:
+            continue
+        if skip > 0:
+            skip -= 1
+        else:
+            yield path
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes what processes left behind that ended in the middle of a save."""
+    for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")]:
+        try:
+            opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # somebody writes to it
+        finally:
+            os.close(opened)
