@@ -77,7 +77,8 @@ class Streams:
     """The streams of accelerators. The tests have others, which only pretend."""
 
     def make(self, device: torch.device) -> torch.Stream:
-        return torch.Stream(device=device)
+        """A stream whose copies do not queue behind the computation's kernels: its priority is high."""
+        return torch.Stream(device=device, priority=-1)
 
     def current(self, device: torch.device) -> torch.Stream:
         return torch.accelerator.current_stream(device)

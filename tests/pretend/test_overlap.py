@@ -1,4 +1,4 @@
-"""What the computation waits for, and when: communication that is waited for too early does not overlap with anything."""
+"""What the computation waits for, and when: communication that is waited for too early overlaps with nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import nn
 
 import fullshard
 from fullshard.comm import collective
-from fullshard.device import Lane
+from fullshard.device import CPU, Lane
 from fullshard.group.gradients import Gradients
+from fullshard.schedule import passes
+from fullshard.torch_private import all_gather_single
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
@@ -124,3 +126,51 @@ def test_a_reduction_is_waited_for_when_the_next_buffer_is_written(world: World,
                 if step:  # the places of gradients are made once, in the buffer
                     assert gradients == [("gradient", at + max(0, number - buffers))] * 2
                 assert reduction == ("reduce", at + max(0, number + 1 - buffers))
+
+
+@ranks(2, transport="collective")
+def test_the_computation_waits_for_no_comparison_of_passes(world: World) -> None:
+    found: list[int] = []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        found.append(streams.current(CPU).stream_id)
+        return all_gather_single(*args, **kwargs)
+
+    with pretended("checked") as streams, mock.patch.object(passes, "all_gather_single", look):
+        model = seeded(lambda: blocks(6))
+        each_block()(fullshard, model)
+        for _ in range(2):
+            model(torch.randn(3, 6)).sum().backward()
+    assert len(found) == 4
+    assert COMPUTE not in found
+
+
+@ranks(2, transport="collective")
+def test_a_collective_is_waited_for_before_the_next_of_its_lane_starts(world: World) -> None:
+    """Where a backend does not launch several as one: not every backend tells those apart that are under way."""
+    found: list[str] = []
+
+    class Work:
+        def __init__(self, work: Any) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            found.append("waited")
+            if self._work is not None:
+                self._work.wait()
+
+    def over(*args: Any) -> Any:
+        def call(output: torch.Tensor, source: torch.Tensor) -> Any:
+            found.append("started")
+            return Work(one(output, source))
+
+        one, together = made(*args)
+        return call, together
+
+    with pretended("checked"):
+        made = collective.reduce_scatter_over
+        with mock.patch.object(collective, "reduce_scatter_over", over):
+            model = seeded(lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(2)]))
+            fullshard.fully_shard(model)
+            model(torch.randn(3, 512)).sum().backward()
+    assert found == ["started", "waited"] * 3  # two weights that move where they lie, and the rest

@@ -127,9 +127,10 @@ class Replay:
         for number in self._children[-1]:
             self._forward(number)
         self._during = "backward"
-        for buffer in (each for each in self._gradients if each.nbytes):  # once each, when the places of gradients are made
-            buffer.take()
-            buffer.give_back()
+        for buffer in self._gradients:
+            if buffer.nbytes:  # taken once when the places of gradients are made
+                buffer.take()
+                buffer.give_back()
         self._look()
         for number in reversed(self._children[-1]):
             self._backward(number)
