@@ -234,8 +234,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "reductions.add(HoldingMark(mark, straight) if straight and",
-        "reductions.add(HoldingMark(mark, straight) if False and",
+        "HoldingMark(mark, straight, self._buffer.give_back)",
+        "HoldingMark(mark, (), self._buffer.give_back)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     # when each group is gathered and reduced
@@ -353,6 +353,18 @@ MUTATIONS = (
         "place = device, current_stream(device).stream_id, place",
         "place = device, place",
         "tests/pretend/test_training.py::test_every_way_to_train",
+    ),
+    Mutation(
+        "group/gradients.py",
+        "buffers - 1, buffers)",
+        "buffers - 1, buffers - 1)",
+        "tests/pretend/test_overlap.py::test_the_all_reduces_of_so_many_reductions_may_run",
+    ),
+    Mutation(
+        "group/reduction.py",
+        "if self._buffer.pool.is_host:",
+        "if True:",
+        "tests/pretend/test_overlap.py::test_a_reduction_is_waited_for_when_the_next_buffer_is_written",
     ),
     Mutation(
         "group/gradients.py",
@@ -478,8 +490,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "group.comm.reductions.add(HoldingMark(mark, outputs))",
-        "group.comm.reductions.add(mark)",
+        "group.comm.reductions.add_sum(HoldingMark(mark, outputs))",
+        "group.comm.reductions.add_sum(mark)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(

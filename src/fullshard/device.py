@@ -60,21 +60,25 @@ PASSED: Mark = HostMark(())  # a mark that has passed already
 
 @dataclass(slots=True, eq=False)
 class HoldingMark:
-    """A mark, and memory of another lane that is used until then: it stays until the mark was waited for."""
+    """A mark, and memory of another lane that is used until then: it stays until the mark was waited for, once, and
+    what is not the allocator's is then given back by ``give_back``."""
 
     mark: Mark
     memory: object
+    give_back: Callable[[Mark], None] = lambda mark: None
 
     def wait(self) -> None:
         self.mark.wait()
         self.memory = None
+        self.give_back(self.mark)
 
 
 class Streams:
     """The streams of accelerators. The tests have others, which only pretend."""
 
     def make(self, device: torch.device) -> torch.Stream:
-        return torch.Stream(device=device)
+        """A stream whose copies do not queue behind the computation's kernels: its priority is high."""
+        return torch.Stream(device=device, priority=-1)
 
     def current(self, device: torch.device) -> torch.Stream:
         return torch.accelerator.current_stream(device)

@@ -200,6 +200,8 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory.
 
+        A group takes its buffer when it first writes to it, and then waits for the oldest reduce-scatter, if it has to.
+
         Raises:
             ValueError: ``max_input_buffers`` is less than 1.
         """

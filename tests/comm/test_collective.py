@@ -18,6 +18,7 @@ from fullshard.buffer.slots import SHARED
 from fullshard.comm import collective
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.transport import Reduction
+from fullshard.device import Streams
 from fullshard.policies import AllGather, ReduceScatter
 from tests.comm.cases import (
     LARGE,
@@ -324,3 +325,25 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
             before = sys.getrefcount(op)
             torch_private.reduce_scatter_over(dist.group.WORLD, op, async_op=True)[0](torch.zeros(1), torch.zeros(2))
             assert sys.getrefcount(op) == before
+
+
+@ranks(2)
+def test_symmetric_memory_is_made_by_nccl_and_known_to_all_ranks_whenever_it_is_used(world: World) -> None:
+    """An address may be another piece's next time, and a rendezvous takes all ranks: torch remembers, not the route."""
+    symm_mem = mock.Mock()
+    with mock.patch.object(collective, "symm_mem", symm_mem):
+        transport = collective.symmetric_memory(dist.group.WORLD)
+        symm_mem.set_backend.assert_called_once_with("NCCL")
+        memory = transport._all_gather
+        assert isinstance(memory, collective._Memory)
+        output, source = torch.empty(4), torch.empty(2)
+        for _ in range(2):
+            memory.call(lambda *_: None, output, source)
+    assert [call.args[0].numel() for call in symm_mem.rendezvous.call_args_list] == [4, 2] * 2
+
+
+def test_the_streams_of_communication_have_a_high_priority() -> None:
+    """Else their copies queue behind the kernels of the computation, as they do not in torch's."""
+    with mock.patch.object(torch, "Stream") as stream:
+        Streams().make(CPU)
+    assert stream.call_args.kwargs["priority"] < 0

@@ -9,10 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
+from fullshard.comm import process_group
 from fullshard.comm.waits import WAITS
+from fullshard.device import Lane
 from fullshard.group.context import Clock
 from fullshard.schedule.passes import Consistency, Passes, _Comparison
 from tests.fully_shard.cases import environment, inputs
@@ -218,6 +221,24 @@ def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
         consistency.check()
     assert told == {"all 0 7": {"0": "a backward after 3 steps of optimizers", "1": "the end of the backward"}}
     assert consistency.passes(None, 4, 0) == {}
+
+
+@ranks(2)
+def test_ranks_that_notice_a_difference_at_different_times_need_no_collective(world: World) -> None:
+    """On a device nobody waits for a comparison: one rank may be in the next pass when another raises."""
+    comparison = _Comparison([], "forward", 3 + world.rank, dist.group.WORLD, 7)  # type: ignore[arg-type]
+    comparison.start(torch.device("cpu"), Lane(torch.device("cpu")))
+    assert comparison.is_there()
+    here, there = "rank 0 has a forward after 3 steps", "rank 1 has a forward after 4 steps"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_PATIENCE", 0.1)
+        if world.rank == 1:
+            dist.barrier()  # of the next pass, which the first must not take for an answer
+        with pytest.raises(RuntimeError, match=here if world.rank else "some ranks have not told") as error:
+            comparison.check()
+        assert (there in str(error.value)) == bool(world.rank)
+        if world.rank == 0:
+            dist.barrier()
 
 
 @ranks(2, transport="p2p")

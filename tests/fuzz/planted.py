@@ -79,27 +79,21 @@ def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
     """Parameters that were not used get gradients of zeros."""
     lay_out = Gradients._lay_out
 
-    def reduce_all(self: Any, trainable: tuple[bool, ...]) -> None:
+    def reduce_all(self: Any) -> None:
         self._group.options.reduce_unused = True
-        lay_out(self, trainable)
+        lay_out(self)
 
     patch.setattr(Gradients, "_lay_out", reduce_all)
 
 
 def _lost_partial_sums(patch: pytest.MonkeyPatch) -> None:
     """What was accumulated before the last micro-batch is forgotten."""
-    begin = Gradients._begin
-
-    def forget(self: Any) -> None:
-        self._arrived.clear()
-        begin(self)
 
     def settle(self: Any) -> None:
         self._arrived.clear()
         original(self)
 
     original = Gradients.settle
-    patch.setattr(Gradients, "_begin", forget)
     patch.setattr(Gradients, "settle", settle)
 
 

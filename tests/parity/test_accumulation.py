@@ -58,7 +58,7 @@ def test_gradients_that_wait_for_one_another(world: World, most_waiting: int) ->
         model.set_requires_gradient_sync(micro == LAST)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "_MOST_WAITING", most_waiting)
+        patch.setattr(gradients, "MOST_WAITING", most_waiting)
         compare(world, micro_batches(each_block(), set_up_micro=set_up))
 
 

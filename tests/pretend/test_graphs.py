@@ -228,7 +228,7 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
     for name in names:
         try:
             with pretend(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
-                patch.setattr(gradients, "_MOST_WAITING", 1)  # gradients do not wait for one another
+                patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
                 assert isinstance(streams.model, Graphs)
                 train(Captured(world, streams.model, ways(world)[name]))
         except (AssertionError, RuntimeError) as error:

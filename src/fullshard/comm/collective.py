@@ -323,6 +323,7 @@ class _CollectiveRoute:
                 collective, together = reduce_scatter_over(group, scaling.op, by_host)
             if isinstance(comm, _Memory):
                 collective = partial(comm.call, collective)
+            collective = collective if by_host else partial(_one_at_a_time, collective)
             self._collectives.append((collective, together if backend in _LAUNCHES_TOGETHER else None, scaling))
 
     @torch.inference_mode(False)
@@ -436,6 +437,12 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
 
 
+def _one_at_a_time(collective: Collective, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Start a collective on a device, and let its stream wait: not every backend tells several that run apart."""
+    if (work := collective(output, source)) is not None:
+        work.wait()
+
+
 class _SumInPlace(dist.Work):
     """A reduce-scatter of gloo, which is an all-reduce of a copy of the ``source``, without the copy."""
 
@@ -475,26 +482,24 @@ def process_group_memory(group: Any) -> CollectiveTransport:
 
 
 def symmetric_memory(group: Any, backend: str = "NCCL") -> CollectiveTransport:
-    """Collectives in symmetric memory of ``backend``.
+    """Collectives in symmetric memory of NCCL, from now on that of the whole process. All ranks must call it.
 
     Raises:
         ValueError: another backend than NCCL.
     """
     if backend != "NCCL":
         raise ValueError(f"symmetric memory is supported with the NCCL backend, got {backend!r}")
-    known: set[int] = set()
+    symm_mem.set_backend("NCCL")
+    if group is not None:
+        dist.barrier(group)  # makes the communicator, which a rendezvous needs
 
     def allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def make_known(*tensors: torch.Tensor) -> None:
-        """Every rank makes its memory known to the others, once for each piece."""
+        """Every rank makes its memory known to the others. Torch remembers what is, and forgets what is freed."""
         for tensor in tensors:
-            place = tensor.untyped_storage().data_ptr()
-            if place not in known:
-                symm_mem.rendezvous(tensor, group=group)
-                known.add(place)
+            symm_mem.rendezvous(tensor, group=group)
 
-    memory = _Memory(allocate, make_known)
-    return CollectiveTransport(memory, memory)
+    return CollectiveTransport(memory := _Memory(allocate, make_known), memory)

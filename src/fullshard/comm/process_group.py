@@ -6,16 +6,20 @@ torch has calls for objects too, but they need numpy, on which this library does
 from __future__ import annotations
 
 import ctypes
+import json
 import pickle
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.waits import waiting
-from fullshard.torch_private import all_gather_single
+from fullshard.torch_private import all_gather_single, default_store
 
 _SMALL, _LENGTH = 248, 8  # bytes of an object that travel with its length, and bytes of that length
+_PATIENCE = 5  # seconds for which ranks wait for one another in the store
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
@@ -51,6 +55,16 @@ def _gather(mine: bytes, nbytes: int, process_group: dist.ProcessGroup | None) -
     every = padded.new_empty(dist.get_world_size(process_group) * nbytes)
     all_gather_single(every, padded, group=process_group)
     return map(_bytes, every.cpu().split(nbytes))
+
+
+def exchange_in_store(mine: Any, key: str, process_group: dist.ProcessGroup) -> dict[int, Any]:
+    """What the ranks of a group have brought, by rank, as JSON knows it. They may come at different times: one that
+    has not come after some seconds is left out."""
+    store, keys = default_store(), {r: f"{key}/{r}" for r in dist.get_process_group_ranks(process_group)}
+    store.set(keys[dist.get_rank()], json.dumps(mine))
+    with waiting("what the other ranks tell in the store", process_group), suppress(RuntimeError):
+        store.wait([*keys.values()], timedelta(seconds=_PATIENCE))
+    return {rank: json.loads(store.get(each)) for rank, each in keys.items() if store.check([each])}
 
 
 def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source: int = 0) -> Any:

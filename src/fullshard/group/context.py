@@ -46,16 +46,20 @@ class Reductions:
     """The reductions that are under way, the oldest first."""
 
     def __init__(self) -> None:
-        self._marks: deque[Mark] = deque()
+        self._marks: deque[Mark] = deque()  # of reduce-scatters, each of which reads a gradient buffer
+        self._sums: deque[Mark] = deque()  # of the all-reduces that follow some of them
         self.add: Callable[[Mark], None] = self._marks.append
+        self.add_sum: Callable[[Mark], None] = self._sums.append
         self.drops = 0  # how often reductions that were under way were lost
         #: Gradients on their way to the CPU, the oldest first: the event of their arrival, and what hands them over.
         self.arriving: deque[tuple[torch.Event, Callable[[], None]]] = deque()
 
-    def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest until no more than ``count`` are under way."""
+    def keep_at_most(self, count: int, sums: int = 0) -> None:
+        """Wait for the oldest until no more than ``count`` read a gradient buffer, and ``sums`` all-reduces run."""
         while len(self._marks) > count:
             self._marks.popleft().wait()
+        while self._sums and len(self._sums) > sums:
+            self._sums.popleft().wait()
         if self.arriving:
             self.take_in(waits=False)
 
@@ -69,9 +73,10 @@ class Reductions:
     def drop(self) -> None:
         """Wait for all reductions, and drop their results."""
         self.drops += 1
-        while self._marks:
-            with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
-                self._marks.popleft().wait()
+        for marks in (self._marks, self._sums):
+            while marks:
+                with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
+                    marks.popleft().wait()
         while self.arriving:
             self.arriving.popleft()[0].synchronize()
 

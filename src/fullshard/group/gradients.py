@@ -18,7 +18,7 @@ import torch
 
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
-from fullshard.device import HoldingMark, is_host
+from fullshard.device import HoldingMark
 from fullshard.group.flat import Fragment
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_places import MessagePlaces, WholePlaces
@@ -27,7 +27,7 @@ from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
 from fullshard.torch_private import version_of
 
-_MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
+MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
 
 class TrainedGroup(ShownGroup):
@@ -55,7 +55,7 @@ class Gradients:
         self._dtypes_of = GradientDtypes(group)
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
-        self._collects = False  # whether the buffer takes gradients; while a reduction reads it, it does not
+        self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
@@ -68,7 +68,7 @@ class Gradients:
 
     def forget_routes(self) -> None:
         """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""
-        if self._collects:
+        if self._arrived or self._waiting:
             self._begin_anew()
         else:
             self._trainable = ()
@@ -152,8 +152,8 @@ class Gradients:
         if not self._waiting:
             if self._shown_waiting:
                 self._heed_clearing()
-            if not self._collects:
-                self._begin()
+            if not self._arrived and self._group.module_params.trainable != self._trainable:
+                self._lay_out()
         if index not in self._every:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
@@ -171,7 +171,7 @@ class Gradients:
     def _heed_bound(self, index: int) -> None:
         grad, places = self._waiting[index], self._places
         self._waiting_bytes += self._nbytes[index]
-        if self._waiting_bytes >= _MOST_WAITING:
+        if self._waiting_bytes >= MOST_WAITING:
             self.settle()
         elif index in places.kept and (index in self._arrived or grad.dtype != places.dtypes[index]):
             places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when settled
@@ -181,12 +181,14 @@ class Gradients:
     def _begin_anew(self) -> None:
         """Go on in another buffer: of a wider dtype, or with other places."""
         self.settle()
-        before, arrived = self._buffer, dict(self.unreduced())
-        self._trainable = ()
-        self._begin()
+        before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
+        self._writes = False
+        self._lay_out()
         if arrived:
+            self._take_buffer()
             self._places.write(arrived)
-        before.give_back()
+        if before is not None:
+            before.give_back()
 
     @staticmethod
     def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
@@ -215,6 +217,8 @@ class Gradients:
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
             self._places.add({index: waiting.pop(index) for index in again})
+        if not (self._writes or ((kept := self._places.kept) and waiting.keys() <= kept)):
+            self._take_buffer()
         if waiting:
             self._places.write(waiting)
         self._arrived.update(waiting)
@@ -236,46 +240,47 @@ class Gradients:
         for _, param, _, _ in shown:
             param.hide_waiting()
 
-    def _begin(self) -> None:
-        """Get a buffer, once few enough reductions are under way."""
+    def _take_buffer(self) -> None:
+        """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
-        trainable = group.module_params.trainable
-        if trainable != self._trainable:
-            self._lay_out(trainable)
         # Modules that were sharded together may run apart. Then an earlier reduction may still read this buffer.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
-        group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1)
+        group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
-        self._collects = True
-        if not self._fulls:
-            with torch.inference_mode(False), torch.no_grad():
-                fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
-                make = MessagePlaces if self._sections and self._sections[0].plan.is_messages else WholePlaces
-                places = self._places = make(group.params, self._sections, fulls)
-                if group.is_flat:
-                    self._gaps += [view for index, view in places.views.items() if not trainable[index]]
-                    for section, full in zip(self._sections, fulls, strict=True):
-                        self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-            self._every = frozenset(index for index in places.dtypes if trainable[index])
-            sizes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
-            nbytes = sizes | dict.fromkeys(places.kept, 0)
-            self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= _MOST_WAITING else {}
-            leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
-            plain = self._every - self._dtypes_of.found.keys()
-            self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
+        self._writes = True
 
     @torch.inference_mode(False)
-    def _lay_out(self, trainable: tuple[bool, ...]) -> None:
-        """Make the sections of what is trained, and a buffer for them."""
+    @torch.no_grad()
+    def _lay_out(self) -> None:
+        """Make the sections of what is trained, a buffer for them, and the places of gradients in it."""
         group = self._group
-        self._trainable = trainable
+        if self._writes:
+            self._buffer.give_back()
+        trainable = self._trainable = group.module_params.trainable
         self._sections, self._dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
         self._buffer.takes_turns = group.options.reshard_after_forward
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._fulls, self._gaps, self._choices = (), [], {}
+        self._take_buffer()  # views need memory when they are made
+        fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
+        make = MessagePlaces if self._sections and self._sections[0].plan.is_messages else WholePlaces
+        places = self._places = make(group.params, self._sections, fulls)
+        self._choices, self._gaps = {}, []
+        if group.is_flat:
+            self._gaps += [view for index, view in places.views.items() if not trainable[index]]
+            for section, full in zip(self._sections, fulls, strict=True):
+                self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
+        self._every = frozenset(index for index in places.dtypes if trainable[index])
+        sizes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
+        nbytes = sizes | dict.fromkeys(places.kept, 0)
+        self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= MOST_WAITING else {}
+        leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
+        plain = self._every - self._dtypes_of.found.keys()
+        self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
+        self._writes = False
+        self._buffer.give_back()
 
     def reduce(self) -> frozenset[int]:
         """Start to reduce what arrived, and return whose it is. The reduced chunks are in ``sharded.grad`` once the
@@ -287,8 +292,10 @@ class Gradients:
         if self._shown_waiting:
             self._heed_clearing()
         self.settle()
-        if not self._collects:
-            self._begin()
+        if not self._arrived and group.module_params.trainable != self._trainable:
+            self._lay_out()
+        if not self._writes:
+            self._take_buffer()
         if group.options.reduce_unused:
             self._dtypes_of.refuse_unknown()
         if self._partial and (lost := self._partial.keys() - self._every):
@@ -298,7 +305,7 @@ class Gradients:
                 f"then they stopped to require gradients: freeze parameters after a backward with all-reduce"
             )
         arrived, self._arrived = self._arrived, set()
-        self._collects = False
+        self._writes = False
         wanted = self._every
         if len(arrived) < len(wanted):
             if not (group.options.reduce_unused or group.is_flat):
@@ -315,7 +322,7 @@ class Gradients:
         straight = list(map(self._places.straight.pop, choice.straight))
         reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
         mark = lane.run(reducing.start, reducing.scattered)
-        reductions.add(HoldingMark(mark, straight) if straight and not is_host(group.device) else mark)
+        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
         return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
@@ -351,5 +358,5 @@ class Gradients:
         self._arrived.clear()
         self._partial.clear()
         self._places.straight.clear()
-        self._collects = False
+        self._writes = False
         self._buffer.give_back()

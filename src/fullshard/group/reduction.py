@@ -82,9 +82,11 @@ class PendingReduction:
         return self._pending
 
     def scattered(self) -> None:
-        """The reduce-scatter is done: the buffer is free, and what is left is to sum over the replicas."""
+        """The reduce-scatter is done: the buffer is free (on a device once it was waited for), and what is left is to
+        sum over the replicas."""
         group = self._group
-        self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
+        if self._buffer.pool.is_host:
+            self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._plan.is_final:
@@ -102,7 +104,7 @@ class PendingReduction:
         if is_host(group.device):
             mark.wait()
         else:
-            group.comm.reductions.add(HoldingMark(mark, outputs))
+            group.comm.reductions.add_sum(HoldingMark(mark, outputs))
 
     def start_all_reduce(self) -> Pending:
         group, options = self._group, self._group.options

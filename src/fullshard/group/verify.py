@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -90,17 +90,17 @@ def compare(
     found = gather_objects((digest, tag), group)
     if all(other == found[0][0] for other, _ in found):
         return max(tag for _, tag in found)
-    one, here, other, there = first_difference(described, group)
+    one, here, other, there = first_difference(
+        dict(zip(dist.get_process_group_ranks(group), gather_objects(described, group), strict=True))
+    )
     raise ValueError(f"the ranks {problem}: rank {one} has {here} where rank {other} has {there}. {advice}")
 
 
-def first_difference(described: Sequence[str], group: dist.ProcessGroup) -> tuple[int, str, int, str]:
-    """A rank, what it has, another rank, and what that has instead. All ranks must call it, once they know that their
-    descriptions differ."""
-    others: list[Sequence[str]] = gather_objects(described, group)
-    ranks = dist.get_process_group_ranks(group)
-    for rank, other in zip(ranks, others, strict=True):
-        for here, there in zip_longest(others[0], other, fillvalue="nothing"):
+def first_difference(described: Mapping[int, Sequence[str]]) -> tuple[int, str, int, str]:
+    """A rank, what it has, another rank, and what that has instead, of descriptions by rank that differ."""
+    (first, ours), *_ = described.items()
+    for rank, theirs in described.items():
+        for here, there in zip_longest(ours, theirs, fillvalue="nothing"):
             if here != there:
-                return ranks[0], here, rank, there
+                return first, here, rank, there
     raise AssertionError("digests differ where descriptions do not")

@@ -17,6 +17,7 @@ import torch
 
 from fullshard.buffer.slots import Lease, SlotBuffer, SlotPool, Staging
 from fullshard.device import META
+from fullshard.group.gradients import MOST_WAITING
 from fullshard.report.facts import ModelFacts, UnitFacts
 from fullshard.schedule.order import Order
 
@@ -127,6 +128,10 @@ class Replay:
         for number in self._children[-1]:
             self._forward(number)
         self._during = "backward"
+        for buffer in self._gradients:
+            if buffer.nbytes:  # taken once when the places of gradients are made
+                buffer.take()
+                buffer.give_back()
         self._look()
         for number in reversed(self._children[-1]):
             self._backward(number)
@@ -221,21 +226,28 @@ class Replay:
                 self._gather(at)
 
     def _collect(self, at: int) -> None:
-        """The first gradient of a group arrives."""
-        group, buffer = self._groups[at], self._gradients[at]
+        """The first gradient of a group arrives. Small ones wait, and take the buffer when the backward has ended."""
+        group = self._groups[at]
         if not group.gradient or at in self._collecting:
             return
-        self._settle(0 if buffer.in_use else group.gradient_buffers - 1)
-        buffer.take()
         self._collecting.add(at)
         self._straight.add(at)
+        if group.gradient >= MOST_WAITING:
+            self._take(at)
         self._look(0 if group.straight_gradients else group.largest_gradient)
+
+    def _take(self, at: int) -> None:
+        buffer = self._gradients[at]
+        self._settle(0 if buffer.in_use else self._groups[at].gradient_buffers - 1)
+        buffer.take()
 
     def _reduce(self, at: int) -> None:
         group = self._groups[at]
         if at not in self._collecting:
             return
         self._collecting.discard(at)
+        if group.gradient < MOST_WAITING:
+            self._take(at)
         self._reducing.append(at)
         self._reduced += group.reduced
         self._lease("reduce", at, group.reduction.staging)

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from fullshard.comm.local_ranks import PassBarrier
-from fullshard.comm.process_group import backend_name, has_peers
+from fullshard.comm.process_group import backend_name, exchange_in_store, has_peers
 from fullshard.comm.waits import WAITS, checks_are_on, waiting
-from fullshard.device import CPU, is_capturing, streams_of
+from fullshard.device import CPU, Done, Lane, Pending, Streams, is_capturing, streams_of
 from fullshard.group.context import Clock
 from fullshard.group.group import Group
 from fullshard.group.verify import first_difference
@@ -134,6 +135,11 @@ class Consistency:
         followers[key] = call
         WAITS.announce()
 
+    @cached_property
+    def _lane(self) -> Lane:
+        """A lane of their own: nothing waits for them, and they for nothing."""
+        return Lane(self._device)
+
     def start(self, kind: Kind, steps: int) -> None:
         """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
         started = [one for one in self._comparisons(kind, steps) if one.calls and not is_capturing(self._device)]
@@ -141,7 +147,7 @@ class Consistency:
         if self._followers:
             self.announce(None, NOTHING)
         for comparison in started:
-            comparison.start(self._device)
+            comparison.start(self._device, self._lane)
         self.calls.clear()
         self.unlike_before = ""
         self._number += 1
@@ -217,21 +223,27 @@ class _Comparison:
         """A pass and what was communicated about in it, for people."""
         return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_told, self.calls)]
 
-    def start(self, device: torch.device) -> None:
+    def start(self, device: torch.device, lane: Lane) -> None:
         said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
-        streams = streams_of(device)
         mine = torch.tensor(said, dtype=torch.int64, device=CPU)
-        every = torch.empty(self.process_group.size() * len(said), dtype=torch.int64, device=device)
-        if streams is not None:
-            pinned = streams.host_memory(mine.shape, mine.dtype).copy_(mine)
-            mine = torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
-        self._work = all_gather_single(every, mine, group=self.process_group, async_op=True)
-        self._every, self._event = every, None
-        if streams is not None:
-            self._work.wait()  # on the stream
-            self._every = streams.host_memory(every.shape, every.dtype)
-            self._every.copy_(every, non_blocking=True)
-            self._event = streams.current(device).record_event()
+        self._every = torch.empty(self.process_group.size() * len(said), dtype=torch.int64, device=CPU)
+        self._event: torch.Event | None = None
+        streams = streams_of(device)
+        if streams is None:
+            self._work = all_gather_single(self._every, mine, group=self.process_group, async_op=True)
+        else:
+            lane.run(partial(self._start_on, device, streams, mine), after=())
+
+    def _start_on(self, device: torch.device, streams: Streams, mine: torch.Tensor) -> Pending:
+        """Compare on a device, in the current stream."""
+        pinned = streams.host_memory(mine.shape, mine.dtype).copy_(mine)
+        every = torch.empty_like(self._every, device=device)
+        there = torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
+        all_gather_single(every, there, group=self.process_group)
+        self._every = streams.host_memory(every.shape, every.dtype)
+        self._every.copy_(every, non_blocking=True)
+        self._event = streams.current(device).record_event()
+        return Done()
 
     def is_there(self) -> bool:
         if self._event is not None:
@@ -244,10 +256,15 @@ class _Comparison:
         said = self._every.view(self.process_group.size(), -1)
         if bool((said == said[0]).all()):
             return
-        one, here, other, there = first_difference(self.described(), self.process_group)
+        # Not by a collective: on a device each rank notices at a time of its own, between others of the next pass.
+        key = f"fullshard/parted/{self.process_group.group_name}/{hash(tuple(said.flatten().tolist()))}"
+        told = exchange_in_store(self.described(), key, self.process_group)
+        where = "some ranks have not told what they have"
+        if any(each != told[dist.get_rank()] for each in told.values()):
+            where = "rank {} has {} where rank {} has {}".format(*first_difference(told))
         raise RuntimeError(
-            f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
-            f"in this {self.kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
+            f"the ranks did not run the same: {where}. What they computed in this {self.kind} is wrong. Every rank "
+            f"must run the same sharded modules in the same order, and take "
             f"as many micro-batches for each step of the optimizer; where ranks use different parameters of a module, "
             f"call set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
             f"fullshard.leave_out(module, tensor) in its place"
