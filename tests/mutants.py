@@ -130,6 +130,10 @@ def main() -> int:
         began, text = time.monotonic(), Path(ROOT, "src", "fullshard", change.file).read_bytes()
         before, after = text.decode(), (text[: change.start] + change.after.encode() + text[change.end :]).decode()
         found = find(Mutation(change.file, before, after, ""), [nearest(change.file)], options.timeout)
+        if found.startswith("tests/"):  # by a test that passes without the change
+            test = found.partition(" - ")[0]
+            again = find(Mutation(change.file, before, before, ""), [[test]], options.timeout)
+            assert not again, f"{test} fails without a change too"
         missed += not found
         what = " ".join(text[change.start : change.end].decode().split())
         print(f"{number:3} {time.monotonic() - began:4.0f} s  {change.file}:{change.line}: {what} -> {change.after}")

@@ -909,7 +909,8 @@ def find(mutation: Mutation, stages: Iterable[list[str]], seconds: float, option
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "src")
         shutil.copytree(ROOT / "src", source)
-        Path(folder, "docs").symlink_to(ROOT / "docs")  # of which a test looks beside the source
+        for name in ("docs", "examples"):  # for which a test looks beside the source
+            Path(folder, name).symlink_to(ROOT / name)
         file = source / "fullshard" / mutation.file
         text = file.read_text()
         assert text.count(mutation.before) == 1, f"{mutation} stands {text.count(mutation.before)} times"
