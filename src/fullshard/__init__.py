@@ -2,7 +2,13 @@
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if sys.orig_argv[-1:] == ["--version"] and [os.path.basename(each) for each in sys.orig_argv[-2:-1]] == ["fullshard"]:
+    sys.exit(print(f"fullshard {__version__}"))  # what the command says, before torch is imported
 
 from fullshard import interop as interop
 from fullshard import optim as optim
@@ -37,8 +43,6 @@ if TYPE_CHECKING:
     from fullshard.report.metrics import log_metrics as log_metrics
     from fullshard.report.record import Recording as Recording
     from fullshard.report.record import record as record
-
-__version__ = "0.1.0"
 
 #: Where names are that are imported once they are asked for.
 _LATER = {"Recording": "report.record", "explain": "report.explain", "record": "report.record"}

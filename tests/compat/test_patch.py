@@ -124,7 +124,15 @@ def test_children_are_told_by_the_environment() -> None:
     assert done.stdout == "fullshard.fully_shard fullshard.wrapper.fsdp\n"
     assert "stands in" not in done.stderr, "the first rank says it"
     idle = "import sys; assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
-    assert run("-c", line + idle, FULLSHARD_PATCH="0").returncode == 0
+    for off in ("", "0", "false", "No", "off"):
+        assert run("-S", "-c", line + idle, FULLSHARD_PATCH=off).returncode == 0, off  # without what is installed
+
+
+@pytest.mark.parametrize("command", [["-m", "fullshard"], [str(Path(sys.executable).with_name("fullshard"))]])
+def test_the_version_is_told_without_torch(command: list[str]) -> None:
+    done = run("-X", "importtime", *command, "--version")
+    assert done.stdout == f"fullshard {fullshard.__version__}\n"
+    assert "torch" not in done.stderr
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")

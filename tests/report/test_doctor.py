@@ -18,7 +18,7 @@ import fullshard
 from fullshard import cli
 from fullshard.report.attending import Attendance
 from fullshard.report.doctor import Told, diagnosis_of, judge, told_in
-from fullshard.report.environment import _judge_pairs, _rounds
+from fullshard.report.environment import _LOOKS, Check, Facts, _judge_pairs, _rounds
 from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
 from tests.harness.models import MLP
@@ -134,6 +134,41 @@ def test_a_slow_pair_of_ranks_is_named() -> None:
     for size in (2, 5, 8):
         met = [pair for pairs in _rounds(size) for pair in pairs]
         assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+
+
+def facts(rank: int, host: str = "a", **known: Any) -> Facts:
+    return Facts(**{"rank": rank, "host": host, "cores": [0], "crowded": 0.0, "threads": 1, "environment": {}, **known})
+
+
+def looked_at(*every: Facts) -> dict[str, Check]:
+    return {check.name: check for look in _LOOKS for check in look(every)}
+
+
+def test_the_cores_of_ranks_are_counted_together() -> None:
+    apart = [facts(rank, threads=8, cores=[*range(8 * rank, 8 * rank + 8)]) for rank in (0, 1)]
+    assert looked_at(*apart)["threads"].text == "2 ranks of a compute with 16 threads, on 16 cores."
+    assert looked_at(*apart)["threads"].result == "ok"
+    together = looked_at(*(facts(rank, threads=8, cores=[*range(8)]) for rank in (0, 1)))["threads"]
+    assert (together.result, together.advice) == ("warning", "Set OMP_NUM_THREADS=4.")
+
+
+def test_interfaces_of_hosts_may_differ_and_other_settings_are_named() -> None:
+    here = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "mlx5_0", "NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}
+    there = {**here, "NCCL_SOCKET_IFNAME": "ens3", "NCCL_IB_HCA": "mlx5_1"}
+    assert looked_at(facts(0, environment=here), facts(1, "b", environment=there))["settings"].result == "ok"
+    del there["NCCL_PROTO"]
+    found = looked_at(facts(0, environment=here), facts(1, "b", environment=there))["settings"]
+    assert found.result == "error"
+    assert found.text == "NCCL_PROTO is LL on rank 0 (a), and not set on rank 1 (b)."
+
+
+def test_a_rank_that_waits_for_a_core_is_told_of_other_programs() -> None:
+    assert looked_at(facts(0), facts(1))["other programs"].result == "ok"
+    found = looked_at(facts(0), facts(1, crowded=0.4))["other programs"]
+    assert found.result == "warning"
+    assert "rank 1 (a) has waited for a free core for 40 %" in found.text
+    assert looked_at(facts(0, crowded=-1.0))["other programs"].result == "not checked"
+    assert -1 <= Facts(rank=0).crowded < 1
 
 
 PROGRAM = """

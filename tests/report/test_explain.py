@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard import cli
 from fullshard.buffer.slots import SHARED
 from fullshard.report.explain import Explanation, explain
 from tests.harness import World, ranks
@@ -242,6 +243,27 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     well_sharded().picture(tmp_path / "groups.svg")
     drawn = (tmp_path / "groups.svg").read_text()  # which has each text as a comment beside its outlines
     assert all(f"<!-- {text} -->" in drawn for text in ("blocks.0 .. 3 (x4)", "up.weight", "4096 x 1024"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--ranks", "0"], "argument --ranks: expected a whole number above 0, got '0'"),
+        (["--ranks", "two"], "argument --ranks: expected a whole number above 0, got 'two'"),
+        (["--ranks", "2", "--rank", "2"], "--rank 2 is not one of 2 ranks, which are 0 to 1"),
+        (["--ranks", "2", "--rank", "-1"], "--rank -1 is not one of 2 ranks, which are 0 to 1"),
+        (["--ranks", "2", "--flops", "0"], "argument --flops: expected a number above 0, got '0'"),
+        (["--ranks", "2", "--tokens", "nan"], "argument --tokens: expected a whole number above 0, got 'nan'"),
+        (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number that is not below 0, got '-1'"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["explain", "torch.nn:Identity", *given])
+    except SystemExit as ended:  # as argparse ends a program
+        status = int(str(ended.code))
+    assert status == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow

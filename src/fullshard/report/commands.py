@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,21 +24,40 @@ from fullshard.report.tables import estimate_text
 _GIVEN = ("bandwidth", "flops", "tokens")
 
 
+def _above_0(text: str) -> float:
+    return _number(text, float, "a number above 0", lambda number: number > 0)
+
+
+def _count(text: str) -> int:
+    return int(_number(text, int, "a whole number above 0", lambda number: number > 0))
+
+
+def _from_0(text: str) -> float:
+    return _number(text, float, "a number that is not below 0", lambda number: number >= 0)
+
+
+def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], bool]) -> float:
+    with suppress(ValueError):
+        if is_fine(number := kind(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"expected {what}, got '{text}'")
+
+
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
     parser.add_argument("function", help="what builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks to pretend")
+    parser.add_argument("--ranks", type=_count, required=True, help="how many ranks to pretend")
     parser.add_argument("--rank", type=int, default=0, help="which of them to be (0)")
     parser.add_argument(
-        "--optimizer-bytes", type=float, default=ADAM, help="bytes of an optimizer's state for an element (8: AdamW)"
+        "--optimizer-bytes", type=_from_0, default=ADAM, help="bytes of an optimizer's state for an element (8: AdamW)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")
     timing = parser.add_argument_group("how long a step takes, if these three are given")
-    timing.add_argument("--bandwidth", type=float, help="bytes a second that a rank sends")
-    timing.add_argument("--flops", type=float, help="operations a second that a rank computes")
-    timing.add_argument("--tokens", type=int, help="tokens of a rank in a step")
-    timing.add_argument("--latency", type=float, default=0.0, help="seconds of an exchange beside its bytes (0)")
+    timing.add_argument("--bandwidth", type=_above_0, help="bytes a second that a rank sends")
+    timing.add_argument("--flops", type=_above_0, help="operations a second that a rank computes")
+    timing.add_argument("--tokens", type=_count, help="tokens of a rank in a step")
+    timing.add_argument("--latency", type=_from_0, default=0.0, help="seconds of an exchange beside its bytes (0)")
     parser.set_defaults(call=_explain)
 
 
@@ -45,6 +65,10 @@ def _explain(options: argparse.Namespace) -> int:
     missing = [name for name in _GIVEN if getattr(options, name) is None]
     if missing and len(missing) < len(_GIVEN):
         print(f"fullshard explain: an estimate needs --{' and --'.join(missing)} too", file=sys.stderr)
+        return 2
+    if not 0 <= options.rank < options.ranks:
+        said = f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}"
+        print(f"fullshard explain: {said}", file=sys.stderr)
         return 2
     try:
         build = _function(options.function)

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from textwrap import indent
 from typing import Literal
@@ -27,19 +28,24 @@ from fullshard.comm.process_group import backend_name, gather_objects
 from fullshard.comm.select import choose_transport
 from fullshard.comm.waits import waiting
 from fullshard.device import compute_device, is_host
-from fullshard.report.text import bytes_text, seconds_text, table
+from fullshard.report.text import bytes_text, percent, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
 
 #: Variables of the environment that are shown, and compared between ranks.
 _SHOWN = ("FULLSHARD_", "FSDP_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
 _COMPARED = ("FULLSHARD_", "FSDP_", "NCCL_", "TORCH_")
+#: Variables that name something of one host, and may differ between hosts.
+_OF_HOSTS = {f"NCCL_{n}" for n in ("SOCKET_IFNAME", "OOB_NET_IFNAME", "IB_HCA", "IB_GID_INDEX", "TOPO_FILE")}
+_OF_HOSTS |= {f"NCCL_{n}" for n in ("HOSTID", "DEBUG_FILE")}
 #: The variables that fullshard reads.
 _KNOWN = {f"FULLSHARD_{n}" for n in ("TRANSPORT", "PATCH", "DEBUG", "CHECKS", "HANG_TIMEOUT", "WAIT_WARNING")}
 #: Set by this command.
 _OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS")
 #: Bytes of ``/dev/shm``, open files, and seconds between clocks, below or above which a warning is due.
 _SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
+#: The part of the time in which a rank could run, and waits for a core, that is worth a warning.
+_CROWDED = 0.2
 #: Rounds in which pairs of ranks are measured: enough for all pairs of 8 ranks.
 _ROUNDS = 7
 #: Messages of a measurement: how many small ones, how many large ones, and the bytes of these.
@@ -81,7 +87,8 @@ class Facts:
     versions: str = f"fullshard {fullshard.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     device: str = "cpu"
     accelerators: int = field(default_factory=torch.accelerator.device_count)
-    cores: int = field(default_factory=lambda: _cores())
+    cores: list[int] = field(default_factory=lambda: _cores())
+    crowded: float = field(default_factory=lambda: _crowded())
     threads: int = field(default_factory=torch.get_num_threads)
     files: int = field(default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     shared: int = field(default_factory=lambda: _free_shared_memory())
@@ -92,8 +99,18 @@ class Facts:
     restarts: int = field(default_factory=lambda: int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") or 0))
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _cores() -> list[int]:
+    """The cores that this process may use, by number."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def _crowded() -> float:
+    """The part of the time in which the main thread could run that it waited for a core; -1 where it is unknown."""
+    try:
+        ran, waited = map(int, Path("/proc/self/schedstat").read_text().split()[:2])
+    except (OSError, ValueError):
+        return -1.0
+    return waited / (ran + waited) if ran else -1.0
 
 
 def _free_shared_memory() -> int:
@@ -157,12 +174,23 @@ def _shared_memory(every: Sequence[Facts]) -> Iterator[Check]:
 def _threads(every: Sequence[Facts]) -> Iterator[Check]:
     for host in sorted({fact.host for fact in every}):
         here = [fact for fact in every if fact.host == host]
-        threads, cores = sum(fact.threads for fact in here), max(fact.cores for fact in here)
+        threads, cores = sum(fact.threads for fact in here), len({core for fact in here for core in fact.cores})
         text = f"{len(here)} ranks of {host} compute with {threads} threads, on {cores} cores."
         advice = f"Set OMP_NUM_THREADS={max(1, cores // len(here))}."
         if len(here) > cores:
             advice = "There are more ranks than cores: they take turns, and each waits for the others."
         yield judged("threads", threads <= cores, text, advice)
+
+
+def _other_programs(every: Sequence[Facts]) -> Iterator[Check]:
+    most = max(every, key=lambda fact: fact.crowded)
+    if most.crowded < 0:
+        yield Check("other programs", "not checked", f"The kernel of {most.host} does not say who waits for a core.")
+        return
+    text = f"Since it started, rank {most.rank} ({most.host}) has waited for a free core for {percent(most.crowded)} "
+    text += "of the time in which it could run; the other ranks have waited less." if len(every) > 1 else "of its time."
+    advice = "Look for what else computes there (top): another job, or too many DataLoader workers."
+    yield judged("other programs", most.crowded < _CROWDED, text, advice)
 
 
 def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
@@ -183,10 +211,14 @@ def _open_files(every: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _settings(every: Sequence[Facts]) -> Iterator[Check]:
-    known = every[0].environment
+    first, known = every[0], every[0].environment
     found = list(_odd_settings(every))
-    if (text := _difference(every, lambda fact: _only(fact.environment, _COMPARED))) is not None:
-        found.append(Check("settings", "error", text, "Give all ranks the same environment."))
+    for name in sorted({name for fact in every for name in fact.environment} - _OF_HOSTS):
+        other = next((fact for fact in every if fact.environment.get(name) != known.get(name)), None)
+        if other is not None and name.startswith(_COMPARED):
+            text = f"{name} is {known.get(name, 'not set')} on rank {first.rank} ({first.host}), and "
+            text += f"{other.environment.get(name, 'not set')} on rank {other.rank} ({other.host})."
+            found.append(Check("settings", "error", text, "Give it the same value on all ranks."))
     yield from found or [
         Check("settings", "ok", ", ".join(f"{name}={value}" for name, value in known.items()) or "None are set.")
     ]
@@ -217,16 +249,12 @@ _LOOKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
     _versions,
     _devices,
     _threads,
+    _other_programs,
     _shared_memory,
     _open_files,
     _clocks,
     _settings,
 )
-
-
-def _only(environment: dict[str, str], prefixes: tuple[str, ...]) -> str:
-    found = [f"{name}={value}" for name, value in environment.items() if name.startswith(prefixes)]
-    return ", ".join(found) or "nothing"
 
 
 def _difference(every: Sequence[Facts], of: Callable[[Facts], str]) -> str | None:
