@@ -52,7 +52,7 @@ class Passes:
                 shared.publish(group.full.version, whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), shared.memory.barrier)
                 self._groups.append(group)
-        self.kind, self.steps = kind, self._clock.steps
+        self.kind, self.steps, self._clock.has_stepped = kind, self._clock.steps, False
         self._barriers = list(barriers.values())
         for barrier in self._barriers:
             barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
@@ -248,9 +248,9 @@ class _Comparison:
         raise RuntimeError(
             f"the ranks did not run the same: rank {one} has {here} where rank {other} has {there}. What they computed "
             f"in this {self.kind} is wrong. Every rank must run the same sharded modules in the same order, and take "
-            f"as many micro-batches for each step of the optimizer; where ranks use different parameters of a module, "
-            f"call set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
-            f"fullshard.leave_out(module, tensor) in its place"
+            f"as many micro-batches for each step of an optimizer that has their parameters; where ranks use different "
+            f"parameters of a module, call set_reduce_scatter_unused_params(True), and where some leave a module out, "
+            f"they call fullshard.leave_out(module, tensor) in its place"
         )
 
 
