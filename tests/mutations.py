@@ -610,6 +610,18 @@ MUTATIONS = (
         "twin.name = self.name",
         "tests/fully_shard/test_copies.py::test_copies_of_copies_have_tags_of_their_own",
     ),
+    Mutation(
+        "optim/steps.py",
+        "clock.steps + (not clock.has_stepped)",
+        "clock.steps + 1",
+        "tests/optim/test_steps.py::test_ranks_may_have_different_numbers_of_optimizers",
+    ),
+    Mutation(
+        "optim/steps.py",
+        "    _found.clear()\n",
+        "",
+        "tests/optim/test_steps.py::test_a_model_that_is_sharded_after_a_step_is_found",
+    ),
     # messages between ranks
     Mutation(
         "comm/point_to_point.py",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch_private import foreach_copy, is_traceable_subclass
+from fullshard.torch_private import foreach_copy, set_data
 
 CPU = torch.device("cpu")  # to compare with: the type of a device is a new string whenever it is asked for
 META = torch.device("meta")
@@ -227,13 +227,9 @@ def move_to_device(
     for param in params:
         if param.device == device or param.is_meta or isinstance(param, DTensor):
             continue
-        if is_traceable_subclass(param):
-            with torch.no_grad():
-                torch.utils.swap_tensors(param, nn.Parameter(param.to(device), requires_grad=param.requires_grad))
-        else:
-            param.data = param.to(device)
-            if param.grad is not None:
-                param.grad.data = param.grad.to(device)
+        grad, param.grad = param.grad, None
+        set_data(param, param.to(device))
+        param.grad = None if grad is None else grad.to(device)
     for module in modules:
         for name, buffer in module._buffers.items():
             if buffer is not None:

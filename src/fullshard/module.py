@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.comm.collective import CollectiveTransport, process_group_memory, symmetric_memory
+from fullshard.comm.backend_memory import process_group_memory, symmetric_memory
+from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
 from fullshard.group.group import Group
@@ -306,7 +307,8 @@ class FSDPModule:
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _native_groups(self, "set_allocate_memory_from_process_group_for_comm"):
             if allocating_backend(group.data.shard_group, group.device) is not None:
-                native = process_group_memory(group.data.shard_group) if enable else CollectiveTransport()
+                memory = process_group_memory(group.data.shard_group) if enable else None
+                native = CollectiveTransport(memory, memory)
                 group.use_transport(gather=native, reduce=native)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -319,7 +321,8 @@ class FSDPModule:
         for group in _native_groups(self, "set_symm_mem_for_comm"):
             if (group.options.max_gradient_buffers or 1) > 1:
                 raise ValueError("symmetric memory is one segment: set_reduce_scatter_max_input_buffers must stay 1")
-            native = symmetric_memory(group.data.shard_group, backend)
+            memory = symmetric_memory(group.data.shard_group, backend)
+            native = CollectiveTransport(memory, memory)
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

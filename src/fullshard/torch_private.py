@@ -77,6 +77,20 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
+    """Let a parameter, which stays the same object, hold other data, of a subclass or on another device too.
+
+    A device of others may refuse ``param.data = data`` from the CPU: then the parameter swaps contents with a new one.
+    """
+    if not is_traceable_subclass(data) and torch._has_compatible_shallow_copy_type(param, data):
+        param.data = data
+        return
+    with torch.no_grad():
+        other = torch.nn.Parameter(data.detach(), requires_grad=param.requires_grad)
+        other.__dict__.update({name: value for name, value in param.__dict__.items() if name not in other.__dict__})
+        torch.utils.swap_tensors(param, other)
+
+
 def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
     Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fullshard import torch_private
 from fullshard.buffer.plan import LayoutName
 from fullshard.buffer.slots import SHARED
-from fullshard.comm import collective
+from fullshard.comm import backend_memory, collective
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.transport import Reduction
 from fullshard.device import Streams
@@ -331,11 +331,9 @@ def test_sums_with_ever_new_factors_keep_nothing_for_ever() -> None:
 def test_symmetric_memory_is_made_by_nccl_and_known_to_all_ranks_whenever_it_is_used(world: World) -> None:
     """An address may be another piece's next time, and a rendezvous takes all ranks: torch remembers, not the route."""
     symm_mem = mock.Mock()
-    with mock.patch.object(collective, "symm_mem", symm_mem):
-        transport = collective.symmetric_memory(dist.group.WORLD)
+    with mock.patch.object(backend_memory, "symm_mem", symm_mem):
+        memory = backend_memory.symmetric_memory(dist.group.WORLD)
         symm_mem.set_backend.assert_called_once_with("NCCL")
-        memory = transport._all_gather
-        assert isinstance(memory, collective._Memory)
         output, source = torch.empty(4), torch.empty(2)
         for _ in range(2):
             memory.call(lambda *_: None, output, source)

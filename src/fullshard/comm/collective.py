@@ -15,7 +15,6 @@ The copies between the last two are the pieces of the plans: few, whatever the n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
+from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
 from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Request, Route, Transfer, Transport, alias
@@ -38,11 +38,9 @@ from fullshard.torch_private import (
     Collective,
     Collectives,
     all_gather_over,
-    allocating_backend,
     foreach_copy,
     reduce_scatter_over,
     storage_id,
-    symm_mem,
 )
 
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
@@ -61,7 +59,9 @@ class CollectiveTransport(Transport):
     ends_processes = True
 
     def __init__(
-        self, all_gather: AllGather | _Memory | None = None, reduce_scatter: ReduceScatter | _Memory | None = None
+        self,
+        all_gather: AllGather | BackendMemory | None = None,
+        reduce_scatter: ReduceScatter | BackendMemory | None = None,
     ) -> None:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
@@ -110,7 +110,7 @@ class _Messages:
     """
 
     def __init__(
-        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | _Memory | None, reduces: bool
+        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | BackendMemory | None, reduces: bool
     ) -> None:
         self.members = members
         self._plans = [transfers[i].plan.packed if comm is None else transfers[i].plan for i in members]
@@ -222,7 +222,7 @@ class _CollectiveRoute:
         direction: Direction,
         transfers: Sequence[Transfer],
         process_group: dist.ProcessGroup,
-        comm: Comm | _Memory | None,
+        comm: Comm | BackendMemory | None,
         wait: Wait,
     ) -> None:
         self._wait = wait
@@ -321,7 +321,7 @@ class _CollectiveRoute:
                 collective = partial(_SumInPlace, group)
             else:
                 collective, together = reduce_scatter_over(group, scaling.op, by_host)
-            if isinstance(comm, _Memory):
+            if isinstance(comm, BackendMemory):
                 collective = partial(comm.call, collective)
             collective = collective if by_host else partial(_one_at_a_time, collective)
             self._collectives.append((collective, together if backend in _LAUNCHES_TOGETHER else None, scaling))
@@ -456,50 +456,3 @@ class _SumInPlace(dist.Work):
         self._output.copy_(self._part)
         del self._work, self._part  # the memory of the source, before the next result takes some
         return True
-
-
-class _Memory(NamedTuple):
-    """Memory for the backend's own collectives; ``make_known`` tells the other ranks of tensors before their use."""
-
-    allocate: Callable[..., torch.Tensor]
-    make_known: Callable[..., object] = lambda *_: None
-
-    def call(self, collective: Collective, output: torch.Tensor, source: torch.Tensor) -> dist.Work | None:
-        self.make_known(output, source)
-        return collective(output, source)
-
-
-def process_group_memory(group: Any) -> CollectiveTransport:
-    """Collectives in memory that ``group`` allocates; its backend must have an allocator for the device."""
-
-    def allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        backend = allocating_backend(group, device)
-        assert backend is not None, f"{group} has no allocator for {device}"
-        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(tuple(size))
-
-    memory = _Memory(allocate)
-    return CollectiveTransport(memory, memory)
-
-
-def symmetric_memory(group: Any, backend: str = "NCCL") -> CollectiveTransport:
-    """Collectives in symmetric memory of NCCL, from now on that of the whole process. All ranks must call it.
-
-    Raises:
-        ValueError: another backend than NCCL.
-    """
-    if backend != "NCCL":
-        raise ValueError(f"symmetric memory is supported with the NCCL backend, got {backend!r}")
-    symm_mem.set_backend("NCCL")
-    if group is not None:
-        dist.barrier(group)  # makes the communicator, which a rendezvous needs
-
-    def allocate(size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(symm_mem.get_mem_pool(device)):
-            return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def make_known(*tensors: torch.Tensor) -> None:
-        """Every rank makes its memory known to the others. Torch remembers what is, and forgets what is freed."""
-        for tensor in tensors:
-            symm_mem.rendezvous(tensor, group=group)
-
-    return CollectiveTransport(memory := _Memory(allocate, make_known), memory)

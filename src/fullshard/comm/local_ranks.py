@@ -174,8 +174,8 @@ class PassBarrier:
                 )
             raise RuntimeError(
                 f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
-                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step. All ranks must take as "
-                f"many micro-batches for each step of the optimizer"
+                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps other parameters. "
+                f"All ranks must take as many micro-batches for each step of an optimizer that has their parameters"
             )
 
     def leave(self, doing: str) -> None:

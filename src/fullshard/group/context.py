@@ -37,7 +37,8 @@ class Clock:
     #: Marks the end of the optimizer's writes. A gather runs in another lane, and waits for it.
     written: Mark = PASSED
     reading: bool = False  # whether a pass runs, in which ranks read the memory that they share
-    steps: int = 0  # steps of optimizers on the groups of the tree
+    steps: int = 0  # steps of optimizers on the groups of the tree; several between two passes count as one
+    has_stepped: bool = False  # since the last pass
     #: Is called with a group before its gather (no indices), or before a reduction of the parameters of these indices.
     announce: Callable[[Any, frozenset[int]], None] | None = None
 

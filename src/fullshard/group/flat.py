@@ -31,7 +31,7 @@ from fullshard.group.context import GroupContext
 from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import ModuleParameters, Presentation
 from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter
-from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, version_of
+from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, set_data, version_of
 from fullshard.tree import tensors
 
 FLAT_NAME = "_flat_param"
@@ -184,7 +184,7 @@ class Fragment(ShardedParameter):
             self.sharded = nn.Parameter(local, requires_grad=before.requires_grad)
             self.sharded.__dict__.update(before.__dict__)
         else:
-            before.data = local
+            set_data(before, local)
         if grad is not None:
             self.sharded.grad = self.chunk_of(grad).clone()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,13 +25,21 @@ from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, running_backward, set_local
 
-#: How many parameters an optimizer had when it was looked at, and their groups.
-_found: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[GroupContext]]]] = weakref.WeakKeyDictionary()
+#: The ids of the parameters that an optimizer had when it was looked at, and their groups. Parameters themselves would
+#: keep an optimizer alive to which their hooks lead.
+_found: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[GroupContext]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def watch_steps() -> None:
+    """Look at every step of every optimizer from now on, anew at those that stepped before: a group is made."""
+    _found.clear()
+    _register()
 
 
 @cache
-def watch_steps() -> None:
-    """Look at every step of every optimizer from now on."""
+def _register() -> None:
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -42,7 +51,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in groups:  # after a step that raises no hook is called
         group.writes += 1
     for clock in {id(group.clock): group.clock for group in groups}.values():
-        clock.steps += running_backward() < 0  # where it steps for the parameters of which this rank has a part
+        if running_backward() < 0:  # in a backward it steps for the parameters of which this rank has a part
+            clock.steps, clock.has_stepped = clock.steps + (not clock.has_stepped), True
     _move_state(optimizer, groups, up=True)
     prepare_step(optimizer)
 
@@ -56,9 +66,9 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
     """The groups whose parameters an optimizer has. It is refused if these are not what is trained."""
-    count = sum([len(options["params"]) for options in optimizer.param_groups])
+    ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
     known = _found.get(optimizer)
-    if known is None or known[0] != count:
+    if known is None or known[0] != ids:
         groups: dict[int, GroupContext] = {}
         strangers = []
         for param in (param for options in optimizer.param_groups for param in options["params"]):
@@ -74,7 +84,7 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
                     f"that is trained. Build the optimizer after sharding, from model.parameters(), and call "
                     f"model.reshard() first if a forward was run before"
                 )
-        known = _found[optimizer] = count, [weakref.ref(group) for group in groups.values()]
+        known = _found[optimizer] = ids, [weakref.ref(group) for group in groups.values()]
         for problem, advice in strangers_of(strangers) if strangers else ():
             warn(f"{problem}. {advice}")
     return [alive for reference in known[1] if (alive := reference()) is not None]

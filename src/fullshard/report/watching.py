@@ -46,7 +46,11 @@ class Clock:
 
     def _record(self) -> Any:
         assert self.streams is not None
-        return self.streams.current(self._device).record_event(torch.Event(self._device, enable_timing=True))
+        event = torch.Event(
+            self._device, enable_timing=True
+        )  # of a subclass on devices of others, which streams refuse
+        event.record(self.streams.current(self._device))
+        return event
 
     def end(self) -> None:
         """Wait until the device has reached all points."""

@@ -1,0 +1,90 @@
+"""What is known of an optimizer at its step: whose parameters it has, and how often the ranks have stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import FullyShardedDataParallel as FSDP
+from tests.fully_shard.cases import groups_of, inputs, shard_mlp
+from tests.harness import World, ranks
+from tests.harness.compare import whole
+from tests.harness.models import MLP, seeded
+
+TRANSPORTS = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def train(model: Any, *optimizers: torch.optim.Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        model(inputs(step)).sum().backward()  # all ranks have the same inputs
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2)
+@TRANSPORTS
+def test_ranks_may_have_different_numbers_of_optimizers(world: World, transport: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        model = shard_mlp()
+    reference = seeded(MLP)
+    params = [*model.parameters()]
+    train(model, *([sgd(params)] if world.rank == 0 else [sgd(params[:3]), sgd(params[3:])]))
+    train(reference, sgd(reference.parameters()))
+    for mine, plain in zip(params, reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), plain.detach())
+
+
+@ranks(2)
+def test_ranks_may_leave_out_parameters_of_which_they_have_nothing(world: World) -> None:
+    """Each rank has elements of parameters in the order of the model: the last rank has none of the first layer."""
+    model = FSDP(nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6)), use_orig_params=True)
+    halves = [[param for param in layer.parameters() if param.numel()] for layer in model.module]
+    train(model, *[sgd(half) for half in halves if half])
+
+
+@ranks(2)
+def test_an_optimizer_is_known_by_its_parameters_and_not_by_their_number(world: World) -> None:
+    first, second = shard_mlp(), shard_mlp()
+    optimizer = sgd(first.parameters())
+    train(first, optimizer)
+    optimizer.param_groups[0]["params"] = [*second.parameters()]
+    (before, *_), (other, *_) = ([group.writes for group in groups_of(model)] for model in (second, first))
+    train(second, optimizer)
+    assert groups_of(second)[0].writes > before
+    assert groups_of(second)[0].clock.steps == 3
+    assert groups_of(first)[0].writes == other
+
+
+@ranks(2)
+def test_a_model_that_is_sharded_after_a_step_is_found(world: World) -> None:
+    """The wrapper keeps the parameters' objects, so that optimizers stay right."""
+    shard_mlp()  # looks at the steps of all optimizers from here on
+    model = nn.Linear(6, 2)
+    optimizer = sgd(model.parameters())
+    train(model, optimizer)
+    model = FSDP(model, use_orig_params=True)
+    train(model, optimizer)
+    assert groups_of(model)[0].clock.steps == 3
+
+
+@ranks(2)
+@TRANSPORTS
+def test_a_rank_whose_optimizer_has_no_parameter_of_the_model_is_told_of_it(world: World, transport: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", transport)
+        model, other = shard_mlp(), shard_mlp()
+    trained = model if world.rank == 0 else other
+    with pytest.raises(
+        RuntimeError, match=r"after [01] steps of optimizers.*of an optimizer that has their parameters"
+    ):
+        train(model, sgd(trained.parameters()))
