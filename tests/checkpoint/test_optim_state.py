@@ -33,6 +33,7 @@ from tests.checkpoint.cases import (
     to_dict,
     to_load,
     train,
+    whole,
     wrapped,
 )
 from tests.harness import World, ranks
@@ -306,3 +307,23 @@ def test_whole_tensors_are_cut_without_communication(world: World, use_orig_para
             to_load(model, optimizer, saved)
         counts[kind] = communicated.get_total_counts()
     assert counts == {"FULL": 0, "SHARDED": 2 * len(list(seeded(MLP).parameters()))}
+
+
+@ranks(2)
+@both_ways
+def test_the_sharded_state_of_an_optimizer_without_a_step_is_zeros(world: World, use_orig_params: bool) -> None:
+    """What is loaded in place, as torch's checkpoints are, needs memory to be loaded into."""
+    model, plain = wrapped(use_orig_params=use_orig_params), seeded(MLP)
+    optimizer, stepped = optimizer_of(model, "AdamW"), optimizer_of(plain, "AdamW")
+    before = [param.detach().clone() for param in model.parameters()]
+    choose(OURS, model, "SHARDED")
+    saved = to_dict(model, optimizer)
+    assert not optimizer.state
+    assert all(map(torch.equal, model.parameters(), before))
+    train(plain, stepped, range(1))
+    expected = {name: stepped.state[param] for name, param in plain.named_parameters()}
+    assert saved["state"].keys() == expected.keys()
+    for name, state in expected.items():
+        assert saved["state"][name].keys() == state.keys()
+        for key, value in state.items():
+            assert torch.equal(whole(saved["state"][name][key]).reshape(value.shape), torch.zeros_like(value)), key

@@ -11,6 +11,7 @@ from torch import nn
 import fullshard
 from fullshard.report.advice import advise
 from fullshard.report.explain import Explanation, explain
+from tests.fully_shard.test_extensions import Bf16Gathered
 
 LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -44,3 +45,14 @@ def test_advice_on_padding_names_the_group_that_has_most_of_it() -> None:
     (found,) = [each for each in map(str, advise(explain(build, ranks=8).facts)) if "Padding" in each]
     # 9 rows over 8 ranks take 16: a share of 7 / 9. 17 take 24, and 11 take 16.
     assert "by 78 % in 0, most of it for '0.weight' of shape (9, 262144), cut along dim 0" in found
+
+
+def test_a_rank_sends_its_part_of_a_parameter_with_a_gather_of_its_own_to_each_other() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(6, 8, bias=False)
+        model.weight = nn.Parameter(Bf16Gathered(model.weight.detach()))
+        return fullshard.fully_shard(model)
+
+    (group,) = explain(build, ranks=4).groups
+    assert group.parameters[0].extends
+    assert group.gather.sent == 3 * (2 * 6 * 4)
