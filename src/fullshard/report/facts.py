@@ -221,7 +221,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     """The facts of a sharded model; it communicates nothing and changes nothing.
 
     Raises:
-        ValueError: no part of the model is sharded.
+        ValueError: no part of the model is sharded, or it has no parameters.
     """
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     units = list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
@@ -231,6 +231,8 @@ def facts_of(model: nn.Module) -> ModelFacts:
             f"function that builds it and a number of ranks"
         )
     groups = [group for unit in units for group in unit.groups]
+    if not groups:
+        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to explain")
     schedule = next((unit.schedule for unit in units if unit.schedule is not None), None)
     recorded = [] if schedule is None else schedule.order.entered
     ordered = _by_use(units, recorded)
