@@ -43,12 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as with python -m")
     run.add_argument("program", help="a Python file, with -m a module, or a command, such as torchrun")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the program is given")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own arguments")
     run.set_defaults(call=_run)
-    env = commands.add_parser("env", help="say what is installed and what fullshard would choose, for bug reports")
+    about = "say what is installed and what fullshard would choose, for bug reports"
+    env = commands.add_parser("env", help=about, description=f"{about.capitalize()}.")
     env.set_defaults(call=_env)
     add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
-    add_doctor(commands.add_parser("doctor", help="start a job, look at its first steps, say what is wrong with it"))
+    add_doctor(
+        commands.add_parser("doctor", help="start a job, look at its first steps, and say what is wrong with it")
+    )
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
     return int(options.call(options))

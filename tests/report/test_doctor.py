@@ -117,6 +117,9 @@ def test_of_errors_the_first_that_is_its_own_is_named() -> None:
     (job,) = [check for check in judge([told(0), told(1)], 1, errors=torchrun) if check.name == "job"]
     assert "rank 0" not in job.text
     assert "ended by signal 9" in job.advice
+    torchrun = f"train.py: error: unrecognized arguments: --modle\nE1123 {torchrun}\nTraceback (most recent call last):"
+    (job,) = [check for check in judge([], 1, errors=torchrun) if check.name == "job"]
+    assert job.text.endswith("(exit status 1): train.py: error: unrecognized arguments: --modle")
     (job,) = [check for check in judge([told(0), told(1)], -6, "hung") if check.name == "job"]
     assert "rank 0 was last in the forward of step 3; rank 1 was last" in job.text
 

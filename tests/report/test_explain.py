@@ -266,6 +266,17 @@ def test_numbers_that_make_no_sense_are_named(given: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
+def test_a_model_without_parameters_and_a_picture_of_no_format_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="this FSDPIdentity has no parameters"):
+        fullshard.explain(nn.Identity, ranks=2)
+    (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(64, 64)\n")
+    file = str(tmp_path / "mine.py")
+    assert cli.main(["explain", f"{file}:build", "--ranks", "2", "--picture", "drawn.foo"]) == 2
+    assert "fullshard explain: drawn.foo cannot be drawn: Format 'foo'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_command_explains_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(64, 64)\n")

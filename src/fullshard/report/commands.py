@@ -45,18 +45,25 @@ def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], 
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
+    parser.description = (
+        "Says how a model is cut over any number of ranks, what memory and how many bytes a step takes, and what could "
+        "be better. The function builds the model on the meta device: this needs no memory and no other process."
+    )
     parser.add_argument("function", help="what builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--ranks", type=_count, required=True, help="how many ranks to pretend")
-    parser.add_argument("--rank", type=int, default=0, help="which of them to be (0)")
+    parser.add_argument("--rank", type=int, default=0, help="the rank whose shards and memory are shown (0)")
     parser.add_argument(
-        "--optimizer-bytes", type=_from_0, default=ADAM, help="bytes of an optimizer's state for an element (8: AdamW)"
+        "--optimizer-bytes",
+        type=_from_0,
+        default=ADAM,
+        help="bytes of optimizer state for each element (8, as AdamW has)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")
-    timing = parser.add_argument_group("how long a step takes, if these three are given")
-    timing.add_argument("--bandwidth", type=_above_0, help="bytes a second that a rank sends")
-    timing.add_argument("--flops", type=_above_0, help="operations a second that a rank computes")
-    timing.add_argument("--tokens", type=_count, help="tokens of a rank in a step")
+    timing = parser.add_argument_group("estimate of a step's time: give bandwidth, flops and tokens")
+    timing.add_argument("--bandwidth", type=_above_0, help="bytes that a rank sends in a second")
+    timing.add_argument("--flops", type=_above_0, help="operations that a rank computes in a second")
+    timing.add_argument("--tokens", type=_count, help="tokens that a rank sees in a step")
     timing.add_argument("--latency", type=_from_0, default=0.0, help="seconds of an exchange beside its bytes (0)")
     parser.set_defaults(call=_explain)
 
@@ -79,7 +86,11 @@ def _explain(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in (*_GIVEN, "latency")}
     estimate = None if missing else found.estimate(**given)
     if options.picture:
-        found.picture(options.picture)
+        try:
+            found.picture(options.picture)
+        except (ImportError, OSError, ValueError) as error:
+            print(f"fullshard explain: {options.picture} cannot be drawn: {error}", file=sys.stderr)
+            return 2
     if options.json:
         print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
         return 0

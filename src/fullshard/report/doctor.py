@@ -43,8 +43,8 @@ from fullshard.strangers import explain_strangers, strangers_in
 
 #: The part of a step that others wait for a rank which is worth a warning.
 _SLOW = 0.1
-#: Lines of the job's error output that are kept, and of stacks that are shown.
-_LINES, _FRAMES = 100, 2
+#: Lines of the job's error output that are kept and that are shown, and lines of stacks that are shown.
+_LINES, _SHOWN, _FRAMES = 100, 20, 2
 #: Seconds for which a job that is ended gets to end by itself, and between two looks at it.
 _GRACE, _LOOK = 20.0, 0.2
 #: How torchrun tells of the first process that failed: its exit status, and its number.
@@ -157,14 +157,15 @@ def _values(model: nn.Module) -> Iterator[Check]:
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard doctor``."""
-    parser.add_argument("--steps", type=int, default=5, help="of the optimizer that are looked at (5, at least 2)")
+    parser.description = "Starts a job, unmodified, looks at its first steps, ends it, and says what is wrong with it."
+    parser.add_argument("--steps", type=int, default=5, help="steps of training to look at (5, at least 2)")
     parser.add_argument("--keep-running", action="store_true", help="let the job go on after these steps")
     parser.add_argument("--json", action="store_true", help="print JSON; what the job prints goes to the error output")
     parser.add_argument(
-        "--patience", type=float, default=300.0, metavar="SECONDS", help="a job that tells nothing so long hangs (300)"
+        "--patience", type=float, default=300.0, metavar="SECONDS", help="a job that hangs for so long is ended (300)"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the job: torchrun --nproc-per-node 2 file.py")
-    parser.epilog = "Exit codes: 0: nothing found; 1: warnings or errors; 2: wrong use."
+    parser.epilog = "Exit codes: 0: no problem; 1: warnings or errors; 2: the command cannot be started."
     parser.set_defaults(call=_doctor)
 
 
@@ -368,7 +369,8 @@ def _end_of(every: Sequence[Told], status: int, ending: str, errors: str) -> Ite
             advice = f"It {what}. Look for a lack of memory (dmesg), for who ended it, and at native code."
             yield Check("job", "error", f"The job failed, and a rank ended without a word: {where}.", advice)
         else:
-            last = raised[0]["text"] if raised else errors.strip()[-2000:]
+            before = errors.partition("failed (exitcode: ")[0].rpartition("\n")[0]  # what torchrun says follows from it
+            last = raised[0]["text"] if raised else "\n".join((before or errors).strip().splitlines()[-_SHOWN:])
             text = f"The job failed (exit status {status}): {last}"
             yield Check("job", "error", text, "Look at its output above.")
     elif not status or ending == "done":

@@ -222,7 +222,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     """The facts of a sharded model; it communicates nothing and changes nothing.
 
     Raises:
-        ValueError: no part of the model is sharded.
+        ValueError: no part of the model is sharded, or it has no parameters.
     """
     names = {id(module): plain_name(name) for name, module in model.named_modules()}
     units = units_in(model)
@@ -232,6 +232,8 @@ def facts_of(model: nn.Module) -> ModelFacts:
             f"function that builds it and a number of ranks"
         )
     groups = [group for unit in units for group in unit.groups]
+    if not groups:
+        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to explain")
     schedules = list(dict.fromkeys(unit.schedule for unit in units if unit.schedule is not None))
     recorded = [group for schedule in schedules for group in schedule.order.entered]
     ordered = _by_use(units, recorded)
