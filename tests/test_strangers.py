@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fullshard
@@ -92,6 +92,14 @@ def test_a_module_of_a_framework_around_the_model_is_not_the_one_to_shard(world:
     assert "'second.scale'" in said
 
 
+@ranks(2)
+def test_a_list_of_modules_is_not_the_one_to_shard(world: World) -> None:
+    model = MLP()
+    fullshard.fully_shard(model.blocks[0])
+    (said,) = told(sgd(model.blocks.parameters()).step)
+    assert "of the MLP " in said
+
+
 def frozen(model: Scaled) -> nn.Module:
     for param in (model.mlp.scale, *model.norm.parameters()):
         param.requires_grad_(False)
@@ -115,6 +123,16 @@ def replicated(model: Scaled) -> nn.Module:
     return model
 
 
+def around_in_ddp(model: Scaled) -> nn.Module:
+    names = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return DistributedDataParallel(model)
+
+
+def around_replicated(model: Scaled) -> nn.Module:
+    return replicate(model, ignored_modules=[*model.mlp.blocks])
+
+
 def in_lists(model: Scaled) -> nn.Module:
     fullshard.fully_shard(model.mlp)
     fullshard.fully_shard(model.norm)
@@ -122,10 +140,12 @@ def in_lists(model: Scaled) -> nn.Module:
 
 
 @ranks(2)
-@pytest.mark.parametrize("leave", [frozen, ignored, in_ddp, replicated, in_lists])
+@pytest.mark.parametrize("leave", [frozen, ignored, in_ddp, replicated, around_in_ddp, around_replicated, in_lists])
 def test_what_is_left_out_on_purpose_is_not_told(world: World, leave: Callable[[Scaled], nn.Module]) -> None:
     model = leave(only_the_blocks())
     assert not strangers_in(model)
+    parts = [module for module in model.modules() if list(module.parameters())]
+    assert not any(told(sgd(part.parameters()).step) for part in parts)
     assert not told(sgd(model.parameters()).step)
 
 

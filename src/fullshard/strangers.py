@@ -45,8 +45,7 @@ def strangers_in(model: nn.Module) -> dict[str, nn.Parameter]:
     if not meshes:
         return {}
     known = known_to(groups).union(*(unit.ignored for unit in units))
-    theirs = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
-    known.update(id(param) for module in (*theirs, *replicated([model])) for param in module.parameters())
+    known |= _replicated(model.modules())
 
     def is_reduced(param: nn.Parameter) -> bool:
         return isinstance(param, DTensor) and any(
@@ -58,6 +57,13 @@ def strangers_in(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, param in model.named_parameters()
         if param.requires_grad and id(param) not in known and not is_reduced(param)
     }
+
+
+def _replicated(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the parameters that ``DistributedDataParallel`` or ``replicate`` has, of some modules."""
+    found = [*modules]
+    theirs = [module for module in found if isinstance(module, nn.parallel.DistributedDataParallel)]
+    return {id(param) for module in (*theirs, *replicated(found)) for param in module.parameters()}
 
 
 def explain_strangers(model: nn.Module, names: Sequence[str]) -> tuple[str, str]:
@@ -83,20 +89,24 @@ def strangers_of(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
     A parameter does not know its module, so this looks at all modules that there are. It leaves out parameters inside
     of sharded modules, where they are ignored or were told of by the first forward, and models without any.
     """
-    wanted = {id(param) for param in params}
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     sharded = [module for module in modules if unit_of(module) is not None]
     inside = {inner for module in sharded for inner in module.modules()}
-    wanted.difference_update(id(param) for module in sharded for param in module.parameters())
+    known = {id(param) for module in sharded for param in module.parameters()} | _replicated(modules)
+    wanted = {id(param) for param in params} - known
     around = [module for module in modules if module not in inside and not inside.isdisjoint(module.modules())]
     while wanted:
         found = {
             model: {id(param): name for name, param in strangers_in(model).items() if id(param) in wanted}
             for model in around
         }
-        # The smallest of those that have most of them: what is around it belongs to a framework.
-        model = max(found, key=lambda each: (len(found[each]), -len([*each.modules()])), default=None)
+        # The smallest of those that have most of them, and that runs: what is around it belongs to a framework.
+        model = max(found, key=lambda each: (len(found[each]), _runs(each), -len([*each.modules()])), default=None)
         if model is None or not found[model]:
             return
         yield explain_strangers(model, [*found[model].values()])
         wanted.difference_update(found[model])
+
+
+def _runs(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
