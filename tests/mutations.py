@@ -611,9 +611,9 @@ MUTATIONS = (
         "tests/fully_shard/test_copies.py::test_copies_of_copies_have_tags_of_their_own",
     ),
     Mutation(
-        "optim/steps.py",
-        "clock.steps + (not clock.has_stepped)",
-        "clock.steps + 1",
+        "group/context.py",
+        "self.steps += self.stepped[id(optimizer)] > most",
+        "self.steps += 1",
         "tests/optim/test_steps.py::test_ranks_may_have_different_numbers_of_optimizers",
     ),
     Mutation(

@@ -7,7 +7,7 @@ A *mark* is a point in a lane that can be waited for. The CPU is the *host*, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -189,7 +189,8 @@ class Lane:
                     then()
                 return EventMark(self._stream.record_event(), self._device)
         except BaseException:  # what it took is given back in the current lane
-            current_stream(self._device).wait_stream(self._stream)
+            with suppress(Exception):
+                current_stream(self._device).wait_stream(self._stream)
             raise
 
 

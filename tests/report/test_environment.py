@@ -10,7 +10,7 @@ from fullshard.report.environment import Facts, _judge_pairs, _settings, _thread
 
 
 def fact(rank: int = 0, **known: Any) -> Facts:
-    plain = {"host": "a", "accelerators": 0, "cores": 8, "threads": 4, "files": 1 << 20, "shared": 1 << 40}
+    plain = {"host": "a", "accelerators": 0, "cores": list(range(8)), "threads": 4, "files": 1 << 20, "shared": 1 << 40}
     return Facts(**{"rank": rank, "clock": 0.0, "environment": {}, "restarts": 0, **plain, **known})
 
 

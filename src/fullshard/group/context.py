@@ -6,10 +6,10 @@ them. Owns the sections, the dtypes in which they are computed, and the state.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from typing import Any
@@ -37,10 +37,18 @@ class Clock:
     #: Marks the end of the optimizer's writes. A gather runs in another lane, and waits for it.
     written: Mark = PASSED
     reading: bool = False  # whether a pass runs, in which ranks read the memory that they share
-    steps: int = 0  # steps of optimizers on the groups of the tree; several between two passes count as one
-    has_stepped: bool = False  # since the last pass
+    steps: int = 0  # steps on the groups of the tree; optimizers that take turns between two passes step together
+    stepped: Counter[int] = field(
+        default_factory=Counter
+    )  # how often each optimizer has, by its id, since the last pass
     #: Is called with a group before its gather (no indices), or before a reduction of the parameters of these indices.
     announce: Callable[[Any, frozenset[int]], None] | None = None
+
+    def count_step(self, optimizer: object) -> None:
+        """Count a step of an optimizer. Ranks may have different numbers of optimizers, each for some parameters."""
+        most = max(self.stepped.values(), default=0)
+        self.stepped[id(optimizer)] += 1
+        self.steps += self.stepped[id(optimizer)] > most
 
 
 class Reductions:

@@ -256,7 +256,7 @@ class Gradients:
         group = self._group
         if self._writes:
             self._buffer.give_back()
-        trainable = self._trainable = group.module_params.trainable
+        trainable, self._trainable = group.module_params.trainable, ()  # until all of it is done
         self._sections, self._dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
@@ -279,7 +279,7 @@ class Gradients:
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
         plain = self._every - self._dtypes_of.found.keys()
         self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
-        self._writes = False
+        self._writes, self._trainable = False, trainable
         self._buffer.give_back()
 
     def reduce(self) -> frozenset[int]:

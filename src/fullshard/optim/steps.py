@@ -52,7 +52,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         group.writes += 1
     for clock in {id(group.clock): group.clock for group in groups}.values():
         if running_backward() < 0:  # in a backward it steps for the parameters of which this rank has a part
-            clock.steps, clock.has_stepped = clock.steps + (not clock.has_stepped), True
+            clock.count_step(optimizer)
     _move_state(optimizer, groups, up=True)
     prepare_step(optimizer)
 

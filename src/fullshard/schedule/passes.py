@@ -54,7 +54,8 @@ class Passes:
                 shared.publish(group.full.version, whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), shared.memory.barrier)
                 self._groups.append(group)
-        self.kind, self.steps, self._clock.has_stepped = kind, self._clock.steps, False
+        self.kind, self.steps = kind, self._clock.steps
+        self._clock.stepped.clear()
         self._barriers = list(barriers.values())
         for barrier in self._barriers:
             barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
