@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -202,6 +204,26 @@ def test_an_error_after_arrival_leaves_the_group_usable(world: World, staging: i
         assert_reduced(case, transfers, world.rank, 3)
     reduce(transport, transfers, group(), 1, Reduction(3)).finish()
     assert_reduced(case, transfers, world.rank, 3)
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("shapes", [ODD, LARGE], ids=["packed", "large"])
+def test_an_exchange_that_nobody_waits_for_holds_nothing_up(world: World, shapes: tuple[Any, ...]) -> None:
+    """As where an error ends a backward. gloo reads no more from a rank whose message has nowhere to go."""
+    transport, case = PointToPointTransport(), Case("even", (Section(torch.float32, shapes),))
+    if world.rank == 0:
+        reduce(transport, transfers_of(case, world.size), group(), 1, Reduction(2))
+        gc.collect()
+    dist.barrier()
+    if world.rank == 1:
+        abandoned = reduce(transport, transfers_of(case, world.size), group(), 1, Reduction(2))
+    dist.barrier()
+    transfers = transfers_of(case, world.size)
+    fill_fulls(case, transfers, world.rank)
+    reduce(transport, transfers, group(), 2, Reduction(2)).finish()
+    assert_reduced(case, transfers, world.rank, 2)
+    if world.rank == 1:
+        del abandoned
 
 
 def lose_the_last_rank(world: World) -> str:

@@ -14,9 +14,11 @@ A reduction with more than two goes on in ``finish``, which ranks must therefore
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,6 +87,10 @@ class _BoundRound:
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
+#: Messages that nobody waits for any more.
+_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
+
+
 @dataclass(eq=False)
 class _Exchange:
     """Rounds of messages on their way."""
@@ -95,6 +101,12 @@ class _Exchange:
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     divisor: float
     works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
+
+    def __del__(self) -> None:
+        """An error may end a step before its exchanges are waited for. gloo reads nothing more from a rank once it has
+        no memory for a message of that rank: the memory stays as long as the process group."""
+        if any(self.works):
+            _abandoned.setdefault(self.route.process_group, []).append(self.works)
 
     def post(self, planned: _BoundRound) -> None:
         group, tag = self.route.process_group, _FIRST_TAG + self.route.tag
