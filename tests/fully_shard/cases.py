@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from fullshard.buffer.slots import SlotPool
 from fullshard.group.group import Group
 from fullshard.schedule.schedule import Event
 from fullshard.schedule.unit import unit_of
@@ -170,3 +171,8 @@ def environment(**values: str) -> Iterator[None]:
         for name, value in values.items():
             patch.setenv(name, value)
         yield
+
+
+def slots_in_use(pool: SlotPool) -> int:
+    """How many buffers have memory of a pool in use."""
+    return sum(buffer.in_use for buffer in pool.buffers if buffer.pool is pool)

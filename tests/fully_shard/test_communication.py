@@ -24,6 +24,7 @@ from tests.fully_shard.cases import (
     groups_of,
     inputs,
     shard_mlp,
+    slots_in_use,
     twins,
 )
 from tests.harness import World, ranks
@@ -315,7 +316,7 @@ def test_so_many_gradient_buffers_are_in_use_at_once(world: World, count: int) -
 
     def look(event: Any) -> None:
         nonlocal most
-        most = max(most, pool.slots_in_use)
+        most = max(most, slots_in_use(pool))
 
     pair.sharded.add_observer(look)
     pool = groups_of(pair.sharded)[0].gradient_pool

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 import fullshard
 from fullshard.buffer.slots import SHARED
 from fullshard.group.context import State
-from tests.fully_shard.cases import assert_close, groups_of, inputs, local, shard_mlp
+from tests.fully_shard.cases import assert_close, groups_of, inputs, local, shard_mlp, slots_in_use
 from tests.fully_shard.test_communication import CountingAllGather, CountingReduceScatter
 from tests.fully_shard.test_extensions import Gathered, Kept, build
 from tests.harness import World, ranks
@@ -53,7 +53,7 @@ class Training:
         for group in groups_of(self.model):
             assert group.state is State.SHARDED, group
             for pool in group.comm.pools.values():
-                assert pool.slots_in_use == 0, group
+                assert slots_in_use(pool) == 0, group
         assert _leased() == self.leased, "staging was not given back"
 
     @staticmethod
@@ -70,7 +70,7 @@ class Training:
 
 def _leased() -> int:
     """Buffers of staging that exchanges have now."""
-    return SHARED._made - sum(map(len, SHARED._free.values()))
+    return SHARED._made - sum(map(len, SHARED.free.values()))
 
 
 def held(tensor: Any) -> Tensor:

@@ -25,6 +25,7 @@ from tests.fully_shard.cases import (
     groups_of,
     inputs,
     shard_mlp,
+    slots_in_use,
     twins,
 )
 from tests.harness import RankPool, World, ranks
@@ -165,8 +166,8 @@ def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> N
     model.reset_iter_state()
     for group in groups_of(model):
         assert group.state is State.SHARDED
-        assert group.parameter_pool.slots_in_use == 0
-        assert group.gradient_pool.slots_in_use == 0
+        assert slots_in_use(group.parameter_pool) == 0
+        assert slots_in_use(group.gradient_pool) == 0
 
 
 @ranks(2)

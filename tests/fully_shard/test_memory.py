@@ -13,7 +13,7 @@ from torch import nn
 
 import fullshard
 from fullshard.group.gradients import Gradients
-from tests.fully_shard.cases import groups_of, inputs
+from tests.fully_shard.cases import groups_of, inputs, slots_in_use
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.models import seeded
@@ -45,8 +45,8 @@ class Meter:
         self.most_parameters = self.most_gradients = 0
 
     def look(self) -> None:
-        self.most_parameters = max(self.most_parameters, self.parameters.slots_in_use)
-        self.most_gradients = max(self.most_gradients, self.gradients.slots_in_use)
+        self.most_parameters = max(self.most_parameters, slots_in_use(self.parameters))
+        self.most_gradients = max(self.most_gradients, slots_in_use(self.gradients))
 
 
 def sharded_bytes(model: nn.Module) -> int:
@@ -69,7 +69,7 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
         memory = group.memory.views[0].untyped_storage()
         ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
         assert all(param.local.data_ptr() in ends for param in group.params)
-    assert all(pool.nbytes_free == pool.slots_in_use == 0 for group in groups for pool in group.comm.pools.values())
+    assert all(pool.nbytes_free == slots_in_use(pool) == 0 for group in groups for pool in group.comm.pools.values())
 
 
 @ranks(2, transport="p2p")
@@ -83,7 +83,7 @@ def test_forward_has_one_group_and_those_ahead(world: World, ahead: int) -> None
         with torch.no_grad():
             model(batch())
     assert meter.most_parameters == 1 + ahead
-    assert meter.parameters.slots_in_use == 0
+    assert slots_in_use(meter.parameters) == 0
     assert meter.most_gradients == 0
 
 
@@ -100,7 +100,7 @@ def test_backward_has_one_group_those_ahead_and_the_gradients_under_way(world: W
         model(batch()).sum().backward()
     assert meter.most_parameters == 1 + ahead
     assert meter.most_gradients == buffers
-    assert meter.parameters.slots_in_use == meter.gradients.slots_in_use == 0
+    assert slots_in_use(meter.parameters) == slots_in_use(meter.gradients) == 0
 
 
 @ranks(2, transport="p2p")
@@ -109,9 +109,9 @@ def test_without_reshard_after_forward_every_group_is_there(world: World) -> Non
     each_block(reshard_after_forward=False)(fullshard, model)
     meter = Meter(model)
     output = model(batch())
-    assert meter.parameters.slots_in_use == COUNT
+    assert slots_in_use(meter.parameters) == COUNT
     output.sum().backward()
-    assert meter.parameters.slots_in_use == 0
+    assert slots_in_use(meter.parameters) == 0
 
 
 @ranks(2, transport="p2p")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fullshard
 from fullshard.buffer import heap
 from fullshard.buffer.slots import SHARED, SlotPool
-from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, twins
+from tests.fully_shard.cases import Twins, environment, groups_of, inputs, shard_mlp, slots_in_use, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, sgd
 from tests.harness.models import MLP, seeded
@@ -122,7 +122,7 @@ def take_turns(limit: int) -> None:
         model(inputs()).sum().backward()
     pool = parameter_pool(model.blocks)
     (size,) = {group.full.buffer.nbytes for group in groups_of(model.blocks)}
-    assert pool.slots_in_use == 0
+    assert slots_in_use(pool) == 0
     assert pool.nbytes_free == (1 + limit) * size
 
 

@@ -18,7 +18,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import chain
 
 import torch
 
@@ -60,20 +59,9 @@ class SlotPool:
         return made
 
     @property
-    def slots_in_use(self) -> int:
-        return sum(buffer.in_use for buffer in self.buffers if buffer.pool is self)
-
-    @property
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next step."""
         return sum(slot.nbytes for slot in self.free)
-
-    def show(self) -> None:
-        """Show each buffer to what watches operations on tensors, without memory where others have it now."""
-        for buffer in self.buffers:
-            buffer.forget_address()
-            if "memory" in vars(buffer):
-                buffer.memory.detach()
 
     def forget_marks(self) -> None:
         """Let no slot be waited for: what follows comes after all that was done with them."""
@@ -233,7 +221,7 @@ class Staging:
     """Buffers that exchanges take in turn."""
 
     def __init__(self) -> None:
-        self._free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
+        self.free: defaultdict[object, list[tuple[int, Lease]]] = defaultdict(list)
         self._made = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Lease:
@@ -242,7 +230,7 @@ class Staging:
         place: object = nbytes <= _SMALL
         if device not in HOSTS:
             place = device, current_stream(device).stream_id, place
-        free = self._free[place]
+        free = self.free[place]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
             _, lease = heapq.heappop(free)
@@ -257,22 +245,17 @@ class Staging:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        heapq.heappush(self._free[lease.place], (lease.index, lease))
+        heapq.heappush(self.free[lease.place], (lease.index, lease))
 
     @property
     def nbytes_free(self) -> int:
         """Bytes that are kept for the next exchange."""
-        return sum(lease.nbytes for free in self._free.values() for _, lease in free)
-
-    def show(self) -> None:
-        """Show the buffers that are not in use to what watches operations on tensors."""
-        for _, lease in chain.from_iterable(self._free.values()):
-            lease.view(torch.uint8, 0, (lease.nbytes,))
+        return sum(lease.nbytes for free in self.free.values() for _, lease in free)
 
     def drop(self) -> int:
         """Give the memory of every buffer that is not in use back to the system; returns its bytes."""
         dropped = self.nbytes_free
-        for free in self._free.values():
+        for free in self.free.values():
             for _, lease in free:
                 lease.storage.resize_(0)
                 lease.nbytes = 0

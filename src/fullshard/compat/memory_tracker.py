@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,9 +94,12 @@ class _Group:
         """Let the tracker see how much memory each buffer has, and know all before something is sent from it."""
         schedule = self._unit.schedule
         for context in {group.comm for group in schedule.groups()} if schedule is not None else ():
-            for pool in context.pools.values():
-                pool.show()
-        SHARED.show()
+            for buffer in chain.from_iterable(pool.buffers for pool in context.pools.values()):
+                buffer.forget_address()
+                if "memory" in vars(buffer):
+                    buffer.memory.detach()
+        for _, lease in chain.from_iterable(SHARED.free.values()):
+            lease.view(torch.uint8, 0, (lease.nbytes,))
 
 
 class _State:
