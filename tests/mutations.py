@@ -562,22 +562,22 @@ MUTATIONS = (
         "tests/comm/test_local_ranks.py::test_a_gate_keeps_writers_and_readers_apart",
     ),
     Mutation(
-        "comm/watch.py",
+        "watch/watch.py",
         "if self._judged >= self._seen.since:",
         "if self._judged:",
-        "tests/comm/test_watch.py::test_a_verdict_is_over_with_the_wait_that_it_was_about",
+        "tests/watch/test_watch.py::test_a_verdict_is_over_with_the_wait_that_it_was_about",
     ),
     Mutation(
-        "comm/watch.py",
+        "watch/watch.py",
         "parting(self._mine, report, self._failed)",
         "parting(self._mine, report)",
-        "tests/comm/test_watch.py::test_ranks_that_parted_are_told_once",
+        "tests/watch/test_watch.py::test_ranks_that_parted_are_told_once",
     ),
     Mutation(
-        "comm/reports.py",
+        "watch/reports.py",
         "if report.host == self._mine.host:\n            return report.written",
         "if report.host:\n            return report.written",
-        "tests/comm/test_watch.py::test_the_clocks_of_other_hosts_do_not_count",
+        "tests/watch/test_watch.py::test_the_clocks_of_other_hosts_do_not_count",
     ),
     Mutation(
         "buffer/shared.py",

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.comm import connections, reports, watch
-from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.local_ranks import host_id
-from fullshard.comm.reports import Report, Reports
-from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, call_of_torch, waiting
-from fullshard.comm.watch import Watch
+from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, waiting
+from fullshard.watch import connections, reports, watch
+from fullshard.watch.connections import NoAnswerError, StoreConnection, quiet_seconds
+from fullshard.watch.reports import Report, Reports
+from fullshard.watch.watch import Watch, call_of_torch
 from tests.harness import World, ranks
 from tests.harness.faults import Fault
 
