@@ -55,6 +55,7 @@ NEAREST = {
         "tests/fully_shard/test_shared_memory_failures.py",
     ),
     "comm/": ("tests/comm/test_messages.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
+    "watch/": ("tests/watch", "tests/faults"),
     "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
     "wrapper/optim_": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
@@ -560,6 +561,12 @@ MUTATIONS = (
         "self._counters.value // 4 * 4",
         "self._counters.value // 8 * 8",
         "tests/comm/test_local_ranks.py::test_a_gate_keeps_writers_and_readers_apart",
+    ),
+    Mutation(
+        "comm/waits.py",
+        "self.begin()",
+        "pass",
+        "tests/watch/test_start.py::test_the_watch_starts_with_the_first_wait_for_other_ranks",
     ),
     Mutation(
         "watch/watch.py",

@@ -220,6 +220,17 @@ print(fullshard.FSDPModule in stage.FSDPModule)
     assert run_alone(code) == "True"
 
 
+def test_a_patch_leaves_alone_what_knows_both_libraries() -> None:
+    """``unpatch()`` would take it back, and a model that is sharded later would be unknown."""
+    code = """
+import fullshard
+from torch.distributed.checkpoint import state_dict
+fullshard.patch()
+print(state_dict.FSDP.theirs.__module__)
+"""
+    assert run_alone(code) == "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
 def test_a_release_of_torch_without_a_name_says_so() -> None:
     module = ModuleType("some.module")
     with pytest.warns(RuntimeWarning, match=r"some\.module of torch .* has no \['FSDP'\]"):

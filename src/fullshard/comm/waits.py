@@ -57,7 +57,6 @@ class Waits:
         self.count = 0  # grows with each of its waits: one wait follows another for the same thing
         self.thread = threading.current_thread()  # that trains: the last one that sharded a model
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
-        self.joined: threading.Thread | None = None  # the one of these for which the training waits
         self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
         #: Is called before each wait of the training that goes through :func:`waiting`.
@@ -86,15 +85,6 @@ class Waits:
         if wait is not None:
             self.beside[thread] = wait
         return before
-
-    @contextmanager
-    def joining(self, thread: threading.Thread) -> Iterator[None]:
-        """A context in which the training waits for another thread of this process, and so for that thread's waits."""
-        self.joined = thread
-        try:
-            yield
-        finally:
-            self.joined = None
 
 
 WAITS = Waits()

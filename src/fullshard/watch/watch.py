@@ -26,7 +26,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -349,6 +349,7 @@ class Watch:
 
 _watch: Watch | None = None  # the watch of this process over its default process group
 _refused: weakref.ref[dist.ProcessGroup] | None = None  # a default process group that cannot have a watch
+_joined: threading.Thread | None = None  # the thread beside training for which the training waits
 
 
 def start_watch() -> None:
@@ -378,13 +379,24 @@ def start_watch() -> None:
 WAITS.begin = start_watch
 
 
+@contextmanager
+def joining(thread: threading.Thread) -> Iterator[None]:
+    """A context in which the training waits for another thread of this process, and so for that thread's waits."""
+    global _joined
+    _joined = thread
+    try:
+        yield
+    finally:
+        _joined = None
+
+
 def _holding() -> tuple[threading.Thread | None, Wait | None]:
     """The wait that holds the training up, after the thread that waits: ``None`` for the training itself. A program
     that has trained ends after its threads, so that it waits for any of them."""
     if (wait := WAITS.current) is not None:
         return None, wait
     beside, is_over = WAITS.beside.copy().items(), not WAITS.thread.is_alive()
-    return next((each for each in beside if is_over or each[0] is WAITS.joined), (None, None))
+    return next((each for each in beside if is_over or each[0] is _joined), (None, None))
 
 
 def call_of_torch(thread: threading.Thread) -> str:
