@@ -23,10 +23,11 @@ LAYERS = (
     ("comm",),
     ("group",),
     ("schedule",),
+    ("watch",),
     ("wrap", "module", "overlaps", "strangers", "fully_shard", "full_params", "optim", "wrapper"),
-    ("compat",),
+    ("compat", "interop"),
     ("checkpoint", "report"),
-    ("interop", "cli", "__main__"),
+    ("cli", "__main__"),
 )
 
 #: What parts of the library need beside torch.

@@ -162,6 +162,12 @@ for original in (False, True):
 """
 BOUND = "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict"
 
+SHARDED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+fullshard.fully_shard(torch.nn.Linear(2, 2))
+"""
+
 
 def run_alone(code: str) -> str:
     """Run a program in a process that imported nothing yet; returns what it prints."""
@@ -198,19 +204,31 @@ def test_it_takes_effect_in_stages_of_pipelines_whenever_they_are_imported() -> 
 print(fullshard.FSDPModule in stage.FSDPModule, fullshard.FSDPModule in schedules.FSDPModule)
 """
     ours, theirs = "import fullshard", "from torch.distributed.pipelining import schedules, stage"
-    for imports in (f"{ours}\n{theirs}", f"{theirs}\n{ours}"):
+    for imports in (f"{ours}\n{SHARDED}\n{theirs}", f"{ours}\n{theirs}\n{SHARDED}", f"{theirs}\n{ours}\n{SHARDED}"):
         assert run_alone(code.format(imports)) == "True True"
 
 
 @pytest.mark.slow
 def test_a_module_that_is_loaded_anew_is_served_again() -> None:
-    code = """
+    code = f"""
 import fullshard, importlib
+{SHARDED}
 from torch.distributed.pipelining import stage
 importlib.reload(stage)
 print(fullshard.FSDPModule in stage.FSDPModule)
 """
     assert run_alone(code) == "True"
+
+
+def test_a_patch_leaves_alone_what_knows_both_libraries() -> None:
+    """``unpatch()`` would take it back, and a model that is sharded later would be unknown."""
+    code = """
+import fullshard
+from torch.distributed.checkpoint import state_dict
+fullshard.patch()
+print(state_dict.FSDP.theirs.__module__)
+"""
+    assert run_alone(code) == "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def test_a_release_of_torch_without_a_name_says_so() -> None:

@@ -31,6 +31,7 @@ from fullshard.schedule.finite import NonFiniteDetector as NonFiniteDetector
 from fullshard.schedule.finite import NonFiniteError as NonFiniteError
 from fullshard.schedule.finite import detect_non_finite as detect_non_finite
 from fullshard.schedule.leave_out import leave_out as leave_out
+from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from fullshard.wrapper.settings import *  # noqa: F403
 

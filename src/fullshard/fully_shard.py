@@ -7,6 +7,7 @@ modules run sharded. It leaves everything that happens in a step to the units an
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import policies
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
+from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
 from fullshard.group.group import Group
@@ -168,6 +170,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     for param in params:
         param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
     options.mp_policy = replace(options.mp_policy, param_dtype_override_fn=None)
+    WAITS.thread = threading.current_thread()
     tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None

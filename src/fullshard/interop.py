@@ -2,7 +2,8 @@
 
 Names in modules of torch get values that know both libraries: for ``get_state_dict()`` and its kin, for stages of
 pipelines, which then reduce once a step, and for ``replicate()``, which leaves alone what is sharded. Owns the moment
-too: modules that are there are changed at once, others when somebody imports them, which nothing here does.
+too. Once something is sharded, modules that are there are changed, and others when somebody imports them, which nothing
+here does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,8 +24,9 @@ from torch.optim import Optimizer
 from fullshard.group.flat import FLAT_NAME, FlatParameter
 from fullshard.module import FSDPModule
 from fullshard.policies import warn
+from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.schedule import Schedule
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import Unit, unit_of
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.meshes import HYBRID
 
@@ -148,6 +150,14 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     _replace(module, _NAMES[module.__name__])
 
 
-sys.meta_path.insert(0, _Finder())
-for _name in _NAMES.keys() & sys.modules.keys():
-    _replace(importlib.import_module(_name), _NAMES[_name])  # which waits for a thread that executes it now
+@cache
+def install() -> None:
+    """Give the names their new values, once and for all."""
+    sys.meta_path.insert(0, _Finder())
+    for name in _NAMES.keys() & sys.modules.keys():
+        _replace(importlib.import_module(name), _NAMES[name])  # which waits for a thread that executes it now
+
+
+@when_sharded
+def _install(_: Unit) -> None:
+    install()

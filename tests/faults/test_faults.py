@@ -31,7 +31,8 @@ def check(cases: list[Case]) -> None:
 def test_a_fault_of_each_kind() -> None:
     """On the transport that ranks of one host take, and between hosts."""
     transports = ["host", "p2p"]
-    check([replace(ONE, fault=fault, transport=transports[at % 2]) for at, fault in enumerate(FAULTS)])
+    cases = [replace(ONE, fault=fault, transport=transports[at % 2]) for at, fault in enumerate(FAULTS)]
+    check([*cases, replace(ONE, fault="early", step=0)])  # before the first forward too
 
 
 def test_ranks_of_which_gloo_ends_one_are_told_where_they_parted() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.blocks import CheckpointError
-from fullshard.comm.waits import WAITS
+from fullshard.watch.watch import joining
 
 
 class Background:
@@ -37,7 +37,7 @@ class Background:
     def finish(cls) -> Path | None:
         thread, cls._thread = cls._thread, None
         if thread is not None:
-            with WAITS.joining(thread):
+            with joining(thread):
                 thread.join()
         (path, cls._path), (error, cls._error) = (cls._path, None), (cls._error, None)
         if error is not None:

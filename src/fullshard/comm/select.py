@@ -18,7 +18,6 @@ from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.transport import Transport
-from fullshard.comm.watch import start_watch
 from fullshard.device import is_host
 
 _log = logging.getLogger("fullshard")
@@ -40,7 +39,6 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     Raises:
         ValueError: ``FULLSHARD_TRANSPORT`` names no transport, or one that cannot serve this group.
     """
-    start_watch()
     transport, why = choose_transport(process_group, device)
     if process_group not in _told:
         _told.add(process_group)

@@ -1,14 +1,14 @@
 """What this process waits for from other ranks, where others of its threads can see it.
 
 Whoever waits writes it down before and after, in a few attributes: the thread that trains apart from threads beside it.
-Owns the error for a rank that was lost, and leaves to :mod:`fullshard.comm.watch` to look at waits that last.
+Owns the error for a rank that was lost. It looks at nothing: :mod:`fullshard.watch` reads what stands here, and sets
+``begin``, ``announce`` and ``explain``.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,9 +57,10 @@ class Waits:
         self.count = 0  # grows with each of its waits: one wait follows another for the same thing
         self.thread = threading.current_thread()  # that trains: the last one that sharded a model
         self.beside: dict[threading.Thread, Wait] = {}  # what other threads wait for, each in an object of its own
-        self.joined: threading.Thread | None = None  # the one of these for which the training waits
         self.judged: tuple[int, str] = -1, ""  # which of its waits will not end, by ``count``, and why
         self.position: Callable[[], Position] = Position  # where it is
+        #: Is called before each wait of the training that goes through :func:`waiting`.
+        self.begin: Callable[[], object] = lambda: None
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
@@ -75,6 +76,8 @@ class Waits:
         """Note what the calling thread waits for now; returns what it waited for before."""
         thread = threading.current_thread()
         if thread is self.thread:
+            if wait is not None:
+                self.begin()
             before, self.current = self.current, wait
             self.count += 1
             return before
@@ -82,24 +85,6 @@ class Waits:
         if wait is not None:
             self.beside[thread] = wait
         return before
-
-    def holding(self) -> tuple[threading.Thread | None, Wait | None]:
-        """The wait that holds the training up, after the thread that waits: ``None`` for the training itself. A program
-        that has trained ends after its threads, so that it waits for any of them."""
-        if (wait := self.current) is not None:
-            return None, wait
-        beside = self.beside.copy().items()
-        is_over = not self.thread.is_alive()
-        return next((each for each in beside if is_over or each[0] is self.joined), (None, None))
-
-    @contextmanager
-    def joining(self, thread: threading.Thread) -> Iterator[None]:
-        """A context in which the training waits for another thread of this process, and so for that thread's waits."""
-        self.joined = thread
-        try:
-            yield
-        finally:
-            self.joined = None
 
 
 WAITS = Waits()
@@ -134,22 +119,6 @@ def placed(wait: Wait) -> str:
 def named(tag: int) -> str:
     """The group of the exchange that has a tag, for people."""
     return WAITS.position().names.get(tag // 2, f"the group with tag {tag}")
-
-
-def call_of_torch(thread: threading.Thread) -> str:
-    """The function of torch that a thread has called, if it came to torch.distributed, and from where; for people."""
-    frame, name, is_distributed = sys._current_frames().get(thread.ident or 0), "", False
-    while frame is not None:
-        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
-        package = module.partition(".")[0]
-        if package != "torch" and package not in sys.stdlib_module_names:  # who has called it
-            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-            return f"{name} (called in {where})" if is_distributed else ""
-        is_distributed |= module.startswith("torch.distributed.")
-        if package == "torch" and "<locals>" not in function:  # not that of a decorator
-            name = f"{module}.{function}"
-        frame = frame.f_back
-    return ""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import fullshard
-from fullshard import wrap
+from fullshard import interop, wrap
 from fullshard.module import FSDPModule
 from fullshard.optim.grad_scaler import ShardedGradScaler
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
@@ -62,6 +62,7 @@ def patch() -> int:
     if _bound:
         return len(_bound)
     _refuse_sharded("patch")
+    interop.install()  # before: its values for these names hold torch's own
     for name in (*_PUBLIC, "torch.distributed._composable.replicate_with_fsdp"):
         if find_spec(name) is not None:
             importlib.import_module(name)

@@ -1,7 +1,7 @@
 """The network connections of this process: one of its own to the store, and those to other ranks, which others made.
 
 Owns what may be done to them from outside: to ask the store and not wait for ever, to see when something came last, and
-whose ends they are. It leaves to :mod:`fullshard.comm.watch` which of them to close.
+whose ends they are. It leaves to :mod:`fullshard.watch.watch` which of them to close.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.comm import connections, reports, watch
-from fullshard.comm.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.comm.local_ranks import host_id
-from fullshard.comm.reports import Report, Reports
-from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, call_of_torch, waiting
-from fullshard.comm.watch import Watch
+from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, waiting
+from fullshard.watch import connections, reports, watch
+from fullshard.watch.connections import NoAnswerError, StoreConnection, quiet_seconds
+from fullshard.watch.reports import Report, Reports
+from fullshard.watch.watch import Watch, call_of_torch, joining
 from tests.harness import World, ranks
 from tests.harness.faults import Fault
 
@@ -186,7 +186,7 @@ def test_a_long_wait_of_a_thread_beside_training_is_told_and_ends_nothing(
 
 def test_training_waits_for_what_the_thread_waits_for_that_it_joins(watcher: Watch) -> None:
     with a_thread_that_waits() as thread:
-        with WAITS.joining(thread):
+        with joining(thread):
             watcher._look()
             assert (watcher._mine.waits, watcher._mine.beside) == ("a comparison", "")
         watcher._look()

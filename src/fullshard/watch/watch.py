@@ -8,6 +8,10 @@ Once a second each rank writes its *report* to the store. A rank that waits read
 A verdict needs a proof: a process that has ended, the same pass with other groups, ranks that all wait for each other,
 or more time than the user gave. Operations of a backend cannot be called off. So the connections between ranks are
 closed, which ends them with an error; a process that hangs still is ended. Nothing of this is part of a step.
+
+Nothing runs before this process first waits for other ranks (``WAITS.begin``). A model of several ranks does so when it
+is sharded, as they agree on names. It cannot be later: a rank that fails between sharding and its first forward has to
+tell the others how it ended.
 """
 
 from __future__ import annotations
@@ -22,19 +26,19 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
-from fullshard.comm.connections import StoreConnection, connected_sockets, quiet_seconds
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
-from fullshard.comm.reports import Report, Reports, parting
-from fullshard.comm.waits import WAITS, LostRankError, Wait, call_of_torch, checks_are_on, describe
+from fullshard.comm.waits import WAITS, LostRankError, Wait, checks_are_on, describe
 from fullshard.torch_private import default_store
+from fullshard.watch.connections import StoreConnection, connected_sockets, quiet_seconds
+from fullshard.watch.reports import Report, Reports, parting
 
 _log = logging.getLogger("fullshard")
 
@@ -121,7 +125,7 @@ class Watch:
         self._reports.close()
 
     def _look(self) -> None:
-        count, (thread, wait), now = WAITS.count, WAITS.holding(), time.monotonic()
+        count, (thread, wait), now = WAITS.count, _holding(), time.monotonic()
         is_same = self._is_same()
         self._mine.inside = call_of_torch(WAITS.thread) if wait is None and is_same else ""
         if wait is None or not is_same:
@@ -145,7 +149,7 @@ class Watch:
 
     def _is_same(self) -> bool:
         """Whether the training still waits for what was seen last."""
-        return WAITS.count == self._seen.number and WAITS.holding()[1] is self._seen.wait
+        return WAITS.count == self._seen.number and _holding()[1] is self._seen.wait
 
     def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
         """Speak of long waits of threads beside training. They end training only when it waits for them."""
@@ -344,15 +348,17 @@ class Watch:
 
 
 _watch: Watch | None = None  # the watch of this process over its default process group
+_refused: weakref.ref[dist.ProcessGroup] | None = None  # a default process group that cannot have a watch
+_joined: threading.Thread | None = None  # the thread beside training for which the training waits
 
 
 def start_watch() -> None:
     """Watch over the ranks of the default process group, once, unless checks are off."""
-    global _watch
-    WAITS.thread = threading.current_thread()
+    global _watch, _refused
     if _watch is not None and _watch.is_current:
         return
-    if not dist.is_initialized() or not has_peers(dist.group.WORLD):
+    world = dist.group.WORLD
+    if not has_peers(world) or (_refused is not None and _refused() is world):
         return
     _heed_end()
     if not checks_are_on():
@@ -360,6 +366,7 @@ def start_watch() -> None:
     try:
         watch = Watch(default_store(), _watch)
     except (RuntimeError, NotImplementedError) as error:  # a store of another kind
+        _refused = weakref.ref(world)
         _log.info("no watch over ranks: %s", error)
         return
     if _watch is None:
@@ -367,6 +374,45 @@ def start_watch() -> None:
     WAITS.explain, WAITS.announce = watch.explain, watch.announce
     _watch = watch
     watch.thread.start()
+
+
+WAITS.begin = start_watch
+
+
+@contextmanager
+def joining(thread: threading.Thread) -> Iterator[None]:
+    """A context in which the training waits for another thread of this process, and so for that thread's waits."""
+    global _joined
+    _joined = thread
+    try:
+        yield
+    finally:
+        _joined = None
+
+
+def _holding() -> tuple[threading.Thread | None, Wait | None]:
+    """The wait that holds the training up, after the thread that waits: ``None`` for the training itself. A program
+    that has trained ends after its threads, so that it waits for any of them."""
+    if (wait := WAITS.current) is not None:
+        return None, wait
+    beside, is_over = WAITS.beside.copy().items(), not WAITS.thread.is_alive()
+    return next((each for each in beside if is_over or each[0] is _joined), (None, None))
+
+
+def call_of_torch(thread: threading.Thread) -> str:
+    """The function of torch that a thread has called, if it came to torch.distributed, and from where; for people."""
+    frame, name, is_distributed = sys._current_frames().get(thread.ident or 0), "", False
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
+        package = module.partition(".")[0]
+        if package != "torch" and package not in sys.stdlib_module_names:  # who has called it
+            where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            return f"{name} (called in {where})" if is_distributed else ""
+        is_distributed |= module.startswith("torch.distributed.")
+        if package == "torch" and "<locals>" not in function:  # not that of a decorator
+            name = f"{module}.{function}"
+        frame = frame.f_back
+    return ""
 
 
 @cache

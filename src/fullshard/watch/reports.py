@@ -1,7 +1,7 @@
 """What the ranks let each other know of themselves, and what this rank knows of the others from that.
 
 Owns a rank's report, the last reports of the others, and what can be told of a rank besides: its process has ended, is
-stopped, or has said nothing for long. It leaves to :mod:`fullshard.comm.watch` what follows from that.
+stopped, or has said nothing for long. It leaves to :mod:`fullshard.watch.watch` what follows from that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from fullshard.comm.connections import NoAnswerError, StoreConnection
+from fullshard.watch.connections import NoAnswerError, StoreConnection
 
 #: When this process began, about. Reports on this host from before it are those of processes that a launcher has
 #: started anew since, over the same store.
