@@ -87,8 +87,9 @@ class _BoundRound:
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
 
 
-#: Messages that nobody waits for any more.
-_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
+#: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank
+#: once the memory for a message of that rank is gone. So it stays until they came, or as long as the process group.
+_posted: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -101,12 +102,6 @@ class _Exchange:
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     divisor: float
     works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
-
-    def __del__(self) -> None:
-        """An error may end a step before its exchanges are waited for. gloo reads nothing more from a rank once it has
-        no memory for a message of that rank: the memory stays as long as the process group."""
-        if any(self.works):
-            _abandoned.setdefault(self.route.process_group, []).append(self.works)
 
     def post(self, planned: _BoundRound) -> None:
         group, tag = self.route.process_group, _FIRST_TAG + self.route.tag
@@ -144,6 +139,7 @@ class _Exchange:
                     failure = error  # the peers wait for the other rounds: raised when they have them
             if index + DEPTH < len(self.rounds):
                 self.post(self.rounds[index + DEPTH])
+        self.route.posted.remove(self.works)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
         if failure is not None:
@@ -156,6 +152,7 @@ class _MessageRoute:
     def __init__(self, request: Request, staging: int, large: int) -> None:
         direction, transfers, self.process_group, self.tag = request
         process_group = self.process_group
+        self.posted = _posted.setdefault(self.process_group, [])
         self._gathers = direction == "gather"
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, self.tag)
@@ -192,6 +189,7 @@ class _MessageRoute:
         lease = SHARED.lease(self.staging, CPU) if self.staging else NO_LEASE
         rounds = self._bound.get(lease.index) or self._bind(lease)
         exchange = _Exchange(self, rounds, lease, shards, reduction.divisor)
+        self.posted.append(exchange.works)
         for planned in rounds[:DEPTH]:
             exchange.post(planned)
         if self._own[0]:
