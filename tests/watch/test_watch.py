@@ -123,6 +123,21 @@ def test_a_rank_is_said_to_have_crashed_only_where_it_could_have_told_its_end(
     assert ("Rank 2 has not sharded anything yet" in others) is not has_gone
 
 
+def test_ranks_of_which_nothing_is_known_are_named_where_the_store_has_gone(
+    watcher: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may be killed before it told anything, and the store with it: whoever lost it ends after it."""
+    monkeypatch.setattr(StoreConnection, "has_gone", True)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1, 2])
+    process = subprocess.Popen(["true"])
+    process.wait()
+    monkeypatch.setattr(watcher._reports, "read", lambda _: {2: Report(2, process.pid, host_id())})
+    monkeypatch.setattr(watcher, "_rank", 1)
+    said = watcher.explain(None)
+    assert "Rank 2 (process" in said
+    assert "Nothing is known of ranks [0], which may have ended first" in said
+
+
 def test_connections_to_a_store_do_not_multiply(watcher: Watch, store: Any) -> None:
     """One process has many default process groups, one after the other."""
     before = len(os.listdir("/proc/self/fd"))

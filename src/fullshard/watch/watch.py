@@ -318,7 +318,9 @@ class Watch:
                 if verdict := next(filter(None, verdicts), None):
                     return verdict
                 if lost := self._lost(needed):
-                    return f"{lost}. {self._parted()}"
+                    silent = sorted({*ranks}.difference(reports)) if self._store.has_gone else []
+                    others = f"Nothing is known of ranks {silent}, which may have ended first. " if silent else ""
+                    return f"{lost}. {others}{self._parted()}"
                 if time.monotonic() > deadline:
                     return f"{self._others(reports)}. Look on the others for the first error"
                 time.sleep(0.05)
