@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 NEAREST = {
     "device.py": ("tests/pretend",),
     "module.py": ("tests/pretend", "tests/fully_shard"),
-    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_messages.py", "tests/comm/test_transports.py"),
+    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
     "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
     "group/gradients.py": (
         "tests/parity/test_accumulation.py",
@@ -54,7 +54,7 @@ NEAREST = {
         "tests/fully_shard/test_shared_memory.py",
         "tests/fully_shard/test_shared_memory_failures.py",
     ),
-    "comm/": ("tests/comm/test_messages.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
+    "comm/": ("tests/comm/test_rounds.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
     "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
     "wrapper/optim_": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
@@ -97,7 +97,7 @@ MUTATIONS = (
         "buffer/plan.py",
         "*starts, self.is_kept, self.section)",
         "*starts, self.is_kept)",
-        "tests/comm/test_messages.py::test_every_element_travels_once",
+        "tests/comm/test_rounds.py::test_every_element_travels_once",
     ),
     Mutation(
         "buffer/plan.py",
@@ -655,6 +655,12 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
+        "2 * tag + (not self._gathers)",
+        "2 * tag",
+        "tests/comm/test_point_to_point.py::test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
         "self._scratch + number % DEPTH * self._turn for",
         "self._scratch for",
         "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
@@ -684,16 +690,16 @@ MUTATIONS = (
         "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),
     Mutation(
-        "comm/messages.py",
+        "comm/rounds.py",
         "if piece.is_kept and not with_kept:",
         "if piece.is_kept:",
-        "tests/comm/test_messages.py::test_every_element_travels_once",
+        "tests/comm/test_rounds.py::test_every_element_travels_once",
     ),
     Mutation(
-        "comm/messages.py",
+        "comm/rounds.py",
         "end = align(end + head.numel * itemsize)",
         "end += head.numel * itemsize",
-        "tests/comm/test_messages.py::test_no_round_needs_more_staging_than_there_is",
+        "tests/comm/test_rounds.py::test_no_round_needs_more_staging_than_there_is",
     ),
     # the wrapper
     Mutation(

@@ -78,8 +78,9 @@ class CollectiveTransport(Transport):
     def _route(self, request: Request) -> Route:
         """The order of calls is enough: ``tag`` is only for errors."""
         direction, transfers, process_group, tag = request
-        comm = self._all_gather if direction == "gather" else self._reduce_scatter
-        wait = Wait("an all-gather" if direction == "gather" else "a reduce-scatter", process_group, tag)
+        gathers = direction == "gather"
+        comm = self._all_gather if gathers else self._reduce_scatter
+        wait = Wait("an all-gather" if gathers else "a reduce-scatter", process_group, tag, gathers)
         return _CollectiveRoute(direction, transfers, process_group, comm, wait)
 
 
