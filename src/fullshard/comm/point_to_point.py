@@ -21,12 +21,12 @@ from itertools import repeat, zip_longest
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Piece
+from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Copies, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy

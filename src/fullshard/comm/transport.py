@@ -28,7 +28,6 @@ class Transfer(NamedTuple):
 
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, for one call that copies all of them
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
