@@ -26,6 +26,12 @@ NEAREST = {
     "device.py": ("tests/pretend",),
     "module.py": ("tests/pretend", "tests/fully_shard"),
     "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
+    "buffer/messages.py": (
+        "tests/buffer/test_messages.py",
+        "tests/fully_shard/test_gradient_places.py",
+        "tests/comm/test_collective.py",
+        "tests/comm/test_transports.py",
+    ),
     "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
     "group/gradients.py": (
         "tests/parity/test_accumulation.py",
@@ -158,6 +164,18 @@ MUTATIONS = (
         "return is_cut and chunk * self.world_size == param.numel",
         "return is_cut",
         "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+    ),
+    Mutation(
+        "buffer/messages.py",
+        "row += [(-1, start - end)] * (end < start) + [(at, numel)]",
+        "row += [(at, numel)]",
+        "tests/buffer/test_messages.py::test_one_operation_fills_messages_and_one_cuts_them",
+    ),
+    Mutation(
+        "buffer/messages.py",
+        "[begin - origin for begin in begins] == self._starts and len",
+        "len",
+        "tests/buffer/test_messages.py::test_shards_are_a_message_where_they_lie_as_in_one",
     ),
     # how gradients are taken and reduced
     Mutation(

@@ -55,7 +55,7 @@ def straight_in(plans: Iterable[Plan]) -> list[Straight]:
 
 
 def pieces_alone(plan: Plan, at: int, pitch: int) -> tuple[Piece, ...]:
-    """What copies one whole parameter, which is alone in its memory, to the messages of all ranks."""
+    """The copies of one whole parameter, alone in its memory, to messages that lie ``pitch`` elements apart."""
     return make_plan([plan.params[at]], plan.world_size, "even", plan.alignment).pieces_of_all(pitch)
 
 
