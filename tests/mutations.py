@@ -25,7 +25,13 @@ ROOT = Path(__file__).parent.parent
 NEAREST = {
     "device.py": ("tests/pretend",),
     "module.py": ("tests/pretend", "tests/fully_shard"),
-    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_messages.py", "tests/comm/test_transports.py"),
+    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
+    "buffer/messages.py": (
+        "tests/buffer/test_messages.py",
+        "tests/fully_shard/test_gradient_places.py",
+        "tests/comm/test_collective.py",
+        "tests/comm/test_transports.py",
+    ),
     "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
     "group/gradients.py": (
         "tests/parity/test_accumulation.py",
@@ -54,7 +60,7 @@ NEAREST = {
         "tests/fully_shard/test_shared_memory.py",
         "tests/fully_shard/test_shared_memory_failures.py",
     ),
-    "comm/": ("tests/comm/test_messages.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
+    "comm/": ("tests/comm/test_rounds.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
     "watch/": ("tests/watch", "tests/faults"),
     "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
     "wrapper/optim_": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
@@ -98,7 +104,7 @@ MUTATIONS = (
         "buffer/plan.py",
         "*starts, self.is_kept, self.section)",
         "*starts, self.is_kept)",
-        "tests/comm/test_messages.py::test_every_element_travels_once",
+        "tests/comm/test_rounds.py::test_every_element_travels_once",
     ),
     Mutation(
         "buffer/plan.py",
@@ -159,6 +165,18 @@ MUTATIONS = (
         "return is_cut and chunk * self.world_size == param.numel",
         "return is_cut",
         "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+    ),
+    Mutation(
+        "buffer/messages.py",
+        "row += [(-1, start - end)] * (end < start) + [(at, numel)]",
+        "row += [(at, numel)]",
+        "tests/buffer/test_messages.py::test_one_operation_fills_messages_and_one_cuts_them",
+    ),
+    Mutation(
+        "buffer/messages.py",
+        "[begin - origin for begin in begins] == self._starts and len",
+        "len",
+        "tests/buffer/test_messages.py::test_shards_are_a_message_where_they_lie_as_in_one",
     ),
     # how gradients are taken and reduced
     Mutation(
@@ -662,6 +680,12 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
+        "2 * tag + (not self._gathers)",
+        "2 * tag",
+        "tests/comm/test_point_to_point.py::test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order",
+    ),
+    Mutation(
+        "comm/point_to_point.py",
         "self._scratch + number % DEPTH * self._turn for",
         "self._scratch for",
         "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
@@ -691,16 +715,16 @@ MUTATIONS = (
         "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),
     Mutation(
-        "comm/messages.py",
+        "comm/rounds.py",
         "if piece.is_kept and not with_kept:",
         "if piece.is_kept:",
-        "tests/comm/test_messages.py::test_every_element_travels_once",
+        "tests/comm/test_rounds.py::test_every_element_travels_once",
     ),
     Mutation(
-        "comm/messages.py",
+        "comm/rounds.py",
         "end = align(end + head.numel * itemsize)",
         "end += head.numel * itemsize",
-        "tests/comm/test_messages.py::test_no_round_needs_more_staging_than_there_is",
+        "tests/comm/test_rounds.py::test_no_round_needs_more_staging_than_there_is",
     ),
     # the wrapper
     Mutation(

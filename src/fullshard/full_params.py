@@ -110,7 +110,7 @@ def gather(
     if transfers and group.data.shard_group is None:
         foreach_copy(fulls, shards)
     elif group.data.shard_group is not None:
-        group.transport.private.gather_route(transfers, group.data.shard_group, 2 * group.tag).start().finish()
+        group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:
             found[index] = _gather_extension(param, parts[index])

@@ -57,6 +57,22 @@ def test_gathers_with_two_tags_may_start_in_opposite_order(world: World, finish_
 
 
 @ranks(2)
+def test_a_gather_and_a_reduction_of_one_group_may_start_in_opposite_order(world: World) -> None:
+    transport, case = PointToPointTransport(), Case("even", (Section(torch.float32, LARGE),))
+    gathered, reduced = transfers_of(case, world.size), transfers_of(case, world.size)
+    fill_shards(case, gathered, world.rank)
+    fill_fulls(case, reduced, world.rank)
+    starts = [
+        lambda: gather(transport, gathered, group(), 3),
+        lambda: reduce(transport, reduced, group(), 3, Reduction(2)),
+    ]
+    for pending in [start() for start in (starts if world.rank == 0 else reversed(starts))]:
+        pending.finish()
+    assert_gathered(case, gathered, world.rank)
+    assert_reduced(case, reduced, world.rank, 2)
+
+
+@ranks(2)
 def test_a_route_takes_whatever_staging_is_free(world: World) -> None:
     transport = PointToPointTransport()
     cases = [Case("even", (Section(torch.float32, shapes),)) for shapes in (ODD, EQUAL, ODD[::-1])]

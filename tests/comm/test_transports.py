@@ -225,8 +225,8 @@ def test_exchanges_that_overlap_do_not_mix(world: World, transport_name: str) ->
     cases = [Case("even", mixed(ODD, LARGE)), Case("flat", mixed(LARGE)), Case("even", mixed(TINY))]
     gathered = [transfers_of(case, world.size, transport=transport) for case in cases]
     reduced = [transfers_of(case, world.size, transport=transport) for case in cases]
-    gathers = [transport.gather_route(each, group(), 2 * tag) for tag, each in enumerate(gathered)]
-    reductions = [transport.reduce_route(each, group(), 2 * tag + 1) for tag, each in enumerate(reduced)]
+    gathers = [transport.gather_route(each, group(), tag) for tag, each in enumerate(gathered)]
+    reductions = [transport.reduce_route(each, group(), tag) for tag, each in enumerate(reduced)]
     for _ in range(3):
         pending = []
         for number, case in enumerate(cases):

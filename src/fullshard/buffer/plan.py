@@ -33,6 +33,7 @@ from typing import Literal
 import torch
 
 LayoutName = Literal["even", "flat"]
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, for one call that copies all of them
 
 #: Elements to which each parameter in a full buffer is aligned by default: 16 bytes of the smallest dtype, 64 of fp32.
 ALIGNMENT = 16
@@ -199,12 +200,6 @@ class Plan:
         """The same cut, for a full buffer that has the messages of all ranks (*even* only)."""
         numel = self.packed.shard_numel
         return replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
-
-    @property
-    def cuts(self) -> list[int]:
-        """The sizes of the parts of a shard: its front with all that is packed, then each straight chunk; none is 0."""
-        starts = [*(self.shard_offsets[i] for i in self.straight), self.shard_numel]
-        return [stop - start for start, stop in pairwise([0, *starts]) if start < stop]
 
     def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that

@@ -1,52 +1,37 @@
 """The native collectives, on any backend and device: the reference for all transports.
 
-Owns the copies between buffers and the one tensor that a collective wants, with the *messages* of all ranks end to end.
-A message is the sections of a shard end to end. Where the full buffer is such a tensor already, as in the *flat*
-layout, one transfer moves without a copy. So does each *straight* parameter, beside the messages: NCCL takes all in one
-call, other backends one after the other. Everything else is staged, so that one gather serves sections of several
-dtypes as bytes (a reduction: one for each dtype)::
-
-    shard of rank r    a_r | b_r                            two sections, the message of rank r
-    staging            a_0 b_0 | a_1 b_1 | a_2 b_2          rank-major
-    full buffers       a_0 a_1 a_2     b_0 b_1 b_2          parameter-major
-
-The copies between the last two are the pieces of the plans: few, whatever the number of ranks.
+A collective moves one tensor, the messages of all ranks end to end, which :mod:`fullshard.buffer.messages` lays out.
+Where the full buffer is such a tensor already, as in the *flat* layout, one transfer moves without a copy. So does each
+*straight* parameter, beside the messages: NCCL takes all in one call, other backends one after the other. Everything
+else is staged, so that one gather serves sections of several dtypes as bytes (a reduction: one for each dtype).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.buffer.messages import Messages
+from fullshard.buffer.plan import Copies
 from fullshard.buffer.sections import starts, views
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
 from fullshard.comm.backend_memory import BackendMemory
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.sums import Scaling, choose_scaling, divide_
-from fullshard.comm.transport import PLAIN_SUM, Copies, Direction, Reduction, Request, Route, Transfer, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, comes_from_backend, lost
 from fullshard.device import Pending, is_host
 from fullshard.policies import AllGather, Comm, ReduceScatter
-from fullshard.torch_private import (
-    Collective,
-    Collectives,
-    all_gather_over,
-    foreach_copy,
-    reduce_scatter_over,
-    storage_id,
-)
+from fullshard.torch_private import Collective, Collectives, all_gather_over, foreach_copy, reduce_scatter_over
 
-_LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 #: Backends that launch several collectives as one. That of gloo copies what it is given.
 _LAUNCHES_TOGETHER = ("nccl",)
-_NO_COPIES: Copies = ([], [])
 #: Strided copies, each a kernel, from which one operation that cuts rows is better.
 _MANY_COPIES = 3
 
@@ -76,113 +61,7 @@ class CollectiveTransport(Transport):
         return super().allocate(nbytes, device)
 
     def _route(self, request: Request) -> Route:
-        """The order of calls is enough: ``tag`` is only for errors."""
-        direction, transfers, process_group, tag = request
-        comm = self._all_gather if direction == "gather" else self._reduce_scatter
-        wait = Wait("an all-gather" if direction == "gather" else "a reduce-scatter", process_group, tag)
-        return _CollectiveRoute(direction, transfers, process_group, comm, wait)
-
-
-class _Straight(NamedTuple):
-    """A straight parameter in a route."""
-
-    transfer: int
-    part: int  # of those into which the plan cuts a shard
-    numel: int  # of a rank
-    number: int  # among those of all transfers
-    full: torch.Tensor | None  # where it lies whole; ``None`` if each reduction brings it
-    casts: bool  # whether it is reduced in another dtype than that of the shard
-
-
-class _Messages:
-    """The messages of all ranks that one collective moves: those of some ``members`` of the transfers.
-
-    The user's ``comm`` allocates what it works on; any other may work on the buffers themselves. What is not added up
-    moves as bytes, also in dtypes that a backend lacks.
-
-    Attributes:
-        dtype: what the collective sees.
-        numel: elements of one message; a user's collective has the straight parameters in it too.
-        is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
-        is_shard: whether this rank's message needs no memory beside the shard and those of all ranks.
-        own_bytes: of this rank in all that moves.
-        straight: what moves beside the messages.
-    """
-
-    def __init__(
-        self, transfers: Sequence[Transfer], members: Sequence[int], comm: Comm | BackendMemory | None, reduces: bool
-    ) -> None:
-        self.members = members
-        self._plans = [transfers[i].plan.packed if comm is None else transfers[i].plan for i in members]
-        self._fulls = [alias(transfers[i].full) for i in members]
-        self._numels = [plan.shard_numel for plan in self._plans]
-        self._dtypes = [full.dtype for full in self._fulls]
-        *self._starts, _ = starts(self._numels, self._dtypes)
-        self._nbytes = self._starts[-1] + self._numels[-1] * self._dtypes[-1].itemsize
-        self.dtype = self._dtypes[0]
-        is_alone = comm is None and len(members) == 1
-        self.is_full = is_alone and self._plans[0].is_rank_major
-        if (comm is None and not reduces) or len(set(self._dtypes)) > 1:
-            self.dtype = torch.uint8
-            self._nbytes += 0 if self.is_full else -self._nbytes % _LARGEST_ITEM
-        self.numel = self._nbytes // self.dtype.itemsize
-        self.is_shard = not reduces or (is_alone and transfers[members[0]].shard.dtype == self._dtypes[0])
-        self.straight: list[_Straight] = []
-        before = accumulate((len(transfer.plan.straight) for transfer in transfers), initial=0)
-        for index, (first, (plan, full, shard)) in enumerate(zip(before, transfers, strict=False)):
-            for at, i in enumerate(plan.straight if comm is None and index in members else ()):
-                numel, start, casts = plan.params[i].numel, plan.full_offsets[i], full.dtype != shard.dtype
-                place = None if plan.is_messages else alias(full)[start : start + numel]
-                part = len(plan.cuts) - len(plan.straight) + at
-                self.straight.append(_Straight(index, part, numel // plan.world_size, first + at, place, casts))
-        straight = (each.numel * transfers[each.transfer].full.itemsize for each in self.straight)
-        self.own_bytes = self._nbytes + sum(straight)
-
-    @property
-    def full(self) -> torch.Tensor:
-        """The full buffer, as the messages of all ranks."""
-        return self._fulls[0].view(self.dtype)
-
-    def sections(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return views(message.view(torch.uint8), self._numels, self._dtypes)
-
-    def pieces(self, messages: torch.Tensor, with_kept: bool) -> Copies:
-        """The views of the pieces in the messages of all ranks, and those in the full buffers."""
-        there, here = [], []
-        for plan, full, section in zip(self._plans, self._fulls, self.sections(messages), strict=True):
-            for piece in plan.pieces_of_all(self._nbytes // full.itemsize):
-                if with_kept or not piece.is_kept:
-                    there.append(piece.of_shard(section))
-                    here.append(piece.of_full(full))
-        return there, here
-
-    def rows(self, messages: torch.Tensor) -> tuple[torch.Tensor, list[int], list[torch.Tensor]] | None:
-        """The messages of all ranks as rows, into which parts they fall, and where in the full buffer each of these is
-        a row for each rank; ``None`` unless every parameter is the chunks of all ranks end to end."""
-        plan, full = self._plans[0], self._fulls[0]
-        if len(self._plans) > 1 or plan.layout != "even" or not all(map(plan.is_whole, plan.params)):
-            return None
-        sizes, places, pitch = list[int](), list[torch.Tensor](), self._nbytes // full.itemsize
-        for param, start, at in zip(plan.params, plan.full_offsets, plan.shard_offsets, strict=True):
-            for gap in [at - sum(sizes)] if at > sum(sizes) else []:
-                sizes.append(gap)
-                places.append(full.new_empty(plan.world_size, gap))
-            sizes.append(param.numel // plan.world_size)
-            places.append(full[start : start + param.numel].view(plan.world_size, -1))
-        if sum(sizes) < pitch:
-            places.append(full.new_empty(plan.world_size, pitch - sum(sizes)))
-            sizes.append(pitch - sum(sizes))
-        return messages.view(full.dtype).view(plan.world_size, pitch), sizes, places
-
-    def in_shards(self, shards: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The shards as one message of bytes, if they lie in memory as sections do in one."""
-        first, *_ = shards
-        origin = first.storage_offset() * first.itemsize
-        for shard, start in zip(shards, self._starts, strict=True):
-            if storage_id(shard) != storage_id(first) or shard.storage_offset() * shard.itemsize != origin + start:
-                return None
-        is_inside = origin + self._nbytes <= first.untyped_storage().nbytes()
-        return Lease(first).view(torch.uint8, 0, (self._nbytes,)) if is_inside else None
+        return _CollectiveRoute(request, self._all_gather if request.direction == "gather" else self._reduce_scatter)
 
 
 @dataclass(frozen=True)
@@ -190,25 +69,21 @@ class _Call:
     """The tensors of one call of a collective.
 
     Args:
-        members: the transfers that it serves.
         before: copies before it.
         inputs: what it reads; a number is that of a straight parameter that the start brings.
-        outputs: what it writes; a number is that of a *place*.
+        outputs: what it writes; a number is that of a *place*: a shard or, if there are several outputs, a part.
         after: copies after a gather.
         reduced: after a reduction, places and what is copied to them, or ``None`` where they are written already.
-        is_single: whether it has one input and one output. Then places are the shards, and otherwise their parts.
     """
 
-    members: Sequence[int]
     before: Copies
     inputs: list[Any]
     outputs: list[Any]
     after: Callable[[], object] | None
     reduced: Sequence[tuple[int, torch.Tensor | None]]
-    is_single: bool
 
 
-#: For one tensor, for several in one call if the backend takes them, and how both divide.
+#: For one tensor, for all in one call if there are several and the backend takes them, and how both divide.
 _Chosen = tuple[Collective, Collectives | None, Scaling]
 #: What is waited for, a call, its places, and by what its result is still to be divided.
 _Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], float]
@@ -217,33 +92,33 @@ _Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], floa
 class _CollectiveRoute:
     """Collectives, and the memory that they work on beside the buffers: one for each dtype that is added up."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        transfers: Sequence[Transfer],
-        process_group: dist.ProcessGroup,
-        comm: Comm | BackendMemory | None,
-        wait: Wait,
-    ) -> None:
-        self._wait = wait
-        self._gathers = direction == "gather"
-        gathered = transfers if self._gathers else ()  # each reduction brings other shards
-        self._transfers = [Transfer(plan, alias(full), alias(shard)) for plan, full, shard in gathered]
-        self._cuts = [transfer.plan.cuts for transfer in transfers]
-        members: dict[torch.dtype | None, list[int]] = {}
-        for index, transfer in enumerate(transfers):
-            members.setdefault(None if self._gathers else transfer.full.dtype, []).append(index)
-        every = [_Messages(transfers, each, comm, not self._gathers) for each in members.values()]
+    def __init__(self, request: Request, comm: Comm | BackendMemory | None) -> None:
+        direction, transfers, process_group, tag = request
+        self._gathers, self._comm = direction == "gather", comm
+        what = "an all-gather" if self._gathers else "a reduce-scatter"
+        self._wait = Wait(what, process_group, tag, self._gathers)  # the order of calls is enough: for errors only
+        #: The user's collectives see one tensor, with the straight parameters in it.
+        self._plans = [each.plan if comm is None else replace(each.plan, straight=()) for each in transfers]
+        self._fulls = [alias(transfer.full) for transfer in transfers]
+        self._shards = [alias(transfer.shard) for transfer in transfers if self._gathers]  # reductions bring others
+        #: Whether what is reduced does not go straight to its shard, by transfer.
+        self._casts = [comm is not None or full.dtype != shard.dtype for _, full, shard in transfers]
+        dtypes = [full.dtype for full in self._fulls]
+        kinds = [None] * len(dtypes) if self._gathers else dtypes
+        every_members = ([i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds))
+        as_bytes = comm is None and self._gathers  # what is not added up, also in dtypes that a backend lacks
+        every = [Messages(self._plans, dtypes, members, as_bytes) for members in every_members]
         self._messages = [messages for messages in every if messages.numel or messages.straight]
         staging = []
         for messages in self._messages:
-            if messages.numel:
-                staging += [] if messages.is_full else [(process_group.size() * messages.numel, messages.dtype)]
-                staging += [] if messages.is_shard else [(messages.numel, messages.dtype)]
-            staging += [(each.numel, messages.dtype) for each in messages.straight if each.casts and not self._gathers]
+            if messages.numel and not (comm is None and messages.is_full):
+                staging.append((process_group.size() * messages.numel, messages.dtype))
+            if messages.numel and not self._is_shard(messages):
+                staging.append((messages.numel, messages.dtype))
+            staging += [(each.numel, messages.dtype) for each in messages.straight if self._casts[each.section]]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
-        self._group, self._device, self._comm = process_group, transfers[0].full.device, comm
+        self._group, self._device = process_group, transfers[0].full.device
         is_gloo = is_host(self._device) and dist.get_backend(process_group) == "gloo"
         self._adds_in_place = is_gloo and comm is None and not self._gathers
         own_bytes = sum(messages.own_bytes for messages in self._messages)
@@ -258,50 +133,31 @@ class _CollectiveRoute:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
         pending = _PendingCollectives(self._wait, [], lease)
         try:
-            calls = self._bound.get(lease.index) or self._bind(lease)
+            calls = self._bound[lease.index] if lease.index in self._bound else self._bind(lease)
             if reduction != self._reduction:
                 self._choose(reduction)
-            for call, chosen in zip(calls, self._collectives, strict=True):
+            each_call = zip(calls, self._messages, self._collectives, strict=True)
+            for call, messages, (collective, together, scaling) in each_call:
                 if call.before[0]:
                     foreach_copy(*call.before)
-                collective, together, scaling = chosen
-                if not call.is_single:
-                    outputs, inputs = call.outputs, call.inputs
-                    places: Sequence[torch.Tensor] = ()
-                    if not self._gathers:
-                        places, outputs, inputs = self._place(call, scaling, shards, straight)
-                    works: list[dist.Work | None] = []
-                    pending.started += [(works, call, places, scaling.after)]
-                    works += [together(outputs, inputs)] if together is not None else map(collective, outputs, inputs)
-                    continue
-                output, source = call.outputs[0], call.inputs[0]
-                output = shards[output] if output.__class__ is int else output
-                source = straight[source] if source.__class__ is int else source
-                if scaling.before != 1:
-                    divide_(source, scaling.before)
-                if source.dtype.is_complex:
-                    output, source = as_real(output), as_real(source)
-                pending.started += [((collective(output, source),), call, shards, scaling.after)]
+                outputs, inputs, places = call.outputs, call.inputs, shards
+                if not self._gathers:
+                    places = shards if messages.is_single else messages.parts(shards)
+                    outputs = [places[each] if each.__class__ is int else each for each in outputs]
+                    if straight:
+                        inputs = [straight[each] if each.__class__ is int else each for each in inputs]
+                    for source in inputs if scaling.before != 1 else ():
+                        divide_(source, scaling.before)
+                if inputs[0].dtype.is_complex:
+                    outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
+                works: list[dist.Work | None] = []
+                pending.started += [(works, call, places, scaling.after)]
+                works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
         except BaseException:
             with suppress(RuntimeError):
                 pending.finish()  # what was started writes to the buffers
             raise
         return pending
-
-    def _place(
-        self, call: _Call, scaling: Scaling, shards: Sequence[torch.Tensor], straight: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """The places of a reduction of several tensors: parts of its shards, one whole. What it writes and reads."""
-        places: list[torch.Tensor] = []
-        for index in call.members:
-            places += torch.unsafe_split_with_sizes(shards[index], self._cuts[index])
-        places.append(shards[call.members[0]])
-        outputs = [places[each] if isinstance(each, int) else each for each in call.outputs]
-        inputs = [straight[each] if isinstance(each, int) else each for each in call.inputs]
-        if scaling.before != 1:
-            for source in inputs:
-                divide_(source, scaling.before)
-        return places, [*map(as_real, outputs)], [*map(as_real, inputs)]
 
     def _choose(self, reduction: Reduction) -> None:
         """Choose the collectives, and how they divide: as a rule the same in every step."""
@@ -324,7 +180,8 @@ class _CollectiveRoute:
             if isinstance(comm, BackendMemory):
                 collective = partial(comm.call, collective)
             collective = collective if by_host else partial(_one_at_a_time, collective)
-            self._collectives.append((collective, together if backend in _LAUNCHES_TOGETHER else None, scaling))
+            is_launch = backend in _LAUNCHES_TOGETHER and not messages.is_single
+            self._collectives.append((collective, together if is_launch else None, scaling))
 
     @torch.inference_mode(False)
     def _bind(self, lease: Lease) -> list[_Call]:
@@ -337,14 +194,18 @@ class _CollectiveRoute:
         memory = (self._comm.allocate((numel,), dtype=dtype, device=self._device) for numel, dtype in each)
         return [make(messages, memory) for messages in self._messages]
 
-    def _gather(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
-        shards, rank = [transfer.shard for transfer in self._transfers], self._group.rank()
-        before = _NO_COPIES
+    def _is_shard(self, messages: Messages) -> bool:
+        """Whether this rank's message needs no memory beside the shard and those of all ranks."""
+        first, *others = messages.members
+        return self._gathers or not (others or self._casts[first])
+
+    def _gather(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
+        shards, fulls, rank = self._shards, self._fulls, self._group.rank()
+        before: Copies = [], []
         after: Callable[[], object] | None = None
-        inputs: list[torch.Tensor | int] = []
-        outputs: list[torch.Tensor | int] = []
-        if messages.is_full:
-            inputs, outputs = [shards[0].view(torch.uint8)], [messages.full]
+        inputs, outputs = list[Any](), list[Any]()
+        if messages.is_full and self._comm is None:
+            inputs, outputs = [shards[0].view(torch.uint8)], [fulls[0].view(torch.uint8)]
         elif messages.numel:
             output = next(memory)
             source = messages.in_shards(shards) if self._comm is None else None
@@ -352,46 +213,43 @@ class _CollectiveRoute:
                 source = output[rank * messages.numel : (rank + 1) * messages.numel]
                 sections = list(messages.sections(source))
                 before = sections, [shard[: part.numel()] for shard, part in zip(shards, sections, strict=True)]
-            there, here = messages.pieces(output, with_kept=False)
-            for plan, full, shard in self._transfers:
+            there, here = messages.pieces(output, fulls, with_kept=False)
+            for plan, full, shard in zip(self._plans, fulls, shards, strict=True):
                 kept = [piece for piece in plan.pieces(rank) if piece.is_kept]
                 there += [piece.of_shard(shard) for piece in kept]
                 here += [piece.of_full(full) for piece in kept]
             inputs, outputs, after = [source], [output], partial(foreach_copy, here, there) if here else None
-            if len(here) > _MANY_COPIES and self._comm is None and (rows := messages.rows(output)) is not None:
-                after = partial(torch.split_with_sizes_copy, *rows[:2], dim=1, out=rows[2])
+            if len(here) > _MANY_COPIES and self._comm is None:
+                after = messages.cut(output, fulls[0]) or after
         for each in messages.straight:
-            assert each.full is not None
-            chunk = shards[each.transfer].split(self._cuts[each.transfer])[each.part]
-            inputs.append(chunk.view(torch.uint8))
-            outputs.append(each.full.view(torch.uint8))
-        return _Call(messages.members, before, inputs, outputs, after, (), len(inputs) == 1)
+            inputs.append(shards[each.section][each.chunk].view(torch.uint8))
+            outputs.append(fulls[each.section][each.whole].view(torch.uint8))
+        return _Call(before, inputs, outputs, after, ())
 
-    def _reduce(self, messages: _Messages, memory: Iterator[torch.Tensor]) -> _Call:
-        before = _NO_COPIES
-        inputs: list[torch.Tensor | int] = []
-        outputs: list[torch.Tensor | int] = []
+    def _reduce(self, messages: Messages, memory: Iterator[torch.Tensor]) -> _Call:
+        before: Copies = [], []
+        inputs, outputs = list[Any](), list[Any]()
         reduced: list[tuple[int, torch.Tensor | None]] = []
-        is_single = (messages.numel > 0) + len(messages.straight) == 1
-        numbers = [(index, part) for index in messages.members for part in range(len(self._cuts[index]))]
-        number = {each: each[0] if is_single else at for at, each in enumerate(numbers)}
+        members, is_single = messages.members, messages.is_single
+        fronts = members if is_single else range(len(members))
         if messages.numel:
-            source = messages.full if messages.is_full else next(memory)
-            before = before if messages.is_full else messages.pieces(source, with_kept=True)
-            inputs, outputs = [source], [number[messages.members[0], 0]]
-            if not messages.is_shard:
+            is_full = messages.is_full and self._comm is None
+            source = self._fulls[members[0]] if is_full else next(memory)
+            before = before if is_full else messages.pieces(source, self._fulls, with_kept=True)
+            inputs, outputs = [source], [fronts[0]]
+            if not self._is_shard(messages):
                 outputs = [output := next(memory)]
-                parts = zip(messages.members, messages.sections(output), strict=True)
-                reduced = [(number[index, 0], part) for index, part in parts if part.numel()]
-        for each in messages.straight:
-            place = number[each.transfer, each.part]
-            staged = next(memory) if each.casts else None
-            inputs.append(each.number if each.full is None else each.full)
+                parts = zip(fronts, messages.sections(output), strict=True)
+                reduced = [(front, part) for front, part in parts if part.numel()]
+        for at, each in enumerate(messages.straight, start=len(members)):
+            place = each.section if is_single else at
+            staged = next(memory) if self._casts[each.section] else None
+            inputs.append(each.number if each.whole is None else self._fulls[each.section][each.whole])
             outputs.append(place if staged is None else staged)
             reduced.append((place, staged))
-        if messages.is_shard:  # all of it is written in place, and divided at once
-            reduced = [(messages.members[0] if is_single else len(numbers), None)]
-        return _Call(messages.members, before, inputs, outputs, None, reduced, is_single)
+        if self._is_shard(messages):  # all of it is written in place, and divided at once
+            reduced = [(members[0] if is_single else -1, None)]
+        return _Call(before, inputs, outputs, None, reduced)
 
 
 @dataclass(eq=False, slots=True)

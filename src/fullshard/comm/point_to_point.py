@@ -1,7 +1,7 @@
 """Messages between pairs of ranks, for gloo on the CPU.
 
 A gather receives large pieces where the parameter will be read; a reduction is an all-to-all and a local sum, which
-moves half the bytes of gloo's own. Owns the tensors of the messages, which :mod:`fullshard.comm.messages` lays out, and
+moves half the bytes of gloo's own. Owns the tensors of the messages, which :mod:`fullshard.comm.rounds` lays out, and
 their order in time::
 
     start       round 0, round 1: all receives posted, small pieces packed, all sends posted; own part copied
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Piece
+from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import align
 from fullshard.buffer.slots import NO_LEASE, SHARED, Lease
-from fullshard.comm.messages import Round, plan_rounds
+from fullshard.comm.rounds import Round, plan_rounds
 from fullshard.comm.sums import Sum, blocks, check_summable, scratch_bytes
-from fullshard.comm.transport import PLAIN_SUM, Copies, Reduction, Request, Route, Transport, alias
+from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, Transport, alias
 from fullshard.comm.waits import WAITS, Wait, lost
 from fullshard.device import CPU, Pending
 from fullshard.torch_private import foreach_copy
@@ -104,7 +104,7 @@ class _Exchange:
     works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
 
     def post(self, planned: _BoundRound) -> None:
-        group, tag = self.route.process_group, _FIRST_TAG + self.route.tag
+        group, tag = self.route.process_group, self.route.tag
         works: list[tuple[dist.Work, int]] = []
         for piece, peer in planned.in_shards:
             works.append((group.recv([piece.of_shard(self.shards[piece.section])], peer, tag), peer))
@@ -150,12 +150,13 @@ class _MessageRoute:
     """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
-        direction, transfers, self.process_group, self.tag = request
+        direction, transfers, self.process_group, tag = request
         process_group = self.process_group
         self.posted = _posted.setdefault(self.process_group, [])
         self._gathers = direction == "gather"
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
-        self.wait = Wait(what, process_group, self.tag)
+        self.wait = Wait(what, process_group, tag, self._gathers)
+        self.tag = _FIRST_TAG + 2 * tag + (not self._gathers)  # a group may gather and reduce at once
         self._rank, world_size = process_group.rank(), process_group.size()
         self._peers = [(self._rank + distance) % world_size for distance in range(1, world_size)]
         plans = tuple(transfer.plan for transfer in transfers)

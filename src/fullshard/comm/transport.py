@@ -28,7 +28,6 @@ class Transfer(NamedTuple):
 
 
 Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, for one call that copies all of them
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +70,7 @@ PLAIN_SUM = Reduction()  # what the ranks bring is added up, and not divided
 
 
 class Request(NamedTuple):
-    """What a route is worked out for: at least one transfer, and the ranks and the tag of their messages."""
+    """What a route is worked out for: at least one transfer of one group, which has the tag, and the ranks."""
 
     direction: Direction
     transfers: Sequence[Transfer]
@@ -140,8 +139,8 @@ class Transport:
 
     A route must be started by all ranks of its process group, each with its own of equal plans and tags; to make one
     communicates nothing. From ``start`` on its buffers belong to the transport until ``finish`` returns (on a device
-    with streams: until the lane's stream has passed it). A tag is a small non-negative integer, unique to the group and
-    the kind of exchange, so that messages of different groups are never taken for one another.
+    with streams: until the lane's stream has passed it). A tag is a small non-negative integer, unique to the group, so
+    that messages of different groups are never taken for one another.
     """
 
     name: str

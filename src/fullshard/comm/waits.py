@@ -30,7 +30,8 @@ class Wait(NamedTuple):
 
     what: str  # for people
     process_group: dist.ProcessGroup | None
-    tag: int = -1  # of the exchange, if it is one of a group
+    tag: int = -1  # of the group, if it is an exchange of one
+    gathers: bool = False  # whether that is a gather, and no reduction
 
 
 @dataclass
@@ -117,8 +118,8 @@ def placed(wait: Wait) -> str:
 
 
 def named(tag: int) -> str:
-    """The group of the exchange that has a tag, for people."""
-    return WAITS.position().names.get(tag // 2, f"the group with tag {tag}")
+    """The group that has a tag, for people."""
+    return WAITS.position().names.get(tag, f"the group with tag {tag}")
 
 
 @contextmanager

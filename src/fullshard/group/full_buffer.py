@@ -59,7 +59,7 @@ class PostForwardShard:
                     shown = private.make_dtensor(local, spec)
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
-        self.route = group.transport.private.gather_route(transfers, mesh.shard_group, 2 * group.tag)
+        self.route = group.transport.private.gather_route(transfers, mesh.shard_group, group.tag)
         #: A reader of the small shard waits for these copies; as a rule its slot was given back later, which says more.
         self.filled = mark_now(group.device)
 
@@ -236,7 +236,7 @@ class GatheredBuffer(FullBuffer):
         if self._route is None:
             shards = memory.staged_views if memory.needs_staging else memory.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, shards))
-            self._route = group.transport.private.gather_route(transfers, over, 2 * group.tag)
+            self._route = group.transport.private.gather_route(transfers, over, group.tag)
         return self._route.start()
 
     def _end_gather(self) -> None:

@@ -6,21 +6,18 @@ them. It leaves to :mod:`fullshard.group.gradients` which gradients have arrived
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from fullshard.buffer.plan import Piece, make_plan
+from fullshard.buffer.messages import Rows, pieces_alone
+from fullshard.buffer.plan import Copies, Piece
 from fullshard.buffer.sections import Section
-from fullshard.comm.transport import Copies
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import chunk_cat, foreach_add, foreach_copy, shares_memory
+from fullshard.torch_private import foreach_add, foreach_copy, shares_memory
 
 Grads = Mapping[int, torch.Tensor]
-_dtype_of = attrgetter("dtype")
 
 
 class WholePlaces:
@@ -65,30 +62,21 @@ class MessagePlaces(WholePlaces):
     def __init__(self, *given: Any) -> None:
         #: For each gradient that is copied: its pieces, and the section of the buffer to which they are copied.
         self._pieces: dict[int, tuple[tuple[Piece, ...], torch.Tensor]] = {}
-        #: For each section that one call fills: the indices of its gradients, the same in order with -1 for gaps, the
-        #: zeros for gaps, and the messages.
-        self._rows: list[tuple[frozenset[int], list[int], list[Any], torch.Tensor]] = []
+        self._rows: list[Rows] = []  # sections that one call fills
         super().__init__(*given)
         self.kept = frozenset(self.dtypes.keys() - self._pieces.keys())
 
     def _lay_out(self, section: Section, full: torch.Tensor) -> None:
-        plan, size = section.plan, section.plan.world_size
-        pitch, end, is_row = full.numel() // size, 0, True
         self._device = full.device
-        keys, zeros = list[int](), list[Any]()
-        for position, (index, param) in enumerate(zip(section.members, plan.params, strict=True)):
-            if position in plan.straight:
-                continue
-            start, chunk = plan.shard_offsets[position], math.prod(param.chunk_shape(0, size))
-            self._pieces[index] = make_plan([param], size, "even", plan.alignment).pieces_of_all(pitch), full[start:]
-            is_row = is_row and param.dim == 0 and self._params[index].order == (*range(len(param.shape)),)
-            keys += [-1] * (end < start) + [index] * (chunk > 0)
-            zeros += [full.new_zeros((start - end) * size)] * (end < start) + [None] * (chunk > 0)
-            end = start + chunk
-        if keys and is_row:
-            keys += [-1] * (end < pitch)
-            zeros += [full.new_zeros((pitch - end) * size)] * (end < pitch)
-            self._rows.append((frozenset(keys) - {-1}, keys, zeros, full.view(size, pitch)))
+        plan, is_row = section.plan, full.numel() > 0
+        for at, index in enumerate(section.members):
+            if at not in plan.straight:
+                pieces = pieces_alone(plan, at, full.numel() // plan.world_size)
+                self._pieces[index] = pieces, full[plan.shard_offsets[at] :]
+                param = self._params[index]
+                is_row = is_row and param.dim == 0 and param.order == (*range(len(param.shape)),)
+        if is_row:
+            self._rows.append(Rows(plan, section.members, full))
 
     def _in_memory(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """A gradient in the order in which its parameter lies in memory."""
@@ -107,18 +95,9 @@ class MessagePlaces(WholePlaces):
         indices = grads.keys()
         for index in (done := self.kept & indices):
             self._keep(index, grads[index])
-        for members, keys, zeros, messages in self._rows:
-            if indices >= members:
-                parts: list[torch.Tensor] = [*map(grads.get, keys, zeros)]
-                _, *others = {*map(_dtype_of, parts)}
-                if others:  # several dtypes: zeros for gaps have that of the messages
-                    dtype, *others = {grads[index].dtype for index in members}
-                    if others or (dtype, messages.dtype) != (torch.bfloat16, torch.float32):
-                        continue  # torch has no kernel for these
-                    parts = [part.to(dtype) for part in parts]
-                if not others:
-                    chunk_cat(parts, num_chunks=messages.shape[0], out=messages)
-                    done = done | members
+        for rows in self._rows:
+            if indices >= rows.members and rows.fill(grads):
+                done = done | rows.members
         if done != indices:
             copies = self._copies({index: grad for index, grad in grads.items() if index not in done})
             if copies[0]:

@@ -16,6 +16,7 @@ from itertools import accumulate
 
 import torch
 
+from fullshard.buffer.messages import straight_in
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
@@ -348,7 +349,8 @@ class Gradients:
             dtype = home if is_final else travels
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        straight = [part.indices[i] for part in parts if part.plan.is_messages for i in part.plan.straight]
+        beside = straight_in(part.plan for part in parts if part.plan.is_messages)
+        straight = [parts[each.section].indices[each.param] for each in beside]
         choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
         return choice
 

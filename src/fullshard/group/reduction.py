@@ -76,7 +76,7 @@ class PendingReduction:
             return Done()
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            plan.route = group.reduce_transport.reduce_route(transfers, over, 2 * group.tag + 1)
+            plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
         self._straight = ()  # the started communication holds them, or the caller
         return self._pending

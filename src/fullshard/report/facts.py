@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard.buffer.messages import straight_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import Route, Transfer
@@ -289,9 +290,8 @@ def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str])
     private, peers = group.transport.private, (data.shard_size - 1) * own
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
     gradients, travelling = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
-    trained = [(section.plan, dtype) for section, dtype in zip(gradients, travelling, strict=True)]
-    messages = [(plan, dtype) for plan, dtype in trained if plan.is_messages]
-    straight = (plan.params[at].numel * dtype.itemsize for plan, dtype in messages for at in plan.straight)
+    beside = straight_in(section.plan for section in gradients if section.plan.is_messages)
+    straight = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
@@ -319,7 +319,7 @@ def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str])
         largest_gradient=max(made, default=0),
         straight_gradients=sum(straight),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients),
-        trained=sum(plan.shard_numel for plan, _ in trained),
+        trained=sum(section.plan.shard_numel for section in gradients),
         staged=shard_bytes(sections, computed) if memory.needs_staging and not shares else 0,
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),

@@ -172,8 +172,8 @@ class Recorder(Watch):
     def waited(self, wait: Wait, begin: int, end: int) -> None:
         group, what, number = "", wait.what, 0
         if wait.tag >= 0:
-            group = self._by_tag.get(wait.tag // 2, "?")
-            what = "reduce" if wait.tag % 2 else "gather"
+            group = self._by_tag.get(wait.tag, "?")
+            what = "gather" if wait.gathers else "reduce"
             number = self.under_way.get((what, group), 0)
         else:
             number = self.count(what, group)

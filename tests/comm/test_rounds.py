@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
-from fullshard.comm.messages import Direction, Round, Staged, plan_rounds
+from fullshard.comm.rounds import Direction, Round, Staged, plan_rounds
 
 LARGE = 64 * 1024
 # Elements of many bytes make pieces of few elements large.
