@@ -76,7 +76,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
             "compute W=2": lambda: measure_steps(compute, 2, rounds),
             "compute W=4": lambda: measure_steps(compute, 4, fewest),
         },
-        "realistic": {"realistic W=2": lambda: measure_steps(realistic, 2, rounds)},
+        "realistic": {"realistic W=2": lambda: measure_steps(realistic, 2, few)},
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
