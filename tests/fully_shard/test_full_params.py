@@ -207,3 +207,16 @@ def test_a_forward_inside_is_refused(world: World) -> None:
         model(inputs())
     model.reset_iter_state()
     Twins(world, model, reference).step()
+
+
+@ranks(2)
+def test_what_is_replaced_after_it_is_noticed_on_ranks_that_it_showed_nothing(world: World) -> None:
+    model, reference = shard_mlp(), seeded(MLP)
+    x = inputs()
+    model(x)
+    with fullshard.summon_full_params(model, writeback=False, rank0_only=True):
+        pass
+    values = {name: (param.detach() * 0.9).requires_grad_() for name, param in reference.named_parameters()}
+    found, expected = (torch.func.functional_call(each, values, (x,)).sum() for each in (model, reference))
+    assert_close(found, expected, "loss")
+    assert all(grad is not None for grad in torch.autograd.grad(found, list(values.values())))

@@ -315,8 +315,8 @@ class FullGroup:
         if self._group.summoned is not self:
             return
         self._group.summoned = self._outer
-        if self._full and self._outer is not None:
+        if self._outer is not None:
             self._group.module_params.show_full(self._outer._full)
-        elif self._full:
+        else:  # also where this rank showed nothing: what modules show is looked at before the next step
             self._group.module_params.show_sharded()
         self._full.clear()
