@@ -15,16 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.group.group import Group
 from fullshard.group.parameter import plain_name
-from fullshard.schedule.unit import Unit, unit_of
+from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
 
 #: So many names are told.
 _NAMED = 6
-
-
-def units_in(model: nn.Module) -> list[Unit]:
-    """The units of a model, by their first modules."""
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
 
 
 def known_to(groups: Iterable[Group]) -> set[int]:

@@ -23,8 +23,8 @@ from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.group import Group
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.report.text import dtype_name
-from fullshard.schedule.unit import Unit, unit_of
-from fullshard.strangers import known_to, strangers_in, units_in
+from fullshard.schedule.unit import Unit, unit_of, units_in
+from fullshard.strangers import known_to, strangers_in
 from fullshard.wrap import repeated_blocks
 
 

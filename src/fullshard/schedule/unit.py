@@ -375,7 +375,7 @@ class Unit:
             )
         module = self.modules[0]
         schedule = Schedule(self, self.device)
-        units = list(dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None))
+        units = units_in(module)
         for unit in units:
             if unit is not self and unit.finalizes_by_hand:
                 raise RuntimeError(
@@ -408,6 +408,11 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit to which a module belongs, if ``fully_shard`` was applied to it."""
     return module.__dict__.get("_fullshard_unit")
+
+
+def units_in(model: nn.Module) -> list[Unit]:
+    """The units of a model, by their first modules."""
+    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
 
 
 def schedule_of(model: nn.Module, who: str) -> Schedule:
