@@ -260,7 +260,7 @@ MUTATIONS = (
     # when each group is gathered and reduced
     Mutation(
         "schedule/schedule.py",
-        "group.check_in()\n",
+        "group.notice_changes()\n",
         "pass\n",
         "tests/fully_shard/test_decisions.py::test_load_state_dict_by_assignment",
     ),
@@ -284,7 +284,7 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/schedule.py",
-        "self.comm.reductions.keep_at_most(0)",
+        "self.comm.reductions.wait_for_oldest()",
         "pass",
         "tests/parity/test_sharding.py::test_mlp_of_odd_sizes",
     ),
@@ -473,7 +473,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/context.py",
-        "        self.reductions.keep_at_most(0)\n        for pool",
+        "        self.reductions.wait_for_oldest()\n        for pool",
         "        for pool",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),

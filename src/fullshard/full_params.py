@@ -16,8 +16,8 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import waiting
-from fullshard.group.group import Group
-from fullshard.group.module_parameters import FullGroup
+from fullshard.group.module_parameters import FullParameters
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, unit_of
 from fullshard.torch_private import foreach_copy
@@ -61,18 +61,18 @@ def summon_full_params(
                 f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps, and after an "
                 f"error in one call reset_iter_state() on the root module, on every rank, before"
             )
-    kept: list[FullGroup] = []
+    kept: list[FullParameters] = []
     with ExitStack() as summoned:
         for unit in units:
             for group in unit.groups:
-                group.check_in()
+                group.notice_changes()
                 if group.summoned:
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
                 whole = _whole(group, offload_to_cpu, with_grads)
                 mesh = group.data.mesh  # which ranks hold the group, those that shard it last
                 shown = not rank0_only or mesh.get_local_rank(mesh.ndim - 1) == 0
-                full = FullGroup(group, whole if shown else {})
+                full = FullParameters(group, whole if shown else {})
                 summoned.callback(full.close)
                 # Of flat parameters that each rank has whole writes stay anyway, as users of torch's wrapper expect.
                 if writeback or (group.is_flat and group.data.shard_group is None):
@@ -84,7 +84,7 @@ def summon_full_params(
 
 @torch.no_grad()
 def gather(
-    group: Group, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
+    group: ParamGroup, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
 ) -> dict[int, torch.Tensor]:
     """Gather tensors that are sharded like the parameters of ``group``, in one piece of memory that only they have.
 
@@ -93,8 +93,8 @@ def gather(
     and by default the parameters'. Returns the whole tensors, in the shape of their parameter and by its index, on the
     compute device.
     """
-    if group.memory.has_meta:
-        group.memory.refuse_meta()
+    if group.shard.has_meta:
+        group.shard.refuse_meta()
     found: dict[int, torch.Tensor] = {}
     dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
     memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
@@ -118,8 +118,8 @@ def gather(
 
 
 @torch.no_grad()
-def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
-    values = gather(group, [param.held for param in group.params])
+def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
+    values = gather(group, [param.values for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]
     if with_grads and group.data.shard_group is not None:  # a rank that holds nothing of a parameter does not know

@@ -23,11 +23,12 @@ from fullshard.comm.select import select_transport
 from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
-from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.module import ShardedModule, sharded_class
 from fullshard.optim.steps import watch_steps
@@ -183,7 +184,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
         )
     watch_steps()
     transport = select_transport(process_group, unit.device)
-    group = Group(params, unit.modules, data, unit.device, options, transport, tag)
+    group = ParamGroup(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
     for param, original in zip(params, originals, strict=True):
@@ -236,17 +237,19 @@ def refuse_torchs(module: nn.Module) -> None:
                 )
 
 
-def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
-    """Whether parameters are resharded after forward, and the post-forward mesh, if there is one."""
+def _after_forward(choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
+    """The strategy that ``reshard_after_forward`` asks for, and the post-forward mesh, if there is one."""
     what, size = "reshard_after_forward", data.shard_size
     policies.expect(isinstance(choice, int), what, choice, "a bool, an int (how many ranks) or None", ValueError)
     if data.shard_group is None:
-        return False, None
+        return SHARD_GRAD_OP, None
     if isinstance(choice, bool):
-        return choice, None
+        return FULL_SHARD if choice else SHARD_GRAD_OP, None
     is_factor = choice > 0 and size % choice == 0
     policies.expect(is_factor, what, choice, f"a factor of the {size} ranks that shard parameters", ValueError)
-    return choice > 1, smaller_mesh(data, choice) if 1 < choice < size else None
+    if 1 < choice < size:
+        return Strategy(after_forward=Placement.SHARDED_LESS), smaller_mesh(data, choice)
+    return FULL_SHARD if choice > 1 else SHARD_GRAD_OP, None
 
 
 def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
@@ -322,7 +325,7 @@ def borrow(unit: Unit) -> None:
             if (owner := owner_of(param)) is None:
                 continue
             group, index = owner
-            assert isinstance(group, Group)
+            assert isinstance(group, ParamGroup)
             if group not in unit.groups:
                 if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
                     raise ValueError(
@@ -333,4 +336,4 @@ def borrow(unit: Unit) -> None:
                     unit.borrowed.append(group)
             elif isinstance(where, str):
                 continue
-            group.show_too(index, module, where)
+            group.show_also(index, module, where)

@@ -7,6 +7,7 @@ schedule for a transition; none does the work itself.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +22,12 @@ from fullshard.comm.backend_memory import process_group_memory, symmetric_memory
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.strategy import Placement
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
-from fullshard.schedule.schedule import Observer, Schedule
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.step_log import Observer
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import allocating_backend
 
@@ -89,9 +92,8 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and show the sharded ones. Not recursive."""
-        unit = _unit(self)
-        for group in unit.groups:
-            unit.schedule.reshard(group) if unit.schedule is not None else group.reshard()
+        for group in _unit(self).groups:
+            group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
@@ -106,9 +108,9 @@ class FSDPModule:
         schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
             if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
-                group.check_in()
-                group.clock.written = mark_now(group.device)
-            schedule.gather(group) if schedule is not None else group.unshard()
+                group.notice_changes()
+                group.step.written = mark_now(group.device)
+            group.unshard()
         return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
 
     def reset_iter_state(self) -> None:
@@ -161,17 +163,25 @@ class FSDPModule:
         """
         _expect_bool("finalize_backward", async_op)
         schedule = _root_schedule(self, "finalize_backward")
-        wait = schedule.finalize() if schedule is not None and schedule.step > 0 else None
+        wait = schedule.finalize() if schedule is not None and schedule.step.forwards > 0 else None
         return GradientReductionHandle(wait)._if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
-        sync = requires_gradient_sync
-        _set(self, recurse, "set_requires_gradient_sync", reduce_gradients=sync, all_reduce_gradients=sync)
+        _expect_bool("set_requires_gradient_sync", requires_gradient_sync)
+        for group in _groups(self, recurse):
+            _change_strategy(
+                group,
+                gradients=Placement.SHARDED if requires_gradient_sync else Placement.PARTIAL,
+                gradients_of_replicas=Placement.REPLICATED if requires_gradient_sync else Placement.PARTIAL,
+            )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
-        _set(self, recurse, "set_requires_all_reduce", all_reduce_gradients=requires_all_reduce)
+        _expect_bool("set_requires_all_reduce", requires_all_reduce)
+        for group in _groups(self, recurse):
+            wanted = Placement.REPLICATED if requires_all_reduce else Placement.PARTIAL
+            _change_strategy(group, gradients_of_replicas=wanted)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data.
@@ -239,14 +249,17 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
-                group.options.reshard_after_forward = reshard_after_forward and group.data.shard_group is not None
-                group.options.post_forward_mesh = None
+                reshards = reshard_after_forward and group.data.shard_group is not None
+                _change_strategy(group, after_forward=Placement.SHARDED if reshards else Placement.REPLICATED)
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
-        _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
+        _expect_bool("set_reshard_after_backward", reshard_after_backward)
+        for group in _groups(self, recurse):
+            wanted = Placement.SHARDED if reshard_after_backward else Placement.REPLICATED
+            _change_strategy(group, after_backward=wanted)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
@@ -352,7 +365,7 @@ class FSDPModule:
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
-        observers = _schedule(self).observers
+        observers = _schedule(self).log.observers
         observers.append(observer)
         return lambda: observers.remove(observer)
 
@@ -365,7 +378,7 @@ class FSDPModule:
         for unit in _units(self, recurse=True):  # before any module is copied: tied ones lead from group to group
             for group in (*unit.groups, *unit.borrowed):
                 group.reshard()
-                group.check_in()
+                group.notice_changes()
                 for param in group.params:
                     param.copy_values(memo)
         twin = object.__new__(type(self))
@@ -391,7 +404,7 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     yield
     unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
     for group in unit.groups:
-        group.take_over(group.module_params.take_in())
+        group.adopt_parameters(group.module_params.adopt_replaced())
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             param.sharded.grad = gradient.to(param.sharded.device)
@@ -427,7 +440,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for schedule in schedules[1:]:
         schedule.comm = schedules[0].comm
         for group in schedule.groups():
-            group.join(schedule.comm)
+            group.use_comm_context(schedule.comm)
         schedule.size_slots()
 
 
@@ -444,9 +457,13 @@ def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
             setattr(group.options, option, value)
 
 
+def _change_strategy(group: ParamGroup, **placements: Placement) -> None:
+    group.options.strategy = dataclasses.replace(group.options.strategy, **placements)
+
+
 def _wait_for_unshard(unit: Unit) -> None:
     for group in unit.groups:
-        unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
+        group.wait_for_unshard()
 
 
 def _root_schedule(module: Any, method: str) -> Schedule | None:
@@ -481,7 +498,7 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
     return [unit for unit in dict.fromkeys(units) if unit is not None]
 
 
-def _groups(module: Any, recurse: bool) -> list[Group]:
+def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
     return [group for unit in _units(module, recurse) for group in unit.groups]
 
 
@@ -491,7 +508,7 @@ def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
     return list(dict.fromkeys(_unit(module) for module in modules))
 
 
-def _native_groups(module: Any, method: str) -> list[Group]:
+def _native_groups(module: Any, method: str) -> list[ParamGroup]:
     """The groups of a module, if the user has not brought their communication."""
     groups = _unit(module).groups
     if any(group.has_custom_communication for group in groups):

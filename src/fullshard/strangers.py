@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
@@ -22,7 +22,7 @@ from fullshard.torch_private import replicated
 _NAMED = 6
 
 
-def known_to(groups: Iterable[Group]) -> set[int]:
+def known_to(groups: Iterable[ParamGroup]) -> set[int]:
     """The ids of the parameters of groups, and of what modules show of them in any state."""
     shown = (each for group in groups for param in group.params for each in (param.sharded, param.unsharded))
     return {*map(id, shown), *(id(param) for group in groups for param in group.sharded)}

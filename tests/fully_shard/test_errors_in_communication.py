@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 import fullshard
 from fullshard.buffer.slots import SHARED
-from fullshard.group.context import State
+from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import assert_close, groups_of, inputs, local, shard_mlp, slots_in_use
 from tests.fully_shard.test_communication import CountingAllGather, CountingReduceScatter
 from tests.fully_shard.test_extensions import Gathered, Kept, build
@@ -127,8 +127,8 @@ CASES = [
 POINTS: dict[str, tuple[str, When]] = {
     "a slot is made": ("fullshard.buffer.slots:SlotPool.make", "before"),
     "a slot is taken": ("fullshard.buffer.slots:SlotBuffer.take", "before"),
-    "the shard is staged": ("fullshard.group.memory:foreach_copy", "before"),
-    "the shard was staged": ("fullshard.group.memory:Memory.stage", "after"),
+    "the shard is staged": ("fullshard.group.shard:foreach_copy", "before"),
+    "the shard was staged": ("fullshard.group.shard:Memory.stage", "after"),
     "a route is made": ("fullshard.comm.transport:Transport.gather_route", "before"),
     "staging is leased": ("fullshard.buffer.slots:Staging.lease", "before"),
     "collectives are bound": ("fullshard.comm.collective:_CollectiveRoute._bind", "before"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.context import State
+from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import (
     BOTH,
     OURS,

@@ -51,7 +51,7 @@ class Meter:
 
 def sharded_bytes(model: nn.Module) -> int:
     """What the memory takes in which this rank's parts of the parameters lie."""
-    return sum(group.memory.views[0].untyped_storage().nbytes() for group in groups_of(model))
+    return sum(group.shard.views[0].untyped_storage().nbytes() for group in groups_of(model))
 
 
 @ranks(2, transport="p2p")
@@ -62,11 +62,11 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
     whole = COUNT * (WIDTH * WIDTH + WIDTH) * 4
     padding = COUNT * 64 * 2
     assert whole / world.size <= sharded_bytes(model.blocks) <= whole / world.size + padding
-    assert sharded_bytes(model.blocks) == sum(group.memory.nbytes for group in groups)
+    assert sharded_bytes(model.blocks) == sum(group.shard.nbytes for group in groups)
     parts = {p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
     assert sum(part.nbytes() for part in parts) == whole / world.size
     for group in groups:
-        memory = group.memory.views[0].untyped_storage()
+        memory = group.shard.views[0].untyped_storage()
         ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
         assert all(param.local.data_ptr() in ends for param in group.params)
     assert all(pool.nbytes_free == slots_in_use(pool) == 0 for group in groups for pool in group.comm.pools.values())

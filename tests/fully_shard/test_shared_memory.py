@@ -568,7 +568,7 @@ def test_many_groups_need_few_files(world: World) -> None:
     model.forward = model.blocks.forward
     each_block()(fullshard, model)
     model(torch.ones(1, 2)).sum().backward()
-    assert all(group.memory.shared is not None for group in groups_of(model.blocks))
+    assert all(group.shard.shared is not None for group in groups_of(model.blocks))
     assert open_files() - before < 10
 
 
@@ -610,7 +610,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
         fullshard.fully_shard(part)
     for _ in range(2):
         assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
-        assert not groups_of(model.inner)[0].clock.reading, "the forward has ended, and ranks may write again"
+        assert not groups_of(model.inner)[0].step.now.reads_shared, "the forward has ended, and ranks may write again"
 
 
 @ranks(2, transport="host")

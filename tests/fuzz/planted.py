@@ -17,16 +17,16 @@ from fullshard.device import PASSED, Done
 from fullshard.group import reduction as reduction_module
 from fullshard.group.full_buffer import GatheredBuffer
 from fullshard.group.gradients import Gradients
-from fullshard.group.group import Group
-from fullshard.group.memory import SharedChunks
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.reduction import PendingReduction
+from fullshard.group.shard import SharedChunks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
     """A group is shown before its gather has ended."""
-    wait = Group.wait_for_unshard
+    wait = ParamGroup.wait_for_unshard
 
     def show_at_once(self: Any) -> None:
         if self._gather is not None:
@@ -34,7 +34,7 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
             self._late = gather
         wait(self)
 
-    patch.setattr(Group, "wait_for_unshard", show_at_once)
+    patch.setattr(ParamGroup, "wait_for_unshard", show_at_once)
 
 
 def _stale_slot(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:
     """A group is resharded when one of its units has ended, whoever else still reads it."""
-    patch.setattr(Group, "users", property(lambda self: set(), lambda self, users: None), raising=False)
+    patch.setattr(ParamGroup, "users", property(lambda self: set(), lambda self, users: None), raising=False)
 
 
 def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:

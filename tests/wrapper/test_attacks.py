@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.context import State
-from fullshard.group.full_buffer import RELEASED
+from fullshard.group.full_buffer import RELEASED, State
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import Precision, deviation, whole_gradients

@@ -165,7 +165,7 @@ class Parameters:
                 part, holders = Contents(), []
                 for param, places in found.shown.items():
                     for place in places if frozen or param.requires_grad else ():
-                        held = param if place.param is None else place.param.held
+                        held = param if place.param is None else place.param.values
                         if held.is_meta:
                             raise CheckpointError(f"'{place.name}' is on the meta device: call to_empty() first")
                         paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in known[place].names}

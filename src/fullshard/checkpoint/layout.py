@@ -98,7 +98,7 @@ def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
     """The layout of a parameter, or of a tensor that is no part of a group: all ranks have it, if it is no DTensor."""
     spec: DTensorSpec | None = None
     if isinstance(value, ShardedParameter):
-        spec, local = value.spec, value.held
+        spec, local = value.spec, value.values
     else:
         local = local_tensor(value)
         spec = spec_of(value) if isinstance(value, DTensor) else None

@@ -98,7 +98,7 @@ class _Extended:
             )
         return [t if t.ndim else t.view(1) for t in inputs]
 
-    def arrive(self) -> None:
+    def make_unsharded(self) -> None:
         """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""
         param, dtype = self._param, self._group.compute_dtype(self._param)
         for output in self._outputs:
@@ -113,7 +113,7 @@ class _Extended:
         _allocate(self._inner)
         after(self._outputs, self._metadata, dtype, out=param.unsharded)
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free what was gathered and what the subclass made of it."""
         for tensor in (*self._outputs, *self._inner) if not self._group.options.keep_unsharded_storage else ():
             tensor.untyped_storage().resize_(0)
@@ -148,15 +148,15 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def arrive(self) -> None:
+    def make_unsharded(self) -> None:
         """Make the unsharded parameters of what was gathered."""
         for each in self._extended:
-            each.arrive()
+            each.make_unsharded()
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the unsharded parameters."""
         for each in self._extended:
-            each.leave()
+            each.free()
 
 
 def _allocate(tensors: Iterable[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ Owns the second way to show a group, for which its parameters are laid out end t
                   modules, where attributes of their names have the values while the group is unsharded
 
 Where one rank keeps everything a fragment is the whole parameter, in its shape. Users may swap ``.data`` and ``.grad``
-of what is shown, and replace it: it is taken in before the next step.
+of what is shown, and replace it: the group adopts it before the next step.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class Fragment(ShardedParameter):
         self._watched: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
-    def heed_grad_dtype(self) -> None:
+    def update_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
-    def fit(self, plan: Plan, position: int) -> None:
+    def note_plan(self, plan: Plan, position: int) -> None:
         self._run = plan.fragment(position, self.data.shard_rank)
         self._place = plan.place(position, self.data.shard_rank)
 
@@ -150,9 +150,9 @@ class Fragment(ShardedParameter):
         return self.sharded if isinstance(self.sharded, FlatParameter) else None
 
     @property
-    def held(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         if self.home is None:
-            return super().held
+            return super().values
         return self.local if self.flat is None else self.part_in(self.flat)
 
     def part_in(self, flat: torch.Tensor) -> torch.Tensor:
@@ -160,16 +160,16 @@ class Fragment(ShardedParameter):
         start, shape = self._place
         return self.view(flat.detach()[start : start + torch.Size(shape).numel()], shape)
 
-    def lies_at(self, place: torch.Tensor) -> bool:
-        return self.placed and same_memory(self.held, place)
+    def lies_at(self, chunk: torch.Tensor) -> bool:
+        return self.is_sharded and same_memory(self.values, chunk)
 
     def adopt(self) -> None:
-        self.dtype = self.held.dtype
+        self.dtype = self.values.dtype
         self.spec = altered_spec(self.spec, dtype=self.dtype)
 
-    def place(self, local: torch.Tensor) -> None:
-        before, is_first = self.sharded, not self.placed
-        self.local, self.placed = local, True
+    def set_chunk(self, local: torch.Tensor) -> None:
+        before, is_first = self.sharded, not self.is_sharded
+        self.local, self.is_sharded = local, True
         if self.home is not None:
             if is_first:
                 self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
@@ -258,13 +258,13 @@ class FlatModuleParameters(ModuleParameters):
         if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
                 param.watch(partial(self._receive, index))  # type: ignore[attr-defined]
-        placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
+        shown = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
-            placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
+            shown = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
             registered = [(home, {name: flat}) for home, name, flat, _ in self._flats]
             self.as_sharded = Presentation(registered, self.as_sharded.apart)
-            self.as_unsharded = Presentation(registered, self.as_unsharded.apart)
-        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
+            self.as_unsharded = Presentation(registered, self.as_unsharded.apart, is_unsharded=True)
+        self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
     def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
         if self._flats:
@@ -299,14 +299,14 @@ class FlatModuleParameters(ModuleParameters):
                 module.__dict__.pop(name, None)
         super().show_full(full)
 
-    def _keeps_place(self) -> bool:
+    def _keeps_chunks(self) -> bool:
         if os.environ.get("FSDP_SKIP_WRITEBACK_CHECK") == "1":
             return True
         return all(tensor.data_ptr() == at and tensor.shape == shape for tensor, at, shape in self._where)
 
-    def take_in(self) -> bool:
+    def adopt_replaced(self) -> bool:
         if not self._flats:
-            return super().take_in()
+            return super().adopt_replaced()
         replaced = False
         for (home, name, flat, section), shard in zip(self._flats, self._shards, strict=True):
             shown = home._parameters.get(name)
@@ -321,8 +321,8 @@ class FlatModuleParameters(ModuleParameters):
             replaced |= not same_memory(shown, shard)
         return replaced
 
-    def _take_in(self, param: ShardedParameter) -> bool:
-        replaced = super()._take_in(param)
+    def _adopt(self, param: ShardedParameter) -> bool:
+        replaced = super()._adopt(param)
         if param.local.numel() == 0:
             param.sharded.data = param.sharded.data.new_empty(0)  # whatever it was given: it holds nothing
         elif replaced:
@@ -362,8 +362,8 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
     )
 
 
-def same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a tensor holds just this memory."""
-    if tensor.shape != place.shape or tensor.dtype != place.dtype or tensor.is_meta != place.is_meta:
+def same_memory(tensor: torch.Tensor, chunk: torch.Tensor) -> bool:
+    """Whether a tensor lies just where a chunk does."""
+    if tensor.shape != chunk.shape or tensor.dtype != chunk.dtype or tensor.is_meta != chunk.is_meta:
         return False
-    return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == place.data_ptr())
+    return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == chunk.data_ptr())

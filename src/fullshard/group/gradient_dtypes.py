@@ -66,7 +66,7 @@ class GradientDtypes:
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
 
-    def tell(self, index: int, leaf: torch.Tensor) -> None:
+    def tell_autograd(self, index: int, leaf: torch.Tensor) -> None:
         """Tell autograd the dtype of the gradients that a leaf takes."""
         param, said = self._group.params[index], self._said(index)
         if self._group.is_flat or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
@@ -20,19 +22,22 @@ from fullshard.buffer.messages import straight_in
 from fullshard.buffer.sections import Section, full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
+from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
+from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_places import MessagePlaces, WholePlaces
-from fullshard.group.module_parameters import ShownGroup
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
+from fullshard.group.strategy import Placement
 from fullshard.torch_private import version_of
 
 MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
 
-class TrainedGroup(ShownGroup):
-    """A group as its gradients know it."""
+class HasGradients(Protocol):
+    """A group, as the hooks on its leaves know it."""
 
     gradients: Gradients
 
@@ -40,8 +45,9 @@ class TrainedGroup(ShownGroup):
 class Gradients:
     """The gradients of one group."""
 
-    def __init__(self, group: TrainedGroup) -> None:
+    def __init__(self, group: GroupContext, full: FullBuffer, module_params: ModuleParameters) -> None:
         self._group = group
+        self.attach(full, module_params)
         self._trainable: tuple[bool, ...] = ()
         self._sections: tuple[Section, ...] = ()
         self._dtypes: list[torch.dtype] = []
@@ -63,8 +69,12 @@ class Gradients:
         self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
 
-    def move(self) -> None:
-        """Take memory from the pools that the group has now."""
+    def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
+        """Be the gradients of the values in ``full``, and of the parameters that modules show."""
+        self._full, self._module_params = full, module_params
+
+    def use_pool(self) -> None:
+        """Take memory from the pool that the group has now."""
         self._buffer.move(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
@@ -74,8 +84,8 @@ class Gradients:
         else:
             self._trainable = ()
 
-    def listen(self, index: int, param: ShardedParameter) -> None:
-        """Take the gradient of an unsharded parameter whenever autograd has it."""
+    def listen(self, owner: HasGradients, index: int, param: ShardedParameter) -> None:
+        """Take the gradient of an unsharded parameter of ``owner`` whenever autograd has it."""
         leaf = param.unsharded
         assert leaf is not None
         if not (leaf.is_floating_point() or leaf.is_complex()):
@@ -83,22 +93,22 @@ class Gradients:
         trainable = leaf.requires_grad
         leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
-        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self._group), index))
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(owner), index))
         leaf.requires_grad_(trainable)
-        self._dtypes_of.tell(index, leaf)
+        self._dtypes_of.tell_autograd(index, leaf)
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return bool(self._arrived or self._waiting or (self._partial and self._group.options.all_reduce_gradients))
+        return bool(self._arrived or self._waiting or (self._partial and self._group.options.strategy.all_reduces))
 
     @property
     def has_any(self) -> bool:
         """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
         return bool(self._arrived or self._waiting or self._partial)
 
-    def held(self, index: int) -> torch.Tensor | None:
-        """What has the gradient of a parameter before it is reduced: a tensor of autograd's, or the whole buffer."""
+    def unreduced_tensor(self, index: int) -> torch.Tensor | None:
+        """The tensor that has the gradient of a parameter before it is reduced: one of autograd's, or all the buffer."""
         if index in self._arrived and index not in self._waiting:
             return self._places.straight.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
@@ -109,18 +119,19 @@ class Gradients:
         yield from ((index, self._places.read(index)) for index in self._arrived)
 
     @staticmethod
-    def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
+    def receive(reference: weakref.ref[HasGradients], index: int, leaf: torch.Tensor) -> None:
         """Runs once for each parameter and backward."""
-        group, grad = reference(), leaf.grad
-        if group is None or grad is None:
+        owner, grad = reference(), leaf.grad
+        if owner is None or grad is None:
             return
         leaf.grad = None
-        self = group.gradients
-        if self._expected[index] is leaf and group.is_unsharded:  # nearly all: without a call
+        self = owner.gradients
+        if self._expected[index] is leaf and self._full.state.is_unsharded:  # nearly all: without a call
             self._waiting[index], self._expected[index] = grad, None
             if self._nbytes:
-                self._heed_bound(index)
+                self._limit_waiting(index)
             return
+        group = self._group
         param = group.params[index]
         if leaf is not param.unsharded:
             raise RuntimeError(
@@ -129,10 +140,10 @@ class Gradients:
                 f"with memory that is gone. Change it after the backward"
             )
         if not self._waiting:
-            group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
-        if not group.is_unsharded and group.options.unshard_in_backward:
+            group.step.begin_backward()  # a module without a hook on its outputs tells of its backward only here
+        if not self._full.state.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
-                f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
+                f"a gradient of parameter '{param.name}' was computed while its group was {self._full.state.name}: the "
                 f"backward of {group!r} read memory that was not its own. The output of the module must carry tensors "
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
@@ -152,8 +163,8 @@ class Gradients:
         param = self._group.params[index]
         if not self._waiting:
             if self._shown_waiting:
-                self._heed_clearing()
-            if not self._arrived and self._group.module_params.trainable != self._trainable:
+                self._notice_clearing()
+            if not self._arrived and self._module_params.trainable != self._trainable:
                 self._lay_out()
         if index not in self._every:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
@@ -162,26 +173,26 @@ class Gradients:
         if grad.dtype != self._places.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
             self._begin_anew()
         if index in self._waiting:
-            self.settle()
+            self.copy_waiting()
         if not self._waiting:
             self._expected = self._plain.copy()
         self._waiting[index], self._expected[index] = grad, None
         if self._nbytes:
-            self._heed_bound(index)
+            self._limit_waiting(index)
 
-    def _heed_bound(self, index: int) -> None:
+    def _limit_waiting(self, index: int) -> None:
         grad, places = self._waiting[index], self._places
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
-            self.settle()
+            self.copy_waiting()
         elif index in places.kept and (index in self._arrived or grad.dtype != places.dtypes[index]):
-            places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when settled
+            places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
         """Go on in another buffer: of a wider dtype, or with other places."""
-        self.settle()
+        self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
         self._lay_out()
@@ -192,28 +203,29 @@ class Gradients:
             before.give_back()
 
     @staticmethod
-    def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    def receive_outside(reference: weakref.ref[HasGradients], index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time, and that
         another module than its own has read. It is reduced like any other, and zeros are added in its place."""
-        group = reference()
-        if group is None:
+        owner = reference()
+        if owner is None:
             return None
-        if group.clock.epoch == 0:
+        group = owner.gradients._group
+        if group.step.forwards == 0:
             raise RuntimeError(
                 f"a gradient of parameter '{group.params[index].name}' was computed outside of any wrapped module, and "
                 f"would not be reduced: wrap the module that reads the parameter too"
             )
-        group.clock.begin_backward()
-        group.gradients._take(index, grad)
+        group.step.begin_backward()
+        owner.gradients._take(index, grad)
         return torch.zeros_like(grad)
 
-    def settle(self) -> None:
+    def copy_waiting(self) -> None:
         """Copy waiting gradients into the buffer, in one call: small ones cost more by their number than by size."""
         if not self._waiting:
             return
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
-                return self.settle()
+                return self.copy_waiting()
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
@@ -227,12 +239,12 @@ class Gradients:
     def wait_for_more(self) -> None:
         """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear them, as
         by ``zero_grad()``; no rank could show all of them."""
-        self.settle()
+        self.copy_waiting()
         for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
             if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
                 self._shown_waiting.append((index, param, grad, version_of(grad)))
 
-    def _heed_clearing(self) -> None:
+    def _notice_clearing(self) -> None:
         shown, self._shown_waiting = self._shown_waiting, []
         for index, param, grad, version in shown:
             now = param.sharded.grad
@@ -246,7 +258,7 @@ class Gradients:
         group = self._group
         # Modules that were sharded together may run apart. Then an earlier reduction may still read this buffer.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
-        group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1, buffers)
+        group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True
 
@@ -257,11 +269,11 @@ class Gradients:
         group = self._group
         if self._writes:
             self._buffer.give_back()
-        trainable, self._trainable = group.module_params.trainable, ()  # until all of it is done
+        trainable, self._trainable = self._module_params.trainable, ()  # until all of it is done
         self._sections, self._dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
         self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
-        self._buffer.takes_turns = group.options.reshard_after_forward
+        self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
         self._take_buffer()  # views need memory when they are made
@@ -283,17 +295,17 @@ class Gradients:
         self._writes, self._trainable = False, trainable
         self._buffer.give_back()
 
-    def reduce(self) -> frozenset[int]:
-        """Start to reduce what arrived, and return whose it is. The reduced chunks are in ``sharded.grad`` once the
-        reductions were waited for."""
+    def reduce(self) -> None:
+        """Start to reduce the gradients that have arrived. The reduced chunks are in ``sharded.grad`` once the reductions
+        were waited for."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
         group = self._group
         if self._shown_waiting:
-            self._heed_clearing()
-        self.settle()
-        if not self._arrived and group.module_params.trainable != self._trainable:
+            self._notice_clearing()
+        self.copy_waiting()
+        if not self._arrived and self._module_params.trainable != self._trainable:
             self._lay_out()
         if not self._writes:
             self._take_buffer()
@@ -317,14 +329,13 @@ class Gradients:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
-        if group.clock.announce is not None:
-            group.clock.announce(group, wanted)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
         straight = list(map(self._places.straight.pop, choice.straight))
-        reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
-        mark = lane.run(reducing.start, reducing.scattered)
+        dropped = reductions, reductions.drops
+        reducing = PendingReduction(group, self._module_params, self._partial, choice, self._buffer, straight, *dropped)
+        with group.step.log("reduce", group, wanted) or nullcontext():
+            mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
-        return wanted
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """The plan of a reduction of these parameters; as a rule the same in every step."""
@@ -336,7 +347,7 @@ class Gradients:
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
-            grads = [(i, part) for i, part in group.module_params.gradient_views(members, plan, shard) if i in wanted]
+            grads = [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard) if i in wanted]
             places = [part for _, part in grads]
             chunks = [p.shape for p in places], [p.stride() for p in places], [int(p.storage_offset()) for p in places]
             lengths = [p.numel() for p in places if p.ndim == 1]

@@ -19,8 +19,9 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
-from fullshard.group.context import Reductions
-from fullshard.group.module_parameters import ShownGroup
+from fullshard.group.comm_context import Reductions
+from fullshard.group.context import GroupContext
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
 
 
@@ -51,7 +52,8 @@ class ReductionPlan:
 class PendingReduction:
     """A reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
 
-    _group: ShownGroup
+    _group: GroupContext
+    _module_params: ModuleParameters
     _partial: dict[int, torch.Tensor]
     _plan: ReductionPlan
     _buffer: SlotBuffer
@@ -90,17 +92,17 @@ class PendingReduction:
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._plan.is_final:
-            self._bring_home() if group.offloads else self.accumulate()
+            self._hand_over() if group.offloads else self.accumulate()
             return
         if group.data.replicate_group is not None:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
-            if not group.options.all_reduce_gradients:
+            if not group.options.strategy.all_reduces:
                 self._partial.update(self._locals())
                 return
         outputs = self._outputs
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
         if is_host(group.device):
             mark.wait()
         else:
@@ -127,7 +129,7 @@ class PendingReduction:
             found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
         return found
 
-    def _bring_home(self) -> None:
+    def _hand_over(self) -> None:
         """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
         group = self._group
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
@@ -140,7 +142,7 @@ class PendingReduction:
     def accumulate(self) -> None:
         """Hand the reduced chunks to the sharded parameters, adding to what they have."""
         group, grads = self._group, self._locals()
-        more = group.module_params.accumulate_gradients(grads)
+        more = self._module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
         if after_accumulation(group.sharded):

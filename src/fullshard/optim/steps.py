@@ -50,9 +50,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in groups:  # after a step that raises no hook is called
         group.writes += 1
-    for clock in {id(group.clock): group.clock for group in groups}.values():
+    for step in {id(group.step): group.step for group in groups}.values():
         if running_backward() < 0:  # in a backward it steps for the parameters of which this rank has a part
-            clock.count_step(optimizer)
+            step.count_step(optimizer)
     _move_state(optimizer, groups, up=True)
     prepare_step(optimizer)
 

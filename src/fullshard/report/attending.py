@@ -58,7 +58,7 @@ class Attendance:
         self._name = folder / f"{os.getpid()}.jsonl"
         self._stacks = open(folder / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
         self._overrides = Overrides()
-        self._take_over = Schedule.take_over
+        self._take_over = Schedule.add_units
         self._schedule: Schedule | None = None
         self._detector: NonFiniteDetector | None = None
         self._recording: Recording | None = None
@@ -82,7 +82,7 @@ class Attendance:
             self._take_over(schedule, units, module)
             begin(schedule, module)
 
-        setattr(Schedule, "take_over", take_over)  # noqa: B010
+        setattr(Schedule, "add_units", take_over)  # noqa: B010
         self.tell("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ class Attendance:
         if self._detector is not None:
             self._detector.remove()
         self._overrides.remove()
-        setattr(Schedule, "take_over", self._take_over)  # noqa: B010
+        setattr(Schedule, "add_units", self._take_over)  # noqa: B010
         with suppress(ValueError):
             hooks._listeners.remove(self._sharded)
         recording, self._recording = self._recording, None

@@ -20,8 +20,9 @@ from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import Route, Transfer
 from fullshard.device import META
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.group.strategy import Placement
 from fullshard.report.text import dtype_name
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
@@ -255,14 +256,14 @@ def facts_of(model: nn.Module) -> ModelFacts:
     )
 
 
-def _by_use(units: Sequence[Unit], recorded: Iterable[Group]) -> list[Unit]:
+def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]:
     """The units as they were entered, or in the order of the modules; a unit that runs again counts once."""
     unit_by_group = {group: unit for unit in units for group in unit.groups}
     entered = [unit_by_group[group] for group in recorded if group in unit_by_group]
     return list(dict.fromkeys(entered)) if entered else [unit for unit in units if unit.groups]
 
 
-def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int]) -> UnitFacts:
+def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[ParamGroup, int]) -> UnitFacts:
     inside = {id(unit): {module for each in unit.modules for module in each.modules()} for unit in ordered}
     around = [at for at, other in enumerate(ordered) if other is not unit and unit.modules[0] in inside[id(other)]]
     return UnitFacts(
@@ -274,11 +275,11 @@ def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int])
     )
 
 
-def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
-    data, sections, memory, computed = group.data, group.sections, group.memory, group.compute_dtypes
+def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
+    data, sections, memory, computed = group.data, group.sections, group.shard, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
     own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
-    shares = memory.shared is not None or (memory.is_apart and memory.is_meta)
+    shares = memory.shared is not None or (memory.is_unmapped and memory.is_meta)
     whole = full_bytes(sections, computed) + data.shard_size * own
     shard = shard_bytes(sections, dtypes) + own
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
@@ -313,7 +314,7 @@ def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str])
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
-        reshards=group.options.reshard_after_forward and not keeps and not is_whole,
+        reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
         largest_gradient=max(made, default=0),
@@ -352,7 +353,7 @@ def _exchange(
     return ExchangeFacts(route.sent, route.staging)
 
 
-def _reduction(group: Group, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
+def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
     over, transport = group.reduce_process_group, group.reduce_transport
     if over is not None and transport.compares_reductions:  # in memory that ranks share
         pairs = zip(sections, dtypes, strict=True)
@@ -363,7 +364,7 @@ def _reduction(group: Group, sections: Sequence[Section], dtypes: Sequence[torch
     return _exchange(transport.reduce_route, over, sections, dtypes, homes)
 
 
-def _why(group: Group) -> str:
+def _why(group: ParamGroup) -> str:
     if group.has_custom_communication:
         return "a function of the user's"
     over = group.data.shard_group or group.data.replicate_group
@@ -374,7 +375,7 @@ def _why(group: Group) -> str:
     return why if transport is group.transport else "chosen for this group"
 
 
-def _parameters(group: Group, names: dict[int, str]) -> Iterator[ParameterFacts]:
+def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterFacts]:
     places = {
         index: (at, position) for at, each in enumerate(group.sections) for position, index in enumerate(each.members)
     }

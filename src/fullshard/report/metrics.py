@@ -23,7 +23,7 @@ from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.report.watching import Point, TimedMark, Watch, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
@@ -140,13 +140,13 @@ class Metrics(Watch):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _unshard(self, group: Group, nbytes: int, unshard: Callable[[], bool]) -> bool:
+    def _unshard(self, group: ParamGroup, nbytes: int, unshard: Callable[[], bool]) -> bool:
         started = unshard()
-        if started and group.memory.shared is None:
+        if started and group.shard.shared is None:
             self._now.received += nbytes
         return started
 
-    def _reduce(self, reduce: Callable[[Group], None], group: Group) -> None:
+    def _reduce(self, reduce: Callable[[ParamGroup], None], group: ParamGroup) -> None:
         if group.gradients.pending:
             self._now.received += self._reduced[id(group)]
         reduce(group)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark, Pending
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.report.recording import Lane, RankRecording, Span
 from fullshard.report.watching import Point, TimedMark, Watch, from_others
@@ -150,9 +150,9 @@ class Recorder(Watch):
 
     # Communication
 
-    def _unshard(self, name: str, unshard: Callable[[], bool]) -> bool:
+    def _unshard(self, name: str, unshard: Callable[[], None]) -> None:
         self._gathering = name
-        return unshard()
+        unshard()
 
     def _run(
         self, lane: Lane, run: Callable[..., Mark], start: Callable[[], Pending], then: Any = None, after: Any = None
@@ -199,7 +199,7 @@ class Recorder(Watch):
         return begin(unit)
 
     def _begin_backward(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        if kind == "backward" and self.schedule.passes.kind is None:
+        if kind == "backward" and self.schedule.is_idle:
             self._begin_kind(kind)
         begin(kind, groups)
 
@@ -275,7 +275,7 @@ class Recorder(Watch):
             self._look_at_memory(now)
 
 
-def _names_of(groups: Sequence[Group]) -> dict[int, str]:
+def _names_of(groups: Sequence[ParamGroup]) -> dict[int, str]:
     """The names of groups, by id; where a unit has several, with a number."""
     found: dict[int, str] = {}
     for group in groups:

@@ -204,7 +204,7 @@ class Watch:
         self._end_if(not self._waiting)
 
     def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        self._end_if(kind == "forward" and self.schedule.passes.kind is None)
+        self._end_if(kind == "forward" and self.schedule.is_idle)
         begin(kind, groups)
 
     def _end_if(self, is_over: bool) -> None:

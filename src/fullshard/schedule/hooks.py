@@ -39,7 +39,7 @@ def _adopt(unit: Unit, *args: Any) -> None:
     """Let a parameter that a state dict replaced pass its ``grad_dtype`` on."""
     for group in unit.groups:
         if any(param.grad_dtype != "own" for param in group.params):
-            group.check_in()
+            group.notice_changes()
 
 
 #: Called with each unit once its modules are sharded.

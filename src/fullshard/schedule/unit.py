@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
@@ -30,8 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
 from fullshard.device import is_host
-from fullshard.group.context import State
-from fullshard.group.group import Group
+from fullshard.group.full_buffer import State
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.strategy import Placement
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
@@ -96,9 +98,9 @@ class Unit:
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
         #: Whether the root chose to stay unsharded: then nobody promised that its parameters stay unchanged meanwhile.
         self.chose_to_keep = False
-        self.groups: list[Group] = []
-        self.borrowed: list[Group] = []
-        self.needed: list[Group] = []
+        self.groups: list[ParamGroup] = []
+        self.borrowed: list[ParamGroup] = []
+        self.needed: list[ParamGroup] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
@@ -130,8 +132,7 @@ class Unit:
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
         if self.phase is Phase.BACKWARD:
-            for group in self.needed:
-                schedule.unshard(group)
+            self._unshard()
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
         if not first and not recomputes and module not in self._to_run and not self.is_list:
@@ -146,7 +147,8 @@ class Unit:
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
-            schedule.unshard(group)
+            group.unshard()
+            group.wait_for_unshard()
             if first:
                 group.users.add(self)
         if first:
@@ -160,6 +162,11 @@ class Unit:
                 if tensor.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
                     tensor.register_hook(self.mark_gradient)
         return args, kwargs
+
+    def _unshard(self) -> None:
+        for group in self.needed:
+            group.unshard()
+            group.wait_for_unshard()
 
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
@@ -187,7 +194,7 @@ class Unit:
             return output
         if ended:
             self._leave_forward(schedule)
-        if schedule.forward_root is self:
+        if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
         return output
 
@@ -215,7 +222,7 @@ class Unit:
             schedule.order.finished.append(group)
             if not group.users:
                 if not self._is_opaque:
-                    schedule.reshard_after_forward(group)
+                    group.reshard_after_forward()
                 is_flat_and_idle = group.is_flat and (group.data.shard_group is None or not torch.is_grad_enabled())
                 if self.chose_to_keep or self._is_opaque or is_flat_and_idle:
                     group.leave_unsharded()
@@ -264,8 +271,7 @@ class Unit:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
-        if not schedule.is_in_backward:
-            schedule.begin_backward()
+        schedule.begin_backward()
         if use.entered == schedule.backwards:
             return
         use.entered = schedule.backwards
@@ -280,12 +286,11 @@ class Unit:
         """Runs when autograd has the gradients of the inputs."""
         schedule = self.schedule
         assert schedule is not None
-        if not schedule.is_in_backward:
-            schedule.begin_backward()
+        schedule.begin_backward()
         if use.entered == schedule.backwards:
             self._entered -= 1
             use.entered = 0
-        elif not all(group.is_unsharded for group in self.groups):
+        elif not all(group.full.state.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
                 f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
@@ -318,21 +323,22 @@ class Unit:
         self.phase = Phase.BACKWARD
         for group in self.needed:
             if group.options.unshard_in_backward:
-                schedule.unshard(group)
+                group.unshard()
+                group.wait_for_unshard()
             group.users.add(self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
         """Runs when the backward of the modules has ended. Not ``ahead``: only the end of the tree's showed it."""
         self.phase = Phase.IDLE
         for group in self.groups:
-            if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
+            if group.options.strategy.reduces and (ahead or not schedule.finalization.is_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
         for group in self.needed:
             group.users.discard(self)
-            if group.options.reshard_after_backward and not group.users:
-                schedule.reshard(group)
+            if not group.users:
+                group.reshard_after_backward()
         if self.prefetches_backward == "after" and ahead:
             schedule.prefetch_backward(self)
 
@@ -342,7 +348,7 @@ class Unit:
         assert schedule is not None
         self._entered, self._is_differentiated = 0, False
         self._to_run.clear()
-        left = [group for group in self.needed if group.state is not State.SHARDED or group.gradients.pending]
+        left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
         if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
 
@@ -386,19 +392,18 @@ class Unit:
         if self.auto_reshard:
             self.chose_to_keep = True
             for group in self.groups:
-                group.options.reshard_after_forward = False
-                group.options.post_forward_mesh = None
+                group.options.strategy = replace(group.options.strategy, after_forward=Placement.REPLICATED)
         schedule.finalization.by_hand = self.finalizes_by_hand
-        schedule.take_over(units, module)
+        schedule.add_units(units, module)
         return schedule
 
-    def join(self, schedule: Schedule) -> None:
+    def use_schedule(self, schedule: Schedule) -> None:
         """Become part of a tree."""
         self.schedule = schedule
         if self.chose_to_keep and schedule.root is not self:  # as the root of a tree of its own, before this one
             self.chose_to_keep = False
             for group in self.groups:
-                group.options.reshard_after_forward = True
+                group.options.strategy = replace(group.options.strategy, after_forward=Placement.SHARDED)
         if schedule.root is not self:
             for watch in self.watches:
                 watch.remove()

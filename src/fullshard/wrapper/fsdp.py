@@ -8,7 +8,8 @@ wrapped module is a unit like any other, and checkpoints to the files beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,9 @@ from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.context import GroupOptions
 from fullshard.group.flat import Fragment
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
@@ -146,7 +148,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-            group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
+            group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
             add_group(unit, fragments, data, group_options)
         borrow(unit)
@@ -270,7 +272,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             RuntimeError: this is not the root.
         """
         groups = self._groups_of_root("no_sync")
-        with temporarily([group.options for group in groups], "reduce_gradients", False):
+        with ExitStack() as changed:
+            for group in groups:
+                without = replace(group.options.strategy, gradients=Placement.PARTIAL)
+                changed.enter_context(temporarily([group.options], "strategy", without))
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -329,7 +334,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             each._has_hook = True
             each._unit.reduce_by(partial(hook, state))
 
-    def _groups_of_root(self, method: str) -> list[Group]:
+    def _groups_of_root(self, method: str) -> list[ParamGroup]:
         if not self.check_is_root() or self._unit.schedule is None:
             raise RuntimeError(f"{method}() was called on {self._unit!r}, inside another one: call it on the outermost")
         return self._unit.schedule.groups()

@@ -28,8 +28,8 @@ from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
-from fullshard.group.group import Group
 from fullshard.group.mesh import group_of
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
 from fullshard.optim.local_step import NUMBERS
 from fullshard.policies import warn
@@ -52,7 +52,7 @@ class Place:
     """One parameter of the original model."""
 
     name: str  # fully qualified, below the root, without wrappers
-    group: Group | None = None  # that shards it; ``None`` for one that is whole on every rank
+    group: ParamGroup | None = None  # that shards it; ``None`` for one that is whole on every rank
     index: int = 0  # which of the group's parameters it is
     param: Any = None  # the group's :class:`ShardedParameter`, a :class:`Fragment` in a flat parameter
 
@@ -74,7 +74,7 @@ def shown_parameters(root: nn.Module, found: list[Found] | None = None) -> dict[
     paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
     groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
     for group in groups:
-        group.check_in()  # users may have replaced parameters since the last step
+        group.notice_changes()  # users may have replaced parameters since the last step
     shown: dict[nn.Parameter, list[Place]] = {}
     taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
     found = [] if found is None else found
@@ -267,7 +267,7 @@ def _gathered(
 ) -> Iterator[tuple[str, str, torch.Tensor, ShardedParameter]]:
     """All of each part of a state, after the names of its parameter and of the state, and before the parameter. One
     gather serves the states of one name of a group."""
-    parts: dict[tuple[Group, str], dict[int, str]] = {}
+    parts: dict[tuple[ParamGroup, str], dict[int, str]] = {}
     for name, state in agreed.items():
         for key, value in state.items():
             if isinstance(value, _Part) and (group := places[name].group) is not None:

@@ -27,10 +27,10 @@ from fullshard import torch_private
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
-from fullshard.group.group import Group
-from fullshard.group.memory import give_own_storage
-from fullshard.group.module_parameters import FullGroup
+from fullshard.group.module_parameters import FullParameters
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
+from fullshard.group.shard import give_own_storage
 from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
 from fullshard.wrapper import settings as kinds
@@ -46,7 +46,7 @@ class StateDictMethods(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._settings = settings_of(nn.Module())
-        self._loaded: list[FullGroup] = []  # full parameters into which values are loaded
+        self._loaded: list[FullParameters] = []  # full parameters into which values are loaded
         self._loads_local = False  # whether a state dict of local shards is being loaded
         self.register_state_dict_post_hook(_unwrap_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(StateDictMethods._before_loading)  # type: ignore[no-untyped-call]
@@ -58,7 +58,7 @@ class StateDictMethods(nn.Module):
         return unit
 
     @property
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ParamGroup]:
         """The groups of which this instance saves and loads parameters."""
         return [*self._unit.groups, *self._unit.borrowed]
 
@@ -136,7 +136,7 @@ class StateDictMethods(nn.Module):
             for group in self._groups:
                 if isinstance(group.summoned, _Saved):
                     continue  # by a module around this one, which has a parameter of this group too
-                group.check_in()
+                group.notice_changes()
                 group.reshard()
                 if not isinstance(config, _InPlace) and not _is_local(config, group):
                     shown.callback(_Saved(group, _values(group, config)).close)
@@ -158,7 +158,7 @@ class StateDictMethods(nn.Module):
             if _is_local(config, group):
                 for key in _keys(group, paths, prefix):
                     saved.pop(key, None)
-                for number in range(len(group.memory.shards)) if group in unit.groups else ():
+                for number in range(len(group.shard.shards)) if group in unit.groups else ():
                     local = _local_shard(group, number)
                     saved[prefix + flat_name(number)] = local.cpu() if config.offload_to_cpu else local
         for key in buffers.keys() & saved.keys():
@@ -204,7 +204,7 @@ class StateDictMethods(nn.Module):
                 if isinstance(value := values[key], torch.Tensor):
                     values[key] = whole_as_before(value, group.params[plain[key]])
             if group.summoned is None:  # else by a module around this one, or by the user: they write back
-                group.check_in()
+                group.notice_changes()
                 group.reshard()
             is_own = group in self._unit.groups
             is_flat = is_own and inner + FLAT_NAME in values
@@ -215,7 +215,7 @@ class StateDictMethods(nn.Module):
             if full is None:
                 self._loaded.append(full := _Loaded(group, blank))
             if is_flat or (self._loads_local and not is_own):  # then its own unit loads it, before this one or after
-                shown = blank if is_flat else full.shown()
+                shown = blank if is_flat else full.current()
                 values.update((name, shown[index].detach()) for name, index in plain.items())
 
     def _after_loading(self, incompatible: Any) -> None:
@@ -259,32 +259,32 @@ def in_place(module: nn.Module) -> AbstractContextManager[None]:
     return temporarily(_wrappers(module), "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
 
 
-class _Saved(FullGroup):
+class _Saved(FullParameters):
     """The full parameters that a group shows to a state dict."""
 
 
-class _Loaded(FullGroup):
+class _Loaded(FullParameters):
     """The full parameters into which values are loaded. If loading fails in the middle, no hook closes them."""
 
     is_left_by_errors = True
 
 
-def _is_local(config: kinds.StateDictConfig, group: Group) -> bool:
+def _is_local(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
     """Whether a state dict gets the local shards of a group. Where nothing is sharded, all kinds are full."""
     return isinstance(config, kinds.LocalStateDictConfig) and group.data.shard_group is not None
 
 
-def _is_dropped(config: kinds.StateDictConfig, group: Group) -> bool:
+def _is_dropped(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
     """Whether this rank's state dict gets nothing of a group's module."""
     return config.rank0_only and group.data.shard_rank != 0
 
 
-def _values(group: Group, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
+def _values(group: ParamGroup, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
     """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
     if group.summoned is None:
-        whole = gather(group, [param.held for param in group.params])
+        whole = gather(group, [param.values for param in group.params])
     else:
-        whole = {index: local_tensor(full) for index, full in group.summoned.shown().items()}
+        whole = {index: local_tensor(full) for index, full in group.summoned.current().items()}
     as_rows = isinstance(config, kinds.ShardedStateDictConfig) and group.data.shard_group is not None
     values = {}
     for index, value in whole.items() if not _is_dropped(config, group) else ():
@@ -329,18 +329,18 @@ def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tens
     return distribute_tensor(whole.detach(), before.mesh, before.placements, src_data_rank=None)
 
 
-def _local_shard(group: Group, number: int) -> DTensor:
+def _local_shard(group: ParamGroup, number: int) -> DTensor:
     """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
-    data, plan, shard = group.data, group.sections[number].plan, group.memory.shards[number]
+    data, plan, shard = group.data, group.sections[number].plan, group.shard.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
     spec = torch_private.sharding_spec(data.mesh, placements, torch.Size((plan.end,)), (1,), shard.dtype)
     give_own_storage(local := shard.detach()[: plan.held(data.shard_rank)])
     return torch_private.make_dtensor(local, spec)
 
 
-def _load_local(group: Group, values: Any, prefix: str) -> None:
+def _load_local(group: ParamGroup, values: Any, prefix: str) -> None:
     """Copy local shards from ``values`` to those of the group, and take them out."""
-    for number in range(len(group.memory.shards)):
+    for number in range(len(group.shard.shards)):
         local, name = local_tensor(_local_shard(group, number)), prefix + flat_name(number)
         held = local_tensor(values.pop(name, local))
         if held.shape != local.shape:
@@ -351,13 +351,13 @@ def _load_local(group: Group, values: Any, prefix: str) -> None:
         local.copy_(held)
 
 
-def _blank(group: Group, index: int) -> nn.Parameter:
+def _blank(group: ParamGroup, index: int) -> nn.Parameter:
     """A whole parameter with this rank's part as it was, and zeros in the parts that it does not keep."""
     param = group.params[index]
     flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
     whole = param.view(flat, param.plan_shape.shape)
-    if not param.held.is_meta:
-        param.chunk_of(whole).copy_(param.held)
+    if not param.values.is_meta:
+        param.chunk_of(whole).copy_(param.values)
     return nn.Parameter(param.as_before(whole), requires_grad=param.sharded.requires_grad)
 
 
@@ -369,7 +369,7 @@ def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
+def _keys(group: ParamGroup, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
     """The keys of a group's parameters in a wrapper's state dict, and which parameters these are."""
     places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
     return {prefix + plain_name(f"{path}.{at.name}"): i for at, i in places for path in paths.get(at.module, ())}

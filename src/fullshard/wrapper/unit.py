@@ -43,8 +43,8 @@ class WrappedUnit(Unit):
     def __repr__(self) -> str:
         return f"the wrapped {type(self.modules[0].module).__name__}"
 
-    def join(self, schedule: Schedule) -> None:
-        super().join(schedule)
+    def use_schedule(self, schedule: Schedule) -> None:
+        super().use_schedule(schedule)
         at_root = schedule.root is self and self.precision.cast_root_forward_inputs
         self.casts_inputs = self.precision.cast_forward_inputs or at_root
         self._cast_buffers()
@@ -75,8 +75,8 @@ class WrappedUnit(Unit):
         """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
         if (schedule := self.schedule) is None or running_backward() >= 0:
             return
-        outermost = [unit for unit in (schedule.root, schedule.forward_root) if isinstance(unit, WrappedUnit)]
-        if outermost and (schedule.is_in_backward or any(unit.failed for unit in outermost)):
+        outermost = [unit for unit in (schedule.root, schedule.outermost) if isinstance(unit, WrappedUnit)]
+        if outermost and (schedule.step.now.has_backward or any(unit.failed for unit in outermost)):
             schedule.reset()
             for unit in outermost:
                 unit.failed = False

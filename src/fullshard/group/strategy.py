@@ -1,0 +1,62 @@
+"""Where the parameters, gradients and optimizer state of a group lie at each time of a step.
+
+A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank. Between
+steps parameters are sharded, in the passes that use them replicated::
+
+    strategy             parameters after            gradients after a backward        optimizer
+                         forward       backward      over shards     over replicas     state
+    FULL_SHARD           sharded       sharded       sharded         replicated        sharded
+      on a smaller mesh  sharded less  sharded       sharded         replicated        sharded
+    SHARD_GRAD_OP        replicated    sharded       sharded         replicated        sharded
+    HYBRID_SHARD         FULL_SHARD on a mesh with replicas
+    NO_SHARD             replicated    sharded       sharded         replicated        sharded    one rank shards: each
+                                                                                                  has all
+    without sync         as before     as before     partial         partial           sharded    set_requires_gradient_sync
+    without all-reduce   as before     as before     sharded         partial           sharded    set_requires_all_reduce
+
+What takes a tensor from one placement to the next:
+
+    parameters   sharded → replicated      all-gather
+                 replicated → sharded      nothing: the copy is dropped
+                 replicated → sharded less a slice, and an all-gather over fewer ranks later
+    gradients    partial → sharded         reduce-scatter, over the ranks that shard
+                 partial → replicated      all-reduce, over the replicas
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Placement(Enum):
+    """What each rank has of a tensor."""
+
+    REPLICATED = auto()  # all of it
+    SHARDED = auto()  # its part
+    SHARDED_LESS = auto()  # a larger part, over the smaller mesh between forward and backward (``post_forward_mesh``)
+    PARTIAL = auto()  # one term of its sum
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table. Users change the columns of a group between steps, by the setters of ``FSDPModule``."""
+
+    after_forward: Placement = Placement.SHARDED  # of parameters
+    after_backward: Placement = Placement.SHARDED
+    gradients: Placement = Placement.SHARDED  # after a backward, over the ranks that shard
+    gradients_of_replicas: Placement = Placement.REPLICATED  # and over those that replicate
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients; otherwise they add up, whole."""
+        return self.gradients is not Placement.PARTIAL
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether a reduction goes on over the replicas; otherwise gradients add up, sharded."""
+        return self.gradients_of_replicas is not Placement.PARTIAL
+
+
+FULL_SHARD = Strategy()
+SHARD_GRAD_OP = Strategy(after_forward=Placement.REPLICATED)
