@@ -365,9 +365,7 @@ class FSDPModule:
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
-        observers = _schedule(self).log.observers
-        observers.append(observer)
-        return lambda: observers.remove(observer)
+        return _schedule(self).log.add_observer(observer)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):  # type: ignore[arg-type]

@@ -207,11 +207,11 @@ def test_a_step_of_one_rank_has_the_same_bounds(world: World) -> None:
 def test_large_gradients_do_not_wait_to_be_cast_or_added(world: World, bias: bool) -> None:
     """Those that move where they lie would exist twice when the backward of their module ends."""
     waited: list[int] = []
-    settle = Gradients.settle
+    copy_waiting = Gradients.copy_waiting
 
     def look(self: Gradients) -> None:
         waited.append(sum(grad.nbytes for grad in self._waiting.values()))
-        settle(self)
+        copy_waiting(self)
 
     def step(dtype: torch.dtype | None, reductions: tuple[bool, ...]) -> None:
         policy = fullshard.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -222,7 +222,7 @@ def test_large_gradients_do_not_wait_to_be_cast_or_added(world: World, bias: boo
             model.set_requires_gradient_sync(reduces)
             model(torch.randn(3, 512)).sum().backward()
 
-    with mock.patch.object(Gradients, "settle", look):
+    with mock.patch.object(Gradients, "copy_waiting", look):
         step(torch.bfloat16, (True,))
         assert max(waited) < 512 * 512 * 2
         step(None, (False, False))

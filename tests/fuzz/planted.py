@@ -29,9 +29,7 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
     wait = ParamGroup.wait_for_unshard
 
     def show_at_once(self: Any) -> None:
-        if self._gather is not None:
-            gather, self._gather = self._gather, PASSED
-            self._late = gather
+        self._late, self.full._gathered = self.full._gathered, PASSED
         wait(self)
 
     patch.setattr(ParamGroup, "wait_for_unshard", show_at_once)
@@ -39,15 +37,15 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_slot(patch: pytest.MonkeyPatch) -> None:
     """Values that are still in a slot are used again, whatever was written since."""
-    fill = GatheredBuffer.fill
+    start = GatheredBuffer._start
 
     def reuse(self: Any) -> Any:
         if self.buffer.slot is None:
-            return fill(self)
+            return start(self)
         self.buffer.take()
-        return None
+        return PASSED
 
-    patch.setattr(GatheredBuffer, "fill", reuse)
+    patch.setattr(GatheredBuffer, "_start", reuse)
 
 
 def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
@@ -89,12 +87,12 @@ def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
 def _lost_partial_sums(patch: pytest.MonkeyPatch) -> None:
     """What was accumulated before the last micro-batch is forgotten."""
 
-    def settle(self: Any) -> None:
+    def forget(self: Any) -> None:
         self._arrived.clear()
         original(self)
 
-    original = Gradients.settle
-    patch.setattr(Gradients, "settle", settle)
+    original = Gradients.copy_waiting
+    patch.setattr(Gradients, "copy_waiting", forget)
 
 
 def _lasting_writes(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def observed(model: Any, *actions: str) -> Callable[[], list[str]]:
     """What the schedule of a model tells from now on: a function that takes what was told since its last call."""
     told: list[Event] = []
     model.check_is_root()  # which makes it
-    model._unit.schedule.log.observers.append(told.append)
+    model._unit.schedule.log.add_observer(told.append)
 
     def take() -> list[str]:
         seen = [

@@ -9,6 +9,7 @@ has nothing to gather. The group decides when, and what the modules show.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from itertools import chain
@@ -136,7 +137,7 @@ class FullBuffer:
         return group.writes
 
     def change_state(self, state: State) -> None:
-        """Raises RuntimeError if the transition is not legal."""
+        """Make a transition; raise RuntimeError if it is not legal."""
         if state not in LEGAL[self.state]:
             raise RuntimeError(f"{self._group} cannot go from {self.state.name} to {state.name}")
         self.state = state
@@ -149,12 +150,12 @@ class FullBuffer:
         """Start to gather, unless the values of an earlier use are still there."""
         self.change_state(State.GATHERING)
         try:
-            self._gathered = self._fill()
+            self._gathered = self._start()
         except BaseException:
             self._cancel()
             raise
 
-    def _fill(self) -> Mark:
+    def _start(self) -> Mark:
         raise NotImplementedError
 
     def wait_for_gather(self) -> bool:
@@ -171,7 +172,7 @@ class FullBuffer:
             self._cancel()
             raise
         private.set_versions(self._leaves, self._versions)
-        self.change_state(State.UNSHARDED)
+        self.state = State.UNSHARDED
         return is_first
 
     @torch.inference_mode(False)
@@ -194,8 +195,8 @@ class FullBuffer:
 
     def _cancel(self) -> None:
         """Back to SHARDED after an error in a gather, which gives back all that it took."""
-        self._free()
-        self._values, self.state = None, State.SHARDED
+        self._gathered, self._values = PASSED, None
+        self.reshard()
 
     def let_read(self, may: bool) -> None:
         """Let autograd read what it saved of the leaves, or refuse it. It ``may`` while the buffer has their values."""
@@ -214,20 +215,13 @@ class FullBuffer:
                 self._cancel()
                 raise
         elif self.state.is_unsharded:
-            self._notice_writes()
-        self._free()
-        self.state = State.SHARDED
-
-    def _notice_writes(self) -> None:
-        versions = tuple(map(private.version_of, self._leaves))
-        if versions != self._versions:
-            # What autograd saved after a write is gone with it: the versions of these leaves never come again.
-            changed = zip(self._versions, versions, strict=True)
-            self._versions = tuple(now + (now != before) for before, now in changed)
-            self._discard_writes()
-
-    def _free(self) -> None:
-        self._gathered, self._post_forward = PASSED, None
+            versions = tuple(map(private.version_of, self._leaves))
+            if versions != self._versions:
+                # What autograd saved after a write is gone with it: the versions of these leaves never come again.
+                changed = zip(self._versions, versions, strict=True)
+                self._versions = tuple(now + (now != before) for before, now in changed)
+                self._discard_writes()
+        self._gathered, self._post_forward, self.state = PASSED, None, State.SHARDED
         if self._extensions is not None:
             self._extensions.free()
             self._values = None
@@ -244,10 +238,8 @@ class FullBuffer:
             return None
         small = PostForwardShard(self._group, mesh, self.views)
         register(self._group, small.shown.items())
-        self._notice_writes()
-        self.change_state(State.SHARDED_POST_FORWARD)
-        self._free()
-        self._post_forward, self._values = small, None
+        self.reshard()
+        self._post_forward, self._values, self.state = small, None, State.SHARDED_POST_FORWARD
         return small.shown
 
     def _discard_writes(self) -> None:
@@ -271,7 +263,7 @@ class GatheredBuffer(FullBuffer):
     def is_current(self) -> bool:
         return self._values is None or self._values[1] == self.count_writes()
 
-    def _fill(self) -> Mark:
+    def _start(self) -> Mark:
         step, shard, group = self._group.step, self._shard, self._group
         values = step.forwards, self.count_writes()
         # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
@@ -283,7 +275,7 @@ class GatheredBuffer(FullBuffer):
         self._values = values
         filled = self._post_forward.filled if self._post_forward is not None else PASSED
         then = self._give_staging_back if shard.needs_staging else None
-        start: Callable[[], Pending] = self._start
+        start: Callable[[], Pending] = self._start_group
         if self._extensions is not None:
             start = partial(self._extensions.start, start)
         elif self._route is not None and self._post_forward is None and then is None:
@@ -294,7 +286,7 @@ class GatheredBuffer(FullBuffer):
         with logged:
             return group.comm.lanes.gather.run(start, then, (ready, filled, step.written))
 
-    def _start(self) -> Pending:
+    def _start_group(self) -> Pending:
         """Start to gather the parameters that have no gather of their own."""
         if self._post_forward is not None:
             return self._post_forward.route.start()
@@ -346,7 +338,7 @@ class MappedBuffer(FullBuffer):
             self.buffer.be_shared()  # otherwise what was written shows until it is resharded
         return True
 
-    def _fill(self) -> Mark:
+    def _start(self) -> Mark:
         """Nothing is gathered; but between passes, when other ranks may write to the buffer, the leaves show a copy."""
         step, group = self._group.step, self._group
         if not step.now.reads_shared:
@@ -359,8 +351,8 @@ class MappedBuffer(FullBuffer):
                 barrier.leave(doing)
         self.buffer.take()
         self._values = step.forwards, self.count_writes()
-        step.log("reuse", group)
-        return PASSED
+        with step.log("gather", group, moves=False) or nullcontext():
+            return PASSED
 
     def _discard_writes(self) -> None:
         self._values = None

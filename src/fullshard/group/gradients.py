@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 from typing import Protocol
@@ -108,7 +107,7 @@ class Gradients:
         return bool(self._arrived or self._waiting or self._partial)
 
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
-        """The tensor that has the gradient of a parameter before it is reduced: one of autograd's, or all the buffer."""
+        """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
             return self._places.straight.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
@@ -139,7 +138,7 @@ class Gradients:
                 f"changed (to evaluate in full precision, too): the gradient of parameter '{param.name}' was computed "
                 f"with memory that is gone. Change it after the backward"
             )
-        if not self._waiting:
+        if not (self._waiting or group.step.now.has_backward):
             group.step.begin_backward()  # a module without a hook on its outputs tells of its backward only here
         if not self._full.state.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
@@ -296,8 +295,8 @@ class Gradients:
         self._buffer.give_back()
 
     def reduce(self) -> None:
-        """Start to reduce the gradients that have arrived. The reduced chunks are in ``sharded.grad`` once the reductions
-        were waited for."""
+        """Start to reduce the gradients that have arrived. The reduced chunks are in ``sharded.grad`` once somebody has
+        waited for the reductions."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
@@ -333,8 +332,12 @@ class Gradients:
         straight = list(map(self._places.straight.pop, choice.straight))
         dropped = reductions, reductions.drops
         reducing = PendingReduction(group, self._module_params, self._partial, choice, self._buffer, straight, *dropped)
-        with group.step.log("reduce", group, wanted) or nullcontext():
+        logged = group.step.log("reduce", group, wanted)
+        if logged is None:
             mark = lane.run(reducing.start, reducing.scattered)
+        else:
+            with logged:
+                mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
 
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:

@@ -43,7 +43,7 @@ class ParamGroup(GroupContext):
         gradients: those that are not in ``param.grad`` yet.
         module_params: what the modules show.
         summoned: the full parameters that modules show instead, if ``summon_full_params`` put some there.
-        users: the units that need it now, several where parameters are tied across groups. It stays unsharded meanwhile.
+        users: the units that need it now, several where parameters are tied across groups: it stays unsharded.
     """
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class ParamGroup(GroupContext):
                 self.gradients.listen(self, index, param)
             self.module_params.prepare()
         self.module_params.show(self.module_params.as_unsharded)
-        if self.step.log.observers:
+        if self.step.log.listeners:
             self.step.log("unshard", self)
 
     def reshard(self) -> None:
@@ -131,7 +131,7 @@ class ParamGroup(GroupContext):
             self.module_params.show(self.module_params.as_sharded)
         if not was_sharded:
             self.full.reshard()
-            if self.step.log.observers:
+            if self.step.log.listeners:
                 self.step.log("reshard", self)
 
     def reshard_after_forward(self) -> None:
@@ -146,7 +146,7 @@ class ParamGroup(GroupContext):
             self.reshard()
             return
         self.module_params.show_post_forward(shown)
-        if self.step.log.observers:
+        if self.step.log.listeners:
             self.step.log("rest", self)
 
     def reshard_after_backward(self) -> None:

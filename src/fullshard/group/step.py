@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fullshard.device import PASSED, Mark
 
 Kind = Literal["forward", "backward"]  # of a pass
-#: ``gather`` and ``reduce`` start communication; ``reuse``: the values are there already, from an earlier use or in
-#: memory that ranks share; ``unshard``: the modules show them; ``reshard``; ``rest``: resharded to a smaller mesh.
+#: What happens to a group, see :class:`~fullshard.schedule.step_log.Event`.
 Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
 NOTHING: frozenset[int] = frozenset()
 
@@ -50,25 +49,22 @@ END = {
 }
 
 
-class Log(Protocol):
-    """What is told of everything that happens to groups, once, where it starts."""
+class Log:
+    """What is told of everything that happens to groups, once, where it starts. This one forgets it.
 
-    observers: list[Any]
+    Attributes:
+        listeners: functions of an action, a group and whether bytes move. Without any they cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Action, Any, bool], object]] = []
 
     def __call__(
-        self, action: Action, group: Any, parameters: frozenset[int] = NOTHING
+        self, action: Action, group: Any, parameters: frozenset[int] = NOTHING, moves: bool = True
     ) -> AbstractContextManager[object] | None:
-        """Log an action on a group, and the indices of the parameters that it reduces. What is returned, if anything,
-        is to be open while the communication starts."""
-
-
-class NoLog:
-    """The log of groups whose tree has not run yet."""
-
-    observers: list[Any] = []
-
-    def __call__(self, action: Action, group: Any, parameters: frozenset[int] = NOTHING) -> None:
-        return
+        """Log an action on a group, the indices of parameters that it reduces, and whether bytes move (not in memory
+        that ranks share). What is returned, if anything, is to be open while the communication starts."""
+        return None
 
 
 class Step:
@@ -77,7 +73,7 @@ class Step:
     Attributes:
         now: the pass that runs.
         forwards: outermost forwards so far. Values gathered before the last one may be old: shards may have changed.
-        optimizer_steps: steps on the parameters of the tree. Optimizers that take turns between two passes step together.
+        optimizer_steps: steps on the parameters of the tree; one, if optimizers take turns between two passes.
         written: marks the end of the optimizers' writes. A gather runs in another lane, and waits for it.
         begin_backward: is called when a backward reaches any of the groups.
         log: is called with everything that happens to a group.
@@ -88,7 +84,7 @@ class Step:
         self.forwards = self.optimizer_steps = 0
         self.written: Mark = PASSED
         self.begin_backward = begin_backward
-        self.log: Log = log or NoLog()
+        self.log = log or Log()
         self._stepped = Counter[int]()  # how often each optimizer has stepped since the last pass, by its id
 
     def begin_pass(self, kind: Kind) -> None:

@@ -3,16 +3,16 @@
 A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank. Between
 steps parameters are sharded, in the passes that use them replicated::
 
-    strategy             parameters after            gradients after a backward        optimizer
-                         forward       backward      over shards     over replicas     state
-    FULL_SHARD           sharded       sharded       sharded         replicated        sharded
-      on a smaller mesh  sharded less  sharded       sharded         replicated        sharded
-    SHARD_GRAD_OP        replicated    sharded       sharded         replicated        sharded
-    HYBRID_SHARD         FULL_SHARD on a mesh with replicas
-    NO_SHARD             replicated    sharded       sharded         replicated        sharded    one rank shards: each
-                                                                                                  has all
-    without sync         as before     as before     partial         partial           sharded    set_requires_gradient_sync
-    without all-reduce   as before     as before     sharded         partial           sharded    set_requires_all_reduce
+    strategy             parameters after          gradients after a backward      optimizer
+                         forward       backward    over shards   over replicas     state
+    FULL_SHARD           sharded       sharded     sharded       replicated        sharded
+      on a smaller mesh  sharded less  sharded     sharded       replicated        sharded
+    SHARD_GRAD_OP        replicated    sharded     sharded       replicated        sharded
+    HYBRID_SHARD         as FULL_SHARD, on a mesh with replicas
+    NO_SHARD             as SHARD_GRAD_OP, on a mesh of replicas only: what is sharded over one rank is whole
+
+    without sync         -             -           partial       partial           -
+    without all-reduce   -             -           sharded       partial           -
 
 What takes a tensor from one placement to the next:
 

@@ -24,6 +24,7 @@ from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import Action
 from fullshard.report.watching import Point, TimedMark, Watch, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
@@ -113,15 +114,13 @@ class Metrics(Watch):
         self._stepped: _Step | None = None  # the step that runs, until the last optimizer that has stepped
         self._now = _Step(self.clock.now())  # what came after that
         self._ended: deque[_Step] = deque()
+        self._gathered: dict[int, int] = {}  # bytes that a gather receives from others, by the id of the group
         self._reduced: dict[int, int] = {}
         for group in schedule.groups():
             ranks = group.data.shard_size
             sections = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
             self._reduced[id(group)] = from_others(full_bytes(*sections), ranks)
-            if ranks > 1:
-                received = from_others(group.full.buffer.nbytes, ranks)
-                self.overrides.around(group, "unshard", partial(self._unshard, group, received))
-        self.overrides.around(schedule, "reduce", self._reduce)
+            self._gathered[id(group)] = from_others(group.full.buffer.nbytes, ranks)
         if self.clock.streams is not None:
             self.watch_lanes(self._run)
         self.watch_steps()
@@ -140,16 +139,9 @@ class Metrics(Watch):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _unshard(self, group: ParamGroup, nbytes: int, unshard: Callable[[], bool]) -> bool:
-        started = unshard()
-        if started and group.shard.shared is None:
-            self._now.received += nbytes
-        return started
-
-    def _reduce(self, reduce: Callable[[ParamGroup], None], group: ParamGroup) -> None:
-        if group.gradients.pending:
-            self._now.received += self._reduced[id(group)]
-        reduce(group)
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        if action in ("gather", "reduce") and moves:
+            self._now.received += (self._gathered if action == "gather" else self._reduced)[id(group)]
 
     def waited(self, wait: Wait | None, begin: Point, end: Point) -> None:
         self._now.waits.append((begin, end))

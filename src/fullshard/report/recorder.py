@@ -23,6 +23,7 @@ from fullshard.comm.waits import Wait
 from fullshard.device import Mark, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
+from fullshard.group.step import Action
 from fullshard.report.recording import Lane, RankRecording, Span
 from fullshard.report.watching import Point, TimedMark, Watch, from_others
 from fullshard.schedule.schedule import Schedule
@@ -100,8 +101,6 @@ class Recorder(Watch):
         wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)
         self._received = {name: from_others(nbytes, size) for name, nbytes, size in wholes}
         self.watch_lanes(self._run)
-        for group in self._groups:
-            self.overrides.around(group, "unshard", partial(self._unshard, self._names[id(group)]))
         self._watch_passes()
         self._hooks: list[RemovableHandle] = []
         names = {module: plain_name(name) or "root" for name, module in model.named_modules()}
@@ -150,9 +149,9 @@ class Recorder(Watch):
 
     # Communication
 
-    def _unshard(self, name: str, unshard: Callable[[], None]) -> None:
-        self._gathering = name
-        unshard()
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        if action == "gather":
+            self._gathering = self._names[id(group)]
 
     def _run(
         self, lane: Lane, run: Callable[..., Mark], start: Callable[[], Pending], then: Any = None, after: Any = None

@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.host import HostTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import Action
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import running_backward
 
@@ -161,6 +163,7 @@ class Watch:
         self._params = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[int]]]()
         self._waiting: set[int] | None = None  # parameters that nobody has stepped on yet; None before the first step
         self.is_running = True
+        schedule.log.listeners.append(self.logged)
         _follow_steps()
         _watches.append(weakref.ref(self, _watches.remove))
         if self.clock.streams is None:
@@ -169,11 +172,16 @@ class Watch:
     def stop(self) -> None:
         """Put everything back. May be called again."""
         self.is_running = False
+        if self.logged in self.schedule.log.listeners:
+            self.schedule.log.listeners.remove(self.logged)
         self.overrides.remove()
         self._elsewhere.remove()
         _watches[:] = [each for each in _watches if each() is not self]
         if not _watches:
             WAITS.__class__ = Waits
+
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        """Something happens to a group, see :class:`~fullshard.schedule.step_log.StepLog`."""
 
     def waited(self, wait: Wait, begin: int, end: int) -> None:
         """A wait of the host has ended, also a short one of ranks that share memory; times are in nanoseconds."""

@@ -12,7 +12,7 @@ the device and one back, so four in a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from fullshard.comm.process_group import backend_name, exchange_in_store, has_pe
 from fullshard.comm.waits import WAITS, checks_are_on, waiting
 from fullshard.device import CPU, Done, Lane, Pending, Streams, is_capturing, streams_of
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.step import NOTHING, Action, Kind, Pass, Step
+from fullshard.group.step import NOTHING, Action, Kind, Log, Pass, Step
 from fullshard.group.verify import first_difference, verify_next
 from fullshard.torch_private import all_gather_single, profiler_listens, running_backward
 
@@ -38,18 +38,20 @@ class Event:
     """One thing that happened to one group.
 
     Args:
-        action: ``gather`` (communication starts), ``reuse`` (the values are there already: from an earlier use, or in
-            memory that the ranks share), ``unshard`` (the modules show the values), ``reshard``, ``rest`` (resharded to
-            a smaller mesh), ``reduce`` (the reduction of its gradients starts).
+        action: ``gather`` (communication starts), ``reuse`` (the values of an earlier use are still there), ``unshard``
+            (the modules show the values), ``reshard``, ``rest`` (resharded to a smaller mesh), ``reduce`` (the
+            reduction of its gradients starts).
         group: fully qualified name of the group's module, ``""`` for the root.
         during: the pass.
         step: counts forwards of the root.
+        moves: whether bytes move; a gather moves none where ranks share the memory of the values.
     """
 
     action: Action
     group: str
     during: Kind
     step: int
+    moves: bool = True
 
 
 class Observer(Protocol):
@@ -66,18 +68,17 @@ _LAST = 50
 Call = tuple[ParamGroup, frozenset[int]]
 
 
-class StepLog:
+class StepLog(Log):
     """The log of one tree of modules on ``device``, whose groups share ``step``.
 
     Attributes:
-        observers: who is told of every event.
         calls: what this rank has started to communicate about in this pass, in order.
         unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
     def __init__(self, device: torch.device, step: Step) -> None:
+        super().__init__()
         self._device, self._step = device, step
-        self.observers: list[Observer] = []
         self.calls: list[Call] = []
         self.unlike_before = ""
         self._is_profiled = False  # in the pass that runs; outside of passes each action asks
@@ -90,28 +91,30 @@ class StepLog:
         self._followers: dict[tuple[Kind, Call | None], Call | None] = {}
 
     def __call__(
-        self, action: Action, group: ParamGroup, parameters: frozenset[int] = NOTHING
+        self, action: Action, group: ParamGroup, parameters: frozenset[int] = NOTHING, moves: bool = True
     ) -> AbstractContextManager[object] | None:
-        """Log an action on a group, and the indices of the parameters that it reduces. What is returned, if anything,
-        is to be open while the communication starts."""
         if self._compares_each and action in ("gather", "reuse") and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group)
+        for listener in self.listeners:
+            listener(action, group, moves)
         if action not in _LABELS:
-            self._tell(action, group)
             return None
-        self.calls.append((group, parameters))
-        if self._announces:
-            self._announce((group, parameters), self.kind)
-        if self.observers:
-            self._tell(action, group)
+        if moves:
+            self.calls.append((group, parameters))
+            if self._announces:
+                self._announce((group, parameters), self.kind)
         if self._is_profiled if self._step.now is not Pass.NONE else profiler_listens():
             return torch.profiler.record_function(f"FSDP::{_LABELS[action]} ({group.name})")
         return None
 
-    def _tell(self, action: Action, group: ParamGroup) -> None:
-        event = Event(action, group.name, self.kind, self._step.forwards)
-        for observer in self.observers:
-            observer(event)
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Call ``observer`` with each event; returns a function that removes it."""
+
+        def listener(action: Action, group: ParamGroup, moves: bool) -> None:
+            observer(Event(action, group.name, self.kind, self._step.forwards, moves))
+
+        self.listeners.append(listener)
+        return lambda: self.listeners.remove(listener)
 
     @property
     def kind(self) -> Kind:

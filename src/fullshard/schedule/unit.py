@@ -271,7 +271,8 @@ class Unit:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
-        schedule.begin_backward()
+        if not schedule.step.now.has_backward:
+            schedule.begin_backward()
         if use.entered == schedule.backwards:
             return
         use.entered = schedule.backwards
@@ -286,7 +287,8 @@ class Unit:
         """Runs when autograd has the gradients of the inputs."""
         schedule = self.schedule
         assert schedule is not None
-        schedule.begin_backward()
+        if not schedule.step.now.has_backward:
+            schedule.begin_backward()
         if use.entered == schedule.backwards:
             self._entered -= 1
             use.entered = 0
