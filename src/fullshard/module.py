@@ -7,7 +7,6 @@ schedule for a transition; none does the work itself.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +22,6 @@ from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.strategy import Placement
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
 from fullshard.schedule.schedule import Schedule
@@ -41,7 +39,7 @@ def sharded_class(cls: type) -> type:
 class _Handle:
     """Communication that was started, and what it completes. Waiting twice is harmless."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
@@ -111,7 +109,7 @@ class FSDPModule:
                 group.notice_changes()
                 group.step.written = mark_now(group.device)
             group.unshard()
-        return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
+        return UnshardHandle(lambda: [group.wait_for_unshard() for group in unit.groups])._if(async_op)
 
     def reset_iter_state(self) -> None:
         """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
@@ -168,20 +166,12 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
-        _expect_bool("set_requires_gradient_sync", requires_gradient_sync)
-        for group in _groups(self, recurse):
-            _change_strategy(
-                group,
-                gradients=Placement.SHARDED if requires_gradient_sync else Placement.PARTIAL,
-                gradients_of_replicas=Placement.REPLICATED if requires_gradient_sync else Placement.PARTIAL,
-            )
+        sync = requires_gradient_sync
+        _switch(self, recurse, "set_requires_gradient_sync", gradients=sync, gradients_of_replicas=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
-        _expect_bool("set_requires_all_reduce", requires_all_reduce)
-        for group in _groups(self, recurse):
-            wanted = Placement.REPLICATED if requires_all_reduce else Placement.PARTIAL
-            _change_strategy(group, gradients_of_replicas=wanted)
+        _switch(self, recurse, "set_requires_all_reduce", gradients_of_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data.
@@ -250,16 +240,13 @@ class FSDPModule:
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
                 reshards = reshard_after_forward and group.data.shard_group is not None
-                _change_strategy(group, after_forward=Placement.SHARDED if reshards else Placement.REPLICATED)
+                group.options.strategy = group.options.strategy.switched(after_forward=reshards)
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
-        _expect_bool("set_reshard_after_backward", reshard_after_backward)
-        for group in _groups(self, recurse):
-            wanted = Placement.SHARDED if reshard_after_backward else Placement.REPLICATED
-            _change_strategy(group, after_backward=wanted)
+        _switch(self, recurse, "set_reshard_after_backward", after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
@@ -455,13 +442,12 @@ def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
             setattr(group.options, option, value)
 
 
-def _change_strategy(group: ParamGroup, **placements: Placement) -> None:
-    group.options.strategy = dataclasses.replace(group.options.strategy, **placements)
-
-
-def _wait_for_unshard(unit: Unit) -> None:
-    for group in unit.groups:
-        group.wait_for_unshard()
+def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
+    """Switch columns of the strategies of such groups."""
+    for on in columns.values():
+        _expect_bool(method, on)
+    for group in _groups(module, recurse):
+        group.options.strategy = group.options.strategy.switched(**columns)
 
 
 def _root_schedule(module: Any, method: str) -> Schedule | None:

@@ -280,11 +280,12 @@ class GatheredBuffer(FullBuffer):
             start = partial(self._extensions.start, start)
         elif self._route is not None and self._post_forward is None and then is None:
             start = self._route.start
+        after = (ready, filled, step.written)
         logged = step.log("gather", group)
         if logged is None:
-            return group.comm.lanes.gather.run(start, then, (ready, filled, step.written))
+            return group.comm.lanes.gather.run(start, then, after)
         with logged:
-            return group.comm.lanes.gather.run(start, then, (ready, filled, step.written))
+            return group.comm.lanes.gather.run(start, then, after)
 
     def _start_group(self) -> Pending:
         """Start to gather the parameters that have no gather of their own."""

@@ -162,10 +162,6 @@ class ParamGroup(GroupContext):
             if self.is_flat:
                 self.module_params.show_sharded()
 
-    def reduce(self) -> None:
-        """Start to reduce the gradients that wait, if there are any."""
-        self.gradients.reduce()
-
     def notice_changes(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
         if self.summoned is not None and self.summoned.is_left_by_errors:

@@ -25,7 +25,7 @@ What takes a tensor from one placement to the next:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 
@@ -40,12 +40,16 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class Strategy:
-    """A row of the table. Users change the columns of a group between steps, by the setters of ``FSDPModule``."""
+    """A row of the table. Users switch the columns of a group between steps, by the setters of ``FSDPModule``."""
 
     after_forward: Placement = Placement.SHARDED  # of parameters
     after_backward: Placement = Placement.SHARDED
     gradients: Placement = Placement.SHARDED  # after a backward, over the ranks that shard
     gradients_of_replicas: Placement = Placement.REPLICATED  # and over those that replicate
+
+    def switched(self, **columns: bool) -> Strategy:
+        """The row with some columns switched on or off, as in the line of the switch in the table."""
+        return replace(self, **{column: _SWITCHES[column][on] for column, on in columns.items()})
 
     @property
     def reduces(self) -> bool:
@@ -58,5 +62,12 @@ class Strategy:
         return self.gradients_of_replicas is not Placement.PARTIAL
 
 
+#: What a column has when it is switched off, and on.
+_SWITCHES = {
+    "after_forward": (Placement.REPLICATED, Placement.SHARDED),
+    "after_backward": (Placement.REPLICATED, Placement.SHARDED),
+    "gradients": (Placement.PARTIAL, Placement.SHARDED),
+    "gradients_of_replicas": (Placement.PARTIAL, Placement.REPLICATED),
+}
 FULL_SHARD = Strategy()
-SHARD_GRAD_OP = Strategy(after_forward=Placement.REPLICATED)
+SHARD_GRAD_OP = FULL_SHARD.switched(after_forward=False)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.comm.waits import WAITS, LostRankError
+from fullshard.finite import NonFiniteDetector, NonFiniteError
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import verify_values
@@ -35,7 +36,6 @@ from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
 from fullshard.schedule import finite, hooks
-from fullshard.schedule.finite import NonFiniteDetector, NonFiniteError
 from fullshard.schedule.schedule import Schedule, Scheduled
 from fullshard.schedule.unit import Unit
 

@@ -71,7 +71,7 @@ class Schedule:
         self.step.log = self.log = StepLog(device, self.step)
         self.passes = Passes(self.step)
         self.order: Order[ParamGroup] = Order()
-        #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.schedule.finite`.
+        #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
         self.prefetch_limit = 1
         self.is_last_backward = True

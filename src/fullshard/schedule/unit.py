@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from operator import attrgetter
@@ -33,7 +32,6 @@ from fullshard import tree
 from fullshard.device import is_host
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.strategy import Placement
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
@@ -394,7 +392,7 @@ class Unit:
         if self.auto_reshard:
             self.chose_to_keep = True
             for group in self.groups:
-                group.options.strategy = replace(group.options.strategy, after_forward=Placement.REPLICATED)
+                group.options.strategy = group.options.strategy.switched(after_forward=False)
         schedule.finalization.by_hand = self.finalizes_by_hand
         schedule.add_units(units, module)
         return schedule
@@ -405,7 +403,7 @@ class Unit:
         if self.chose_to_keep and schedule.root is not self:  # as the root of a tree of its own, before this one
             self.chose_to_keep = False
             for group in self.groups:
-                group.options.strategy = replace(group.options.strategy, after_forward=Placement.SHARDED)
+                group.options.strategy = group.options.strategy.switched(after_forward=True)
         if schedule.root is not self:
             for watch in self.watches:
                 watch.remove()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from fullshard.group.context import GroupOptions
 from fullshard.group.flat import Fragment
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
-from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
@@ -274,7 +273,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         groups = self._groups_of_root("no_sync")
         with ExitStack() as changed:
             for group in groups:
-                without = replace(group.options.strategy, gradients=Placement.PARTIAL)
+                without = group.options.strategy.switched(gradients=False)
                 changed.enter_context(temporarily([group.options], "strategy", without))
             yield
 
