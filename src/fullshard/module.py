@@ -109,7 +109,7 @@ class FSDPModule:
                 group.notice_changes()
                 group.step.written = mark_now(group.device)
             group.unshard()
-        return UnshardHandle(lambda: [group.wait_for_unshard() for group in unit.groups])._if(async_op)
+        return UnshardHandle(lambda: [*map(ParamGroup.wait_for_unshard, unit.groups)])._if(async_op)
 
     def reset_iter_state(self) -> None:
         """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
