@@ -74,7 +74,7 @@ class SlotPool:
         dropped = self.nbytes_free
         for slot in self.free:
             if slot.holder is not None:
-                slot.holder.lose()
+                slot.holder.give_up_slot()
         self.free.clear()
         for buffer in self.buffers:
             buffer.forget_address()
@@ -140,7 +140,7 @@ class SlotBuffer:
             holder.slot = None
         else:
             if holder is not None:
-                holder.lose()
+                holder.give_up_slot()
             if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
@@ -159,7 +159,7 @@ class SlotBuffer:
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)
 
-    def lose(self) -> None:
+    def give_up_slot(self) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
         slot, self.slot = self.slot, None
         if slot is None:
@@ -168,11 +168,11 @@ class SlotBuffer:
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
-    def move(self, pool: SlotPool) -> None:
+    def change_pool(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
         if not self.in_use and pool is not self.pool:
             if (slot := self.slot) is not None and not self.keeps_memory:
-                self.lose()
+                self.give_up_slot()
                 self.pool.free.remove(slot)
                 self.pool.free.insert(0, slot)
             self.pool = pool

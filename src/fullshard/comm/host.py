@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
-from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
+from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transport, alias
@@ -70,11 +70,11 @@ class HostTransport(Transport):
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:
-            met = meet(process_group)
+            met = find_local_ranks(process_group)
             made: HostTransport | str = "a rank could not map memory of another"
             if isinstance(met, str):
                 made = met
-            elif met.share(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
+            elif met.map_together(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
                 made = cls(met, control, messages)
             _known[process_group] = made
         return _known[process_group]
@@ -93,13 +93,13 @@ class HostTransport(Transport):
         weakref.finalize(segment.memory, self._forget, memory.data_ptr(), segment.file)
         return memory
 
-    def share(self, nbytes: int) -> SharedMemory:
+    def reserve_shared(self, nbytes: int) -> SharedMemory:
         start = LINE * self.local_ranks.size
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
         return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
-    def meet(self, memory: SharedMemory | None) -> bool:
-        return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
+    def map_shared(self, memory: SharedMemory | None) -> bool:
+        return self.local_ranks.map_together(*((memory.segment, memory.view) if memory else (None,)))
 
     def _route(self, request: Request) -> Route:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
@@ -133,7 +133,7 @@ class HostTransport(Transport):
         self._ready.set((self._ready.value // _ROUND + 1) * _ROUND)
         self.done.set(self._ready.value)
 
-    def let_go(self) -> None:
+    def close_peers_buffers(self) -> None:
         for rank in range(self.local_ranks.size):
             self._forget_slots_of(rank)
         self._close_files()

@@ -224,7 +224,7 @@ class _MessageRoute:
         bound = _BoundRound()
         starts: dict[int, int | None] = {}
         for peer, arriving in self._arriving(rounds):
-            bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
+            bound.receives += [([self._full(piece)], peer) for piece in arriving.unstaged]
             if peer == self._first:
                 bound.in_shards = [(piece, peer) for piece, _ in arriving.whole]
                 start -= arriving.packed_start
@@ -240,7 +240,7 @@ class _MessageRoute:
             starts[peer] = start
             start += align(arriving.nbytes)
         for peers, leaving in self._leaving(rounds):
-            messages = [[self._source(piece)] for piece in (*leaving.straight, *(piece for piece, _ in leaving.whole))]
+            messages = [[self._source(piece)] for piece in (*leaving.unstaged, *(piece for piece, _ in leaving.whole))]
             if leaving.packed:
                 messages.append([lease.view(torch.uint8, start, (leaving.packed_bytes,))])
                 first = start - leaving.packed_start

@@ -133,7 +133,7 @@ class StillRead:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone."""
+    """Memory that all ranks of a process group map, for a group's full buffer; until they do, of this rank alone."""
 
     segment: Segment
     view: Segment  # the same, mapped to be read: a write goes to a copy of its page
@@ -145,7 +145,7 @@ class SharedMemory:
         return self.segment.tensor(self.start + start, numel, dtype)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same, for a part that only this rank writes. The others see its contents once all have met."""
+        """The same, for a part that only this rank writes. The others see it once all have mapped it."""
         pages = self.segment.pages
         pages.own = [*pages.own, (self.start + start, numel * dtype.itemsize)]
         return self.tensor(start, numel, dtype)
@@ -187,20 +187,20 @@ class Transport:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def share(self, nbytes: int) -> SharedMemory | None:
-        """Memory for a full buffer that all ranks will see once they :meth:`meet`; ``None`` if each has its own."""
+    def reserve_shared(self, nbytes: int) -> SharedMemory | None:
+        """Memory for a full buffer that all ranks will see after :meth:`map_shared`; ``None`` if each has its own."""
         return None
 
-    def meet(self, memory: SharedMemory | None) -> bool:
-        """Let all ranks, each of which must call it, see what each has in its part of ``memory``, if it has any yet.
-        Returns whether there is enough to share."""
+    def map_shared(self, memory: SharedMemory | None) -> bool:
+        """Map one piece of memory on all ranks, each of which must call it, in place of what each has reserved, if it
+        has any yet. Returns whether there is enough to share."""
         return False
 
     def reset(self) -> None:
         """Forget the reductions that an error cut short. Every rank must call it."""
 
-    def let_go(self) -> None:
-        """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
+    def close_peers_buffers(self) -> None:
+        """Close the buffers of other ranks that were opened here: these may want to give them back to the system."""
 
     def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
         """The route from sharded to replicated: it writes each ``shard`` to its pieces of every ``full``, of one dtype.

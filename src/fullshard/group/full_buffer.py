@@ -248,7 +248,7 @@ class GatheredBuffer(FullBuffer):
         self._end_gather()
 
     def join(self) -> None:
-        self.buffer.move(self._group.parameter_pool)
+        self.buffer.change_pool(self._group.parameter_pool)
         self._staging, self._memory.staged_views, self._route = None, (), None
 
 

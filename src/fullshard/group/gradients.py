@@ -65,7 +65,7 @@ class Gradients:
 
     def move(self) -> None:
         """Take memory from the pools that the group has now."""
-        self._buffer.move(self._group.gradient_pool)
+        self._buffer.change_pool(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
         """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""

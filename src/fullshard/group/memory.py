@@ -38,7 +38,7 @@ class Memory:
         self.is_apart = self._may_share()  # whether ranks that are to share memory have not met since it was made
         self.shared: SharedChunks | None = None
         if self.is_apart and not self.is_meta:
-            memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+            memory = group.transport.reserve_shared(full_bytes(group.sections, group.compute_dtypes))
             self.shared = None if memory is None else SharedChunks(group, memory)
         #: Of each parameter's chunk, by its index in the group.
         self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
@@ -65,7 +65,7 @@ class Memory:
         Ranks meet when they use a group, and not when they make it: one may be given its values, or another dtype,
         while another waits for its turn.
         """
-        met = self._group.transport.meet(self.shared.memory if self.shared is not None else None)
+        met = self._group.transport.map_shared(self.shared.memory if self.shared is not None else None)
         self.is_apart = self.shared is None
         return met or self.is_apart
 
@@ -157,7 +157,7 @@ class SharedChunks:
                 if group.is_flat or section.dtype != dtype or param.dim != 0:
                     apart.append(position)
                     continue
-                at, shape = section.plan.place(position, rank)
+                at, shape = section.plan.locate_chunk(position, rank)
                 chunk = memory.own(start + first.get(at, 0) * dtype.itemsize, math.prod(shape), dtype)
                 self.places[index] = group.params[index].view(chunk, shape)
             plan = section.plan.select(apart)

@@ -66,7 +66,7 @@ class PendingReduction:
         outputs = self._outputs = [part.allocate() for part in plan.parts]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
-                output[part.plan.held(group.data.shard_rank) :].zero_()
+                output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
         factor, over = group.options.divide_factor, group.reduce_process_group
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
         if over is None:
