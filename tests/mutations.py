@@ -528,7 +528,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "        self.done.set(self._ready.value)\n",
+        "        self.done.set(self.ready.value)\n",
         "",
         "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
@@ -552,7 +552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)",
+        "self.ready.note(self.ready.noted(self.local_ranks.rank) + 1)",
         "pass",
         "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),
