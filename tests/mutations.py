@@ -369,8 +369,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/slots.py",
-        "place = device, current_stream(device).stream_id, place",
-        "place = device, place",
+        "kind = device, current_stream(device).stream_id, kind",
+        "kind = device, kind",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(

@@ -179,8 +179,8 @@ class HostTransport(Transport):
 
     def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
-        places = {full.untyped_storage().data_ptr() for full in fulls}
-        return self._slots.get(places.pop()) if len(places) == 1 else None
+        starts = {full.untyped_storage().data_ptr() for full in fulls}
+        return self._slots.get(starts.pop()) if len(starts) == 1 else None
 
     def _forget(self, start: int, file: File | None) -> None:
         """Tell the other ranks that a slot of this one is gone."""
