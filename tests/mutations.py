@@ -235,7 +235,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "output[part.plan.held(group.data.shard_rank) :].zero_()",
+        "output[part.plan.owned_numel(group.data.shard_rank) :].zero_()",
         "pass",
         "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
     ),
@@ -369,8 +369,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/slots.py",
-        "place = device, current_stream(device).stream_id, place",
-        "place = device, place",
+        "kind = device, current_stream(device).stream_id, kind",
+        "kind = device, kind",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
@@ -528,7 +528,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "        self.done.set(self._ready.value)\n",
+        "        self.done.set(self.ready.value)\n",
         "",
         "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
@@ -552,7 +552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)",
+        "self.ready.note(self.ready.noted(self.local_ranks.rank) + 1)",
         "pass",
         "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),

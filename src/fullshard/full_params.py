@@ -20,7 +20,6 @@ from fullshard.group.module_parameters import FullParameters
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, unit_of
-from fullshard.torch_private import foreach_copy
 
 
 @contextmanager
@@ -99,18 +98,14 @@ def gather(
     dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
     memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
     staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-    transfers = []
     fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
     for section, full, shard in zip(group.sections, fulls, shards, strict=True):
-        transfers.append(Transfer(section.plan, full, shard))
         for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
             part = parts[index]
             place.zero_() if part is None else place.copy_(part)
         found.update(whole_views(group.params, section, full))
-    if transfers and group.data.shard_group is None:
-        foreach_copy(fulls, shards)
-    elif group.data.shard_group is not None:
-        group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
+    transfers = list(map(Transfer, [section.plan for section in group.sections], fulls, shards))
+    group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:
             found[index] = _gather_extension(param, parts[index])

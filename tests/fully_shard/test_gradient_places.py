@@ -46,7 +46,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
         for rank in range(size):
             message = full.view(size, -1)[rank] if full.numel() else full
             for i in some.keys() - places.kept:
-                start, shape = plan.place(i, rank)
+                start, shape = plan.locate_chunk(i, rank)
                 chunk = params[i].view(message[start : start + torch.Size(shape).numel()], shape)
                 dim = params[i].dim
                 chunks = [some[i]] * size if dim is None else some[i].chunk(size, dim)

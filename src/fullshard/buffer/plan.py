@@ -159,7 +159,7 @@ class Plan:
         """Where in the full buffer the last parameter ends; what follows is padding."""
         return self.full_offsets[-1] + self.params[-1].numel if self.params else 0
 
-    def held(self, rank: int) -> int:
+    def owned_numel(self, rank: int) -> int:
         """Elements of the full buffer that ``rank`` owns."""
         return sum(piece.numel for piece in self.pieces(rank))
 
@@ -201,7 +201,7 @@ class Plan:
         numel = self.packed.shard_numel
         return replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
 
-    def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
+    def locate_chunk(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that
         is a run of elements, or all of the parameter where one rank keeps everything."""
         param = self.params[index]
@@ -259,7 +259,7 @@ def make_plan(
 def _make_plan(
     params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
 ) -> Plan:
-    full_offsets, full_numel = _place((param.numel for param in params), alignment)
+    full_offsets, full_numel = _end_to_end((param.numel for param in params), alignment)
     least = STRAIGHT * world_size
     if together:
         least = min(least, max(STRAIGHT_TOGETHER, full_numel // MOST_TOGETHER))
@@ -280,8 +280,8 @@ def _cut(plan: Plan) -> Plan:
     large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_straight and plan.is_whole(param)]
     straight = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
     packed = [i for i in range(len(numels)) if i not in straight]
-    fronts, end = _place((numels[i] for i in packed), alignment)
-    backs, shard_numel = _place((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
+    fronts, end = _end_to_end((numels[i] for i in packed), alignment)
+    backs, shard_numel = _end_to_end((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
     starts = dict(zip([*packed, *straight], fronts + backs, strict=True))
     return replace(
         plan,
@@ -291,7 +291,7 @@ def _cut(plan: Plan) -> Plan:
     )
 
 
-def _place(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
+def _end_to_end(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
     """Where each begins, on multiples of ``alignment`` from ``start`` on, and where the last ends."""
     ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=start))
     return tuple(ends[:-1]), ends[-1]

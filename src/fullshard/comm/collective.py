@@ -71,9 +71,9 @@ class _Call:
     Args:
         before: copies before it.
         inputs: what it reads; a number is that of a straight parameter that the start brings.
-        outputs: what it writes; a number is that of a *place*: a shard or, if there are several outputs, a part.
+        outputs: what it writes; a number is that of a *target*: a shard or, if there are several outputs, a part.
         after: copies after a gather.
-        reduced: after a reduction, places and what is copied to them, or ``None`` where they are written already.
+        reduced: after a reduction, targets and what is copied to them, or ``None`` where they are written already.
     """
 
     before: Copies
@@ -85,7 +85,7 @@ class _Call:
 
 #: For one tensor, for all in one call if there are several and the backend takes them, and how both divide.
 _Chosen = tuple[Collective, Collectives | None, Scaling]
-#: What is waited for, a call, its places, and by what its result is still to be divided.
+#: What is waited for, a call, its targets, and by what its result is still to be divided.
 _Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], float]
 
 
@@ -133,17 +133,17 @@ class _CollectiveRoute:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
         pending = _PendingCollectives(self._wait, [], lease)
         try:
-            calls = self._bound[lease.index] if lease.index in self._bound else self._bind(lease)
+            calls = self._bound.get(lease.index) or self._bind(lease)
             if reduction != self._reduction:
                 self._choose(reduction)
             each_call = zip(calls, self._messages, self._collectives, strict=True)
             for call, messages, (collective, together, scaling) in each_call:
                 if call.before[0]:
                     foreach_copy(*call.before)
-                outputs, inputs, places = call.outputs, call.inputs, shards
+                outputs, inputs, targets = call.outputs, call.inputs, shards
                 if not self._gathers:
-                    places = shards if messages.is_single else messages.parts(shards)
-                    outputs = [places[each] if each.__class__ is int else each for each in outputs]
+                    targets = shards if messages.is_single else messages.parts(shards)
+                    outputs = [targets[each] if each.__class__ is int else each for each in outputs]
                     if straight:
                         inputs = [straight[each] if each.__class__ is int else each for each in inputs]
                     for source in inputs if scaling.before != 1 else ():
@@ -151,7 +151,7 @@ class _CollectiveRoute:
                 if inputs[0].dtype.is_complex:
                     outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
                 works: list[dist.Work | None] = []
-                pending.started += [(works, call, places, scaling.after)]
+                pending.started += [(works, call, targets, scaling.after)]
                 works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
         except BaseException:
             with suppress(RuntimeError):
@@ -242,11 +242,11 @@ class _CollectiveRoute:
                 parts = zip(fronts, messages.sections(output), strict=True)
                 reduced = [(front, part) for front, part in parts if part.numel()]
         for at, each in enumerate(messages.straight, start=len(members)):
-            place = each.section if is_single else at
+            target = each.section if is_single else at
             staged = next(memory) if self._casts[each.section] else None
             inputs.append(each.number if each.whole is None else self._fulls[each.section][each.whole])
-            outputs.append(place if staged is None else staged)
-            reduced.append((place, staged))
+            outputs.append(target if staged is None else staged)
+            reduced.append((target, staged))
         if self._is_shard(messages):  # all of it is written in place, and divided at once
             reduced = [(members[0] if is_single else -1, None)]
         return _Call(before, inputs, outputs, None, reduced)
@@ -274,18 +274,19 @@ class _PendingCollectives:
             raise lost(self.wait, "another rank", error) from error
         finally:
             WAITS.current = None
-        for _, call, places, divisor in self.started:
+        for _, call, targets, divisor in self.started:
             if call.after is not None:
                 call.after()
-            moved = [(places[number], part) for number, part in call.reduced if part is not None]
-            for place, part in moved:
-                if part.itemsize >= place.itemsize:  # divided in the dtype that has more bits
-                    divide_(part, divisor)
-            if moved:
-                foreach_copy([place for place, _ in moved], [part for _, part in moved])
-            for number, staged in call.reduced:
-                if staged is None or staged.itemsize < places[number].itemsize:
-                    divide_(places[number], divisor)
+                continue
+            copies = [(targets[number], staged) for number, staged in call.reduced if staged is not None]
+            for target, staged in copies:
+                if staged.itemsize >= target.itemsize:  # divided in the dtype that has more bits
+                    divide_(staged, divisor)
+            if copies:
+                foreach_copy([target for target, _ in copies], [staged for _, staged in copies])
+            for number, written in call.reduced:
+                if written is None or written.itemsize < targets[number].itemsize:
+                    divide_(targets[number], divisor)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
-from fullshard.comm.waits import WAITS, LostRankError, Wait, placed
+from fullshard.comm.waits import WAITS, LostRankError, Wait, describe_with_position
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -31,7 +31,7 @@ _ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
 
 class LocalRanks:
-    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`meet`."""
+    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`find_local_ranks`."""
 
     def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
@@ -49,7 +49,7 @@ class LocalRanks:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, segment: Segment | None, view: Segment | None = None) -> bool:
+    def map_together(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
         Every rank must call it, and for the same size. What a rank has in its own parts of ``segment`` is there for all
@@ -103,14 +103,14 @@ class LocalRanks:
                 time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
                 if now > look_alive:
                     look_alive = now + _ALIVE
-                    self._look_after(counters, value, WAITS.current, now - begin)
+                    self._check_peers(counters, value, WAITS.current, now - begin)
         finally:
             WAITS.current = None
 
-    def _look_after(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
+    def _check_peers(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
-        here = f"rank {self.global_rank(self.rank)} waited in {placed(wait)}"
+        here = f"rank {self.global_rank(self.rank)} waited in {describe_with_position(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
             raise LostRankError(f"{here}, for rank {lost}, which has ended. {why}")
@@ -192,7 +192,7 @@ class PassBarrier:
         return True
 
 
-def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
+def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     """The ranks of a process group, all of which must call it, if they share a host, or why they do not."""
     every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
     for rank, (_, host, able) in enumerate(every):

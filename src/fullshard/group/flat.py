@@ -137,7 +137,7 @@ class Fragment(ShardedParameter):
 
     def note_plan(self, plan: Plan, position: int) -> None:
         self._run = plan.fragment(position, self.data.shard_rank)
-        self._place = plan.place(position, self.data.shard_rank)
+        self._place = plan.locate_chunk(position, self.data.shard_rank)
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         if self.data.shard_size == 1:

@@ -23,7 +23,7 @@ from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Route, Transfer
-from fullshard.device import PASSED, Done, Mark, Pending, mark_now
+from fullshard.device import PASSED, Mark, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.mesh import DataMesh
@@ -292,19 +292,13 @@ class GatheredBuffer(FullBuffer):
         if self._post_forward is not None:
             return self._post_forward.route.start()
         group, shard = self._group, self._shard
-        over = group.data.shard_group
-        if over is None:
-            with torch.no_grad():
-                for full, part in zip(self.views, shard.views, strict=True):
-                    full.copy_(part, non_blocking=True)
-            return Done()
         if shard.needs_staging:
             self._staging = self._staging or shard.make_staging()
             shard.stage(self._staging)
         if self._route is None:
             parts = shard.staged_views if shard.needs_staging else shard.views
             transfers = list(map(Transfer, [section.plan for section in group.sections], self.views, parts))
-            self._route = group.transport.private.gather_route(transfers, over, group.tag)
+            self._route = group.transport.private.gather_route(transfers, group.data.shard_group, group.tag)
         return self._route.start()
 
     def _give_staging_back(self) -> None:
@@ -316,7 +310,7 @@ class GatheredBuffer(FullBuffer):
         self._give_staging_back()
 
     def use_pool(self) -> None:
-        self.buffer.move(self._group.parameter_pool)
+        self.buffer.change_pool(self._group.parameter_pool)
         self._staging, self._shard.staged_views, self._route = None, (), None
 
 

@@ -74,7 +74,7 @@ class Gradients:
 
     def use_pool(self) -> None:
         """Take memory from the pool that the group has now."""
-        self._buffer.move(self._group.gradient_pool)
+        self._buffer.change_pool(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
         """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""

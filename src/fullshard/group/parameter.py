@@ -332,7 +332,7 @@ def chunk_views(
 ) -> Iterator[IndexedTensor]:
     """The part that ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):
-        start, shape = plan.place(position, rank)
+        start, shape = plan.locate_chunk(position, rank)
         yield index, params[index].view(shard[start : start + math.prod(shape)], shape)
 
 

@@ -68,17 +68,12 @@ class PendingReduction:
         outputs = self._outputs = [part.allocate() for part in plan.parts]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
-                output[part.plan.held(group.data.shard_rank) :].zero_()
-        factor, over = group.options.divide_factor, group.reduce_process_group
+                output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
+        factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        if over is None:
-            for part, output in zip(plan.parts, outputs, strict=True):  # the shard is the whole
-                for piece in part.plan.pieces(0):
-                    piece.of_shard(output).copy_(piece.of_full(part.full) / divisor)
-            return Done()
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag)
+            plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
         self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
         self._straight = ()  # the started communication holds them, or the caller
         return self._pending

@@ -38,7 +38,7 @@ class ShardBuffer:
         self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
         if self.is_unmapped and not self.is_meta:
-            memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+            memory = group.transport.reserve_shared(full_bytes(group.sections, group.compute_dtypes))
             self.shared = None if memory is None else SharedChunks(group, memory)
         #: The chunk of each parameter, by its index in the group.
         self.chunks = self._allocate(dtypes) if self.shared is None else self.shared.chunks
@@ -47,7 +47,8 @@ class ShardBuffer:
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
         self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
-        self.needs_staging = (group.offloads and not is_host(device)) or dtypes != group.compute_dtypes
+        is_like = dtypes == group.compute_dtypes and not (group.offloads and not is_host(device))
+        self.needs_staging = group.data.shard_group is not None and not is_like  # without other ranks a gather casts
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
@@ -65,7 +66,7 @@ class ShardBuffer:
         Ranks do it when they use a group, and not when they make it: one may be given its values, or another dtype,
         while another waits for its turn.
         """
-        is_mapped = self._group.transport.meet(self.shared.memory if self.shared is not None else None)
+        is_mapped = self._group.transport.map_shared(self.shared.memory if self.shared is not None else None)
         self.is_unmapped = self.shared is None
         return is_mapped or self.is_unmapped
 
@@ -157,7 +158,7 @@ class SharedChunks:
                 if group.is_flat or section.dtype != dtype or param.dim != 0:
                     apart.append(position)
                     continue
-                at, shape = section.plan.place(position, rank)
+                at, shape = section.plan.locate_chunk(position, rank)
                 chunk = memory.own(start + first.get(at, 0) * dtype.itemsize, math.prod(shape), dtype)
                 self.chunks[index] = group.params[index].view(chunk, shape)
             plan = section.plan.select(apart)

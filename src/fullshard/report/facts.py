@@ -357,7 +357,7 @@ def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[
     over, transport = group.reduce_process_group, group.reduce_transport
     if over is not None and transport.compares_reductions:  # in memory that ranks share
         pairs = zip(sections, dtypes, strict=True)
-        held = sum(section.plan.held(over.rank()) * dtype.itemsize for section, dtype in pairs)
+        held = sum(section.plan.owned_numel(over.rank()) * dtype.itemsize for section, dtype in pairs)
         return ExchangeFacts(read=(over.size() - 1) * held)
     is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
     homes = [section.dtype for section in sections] if is_final else dtypes

@@ -120,7 +120,7 @@ class Schedule:
         """Free what is kept for the next step, and the staging of transports; returns the bytes."""
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
-            transport.let_go()
+            transport.close_peers_buffers()
         if is_host(self.device):
             return_freed()
         return nbytes

@@ -334,7 +334,7 @@ def _local_shard(group: ParamGroup, number: int) -> DTensor:
     data, plan, shard = group.data, group.sections[number].plan, group.shard.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
     spec = torch_private.sharding_spec(data.mesh, placements, torch.Size((plan.end,)), (1,), shard.dtype)
-    give_own_storage(local := shard.detach()[: plan.held(data.shard_rank)])
+    give_own_storage(local := shard.detach()[: plan.owned_numel(data.shard_rank)])
     return torch_private.make_dtensor(local, spec)
 
 
