@@ -15,7 +15,7 @@ from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
 from fullshard.device import PASSED, Done
 from fullshard.group import reduction as reduction_module
-from fullshard.group.full_buffer import GatheredBuffer
+from fullshard.group.full_buffer import GatheredBuffer, State
 from fullshard.group.gradients import Gradients
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.reduction import PendingReduction
@@ -37,15 +37,15 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_slot(patch: pytest.MonkeyPatch) -> None:
     """Values that are still in a slot are used again, whatever was written since."""
-    start = GatheredBuffer._start
+    gather = GatheredBuffer.gather
 
     def reuse(self: Any) -> Any:
         if self.buffer.slot is None:
-            return start(self)
+            return gather(self)
+        self.change_state(State.GATHERING)
         self.buffer.take()
-        return PASSED
 
-    patch.setattr(GatheredBuffer, "_start", reuse)
+    patch.setattr(GatheredBuffer, "gather", reuse)
 
 
 def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:

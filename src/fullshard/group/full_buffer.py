@@ -147,15 +147,7 @@ class FullBuffer:
         raise NotImplementedError
 
     def gather(self) -> None:
-        """Start to gather, unless the values of an earlier use are still there."""
-        self.change_state(State.GATHERING)
-        try:
-            self._gathered = self._start()
-        except BaseException:
-            self._cancel()
-            raise
-
-    def _start(self) -> Mark:
+        """Start to gather, unless the values of an earlier use are still there. Called while it is sharded."""
         raise NotImplementedError
 
     def wait_for_gather(self) -> bool:
@@ -263,29 +255,37 @@ class GatheredBuffer(FullBuffer):
     def is_current(self) -> bool:
         return self._values is None or self._values[1] == self.count_writes()
 
-    def _start(self) -> Mark:
+    def gather(self) -> None:
+        if State.GATHERING not in LEGAL[self.state]:
+            self.change_state(State.GATHERING)  # which refuses it
         step, shard, group = self._group.step, self._shard, self._group
-        values = step.forwards, self.count_writes()
-        # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not last.
-        reuses = self.buffer.slot is not None and self._values == values and private.running_backward() >= 0
-        ready = self.buffer.take()
-        if reuses:
-            step.log("reuse", group)
-            return PASSED
-        self._values = values
-        filled = self._post_forward.filled if self._post_forward is not None else PASSED
-        then = self._give_staging_back if shard.needs_staging else None
-        start: Callable[[], Pending] = self._start_group
-        if self._extensions is not None:
-            start = partial(self._extensions.start, start)
-        elif self._route is not None and self._post_forward is None and then is None:
-            start = self._route.start
-        after = (ready, filled, step.written)
-        logged = step.log("gather", group)
-        if logged is None:
-            return group.comm.lanes.gather.run(start, then, after)
-        with logged:
-            return group.comm.lanes.gather.run(start, then, after)
+        values, self.state = (step.forwards, self.count_writes()), State.GATHERING
+        try:
+            # Between two uses in one forward nothing is reused: writes through ``.data`` leave no trace and must not
+            # last.
+            reuses = self.buffer.slot is not None and self._values == values and private.running_backward() >= 0
+            ready = self.buffer.take()
+            if reuses:
+                step.log("reuse", group)
+                return
+            self._values = values
+            filled = self._post_forward.filled if self._post_forward is not None else PASSED
+            then = self._give_staging_back if shard.needs_staging else None
+            start: Callable[[], Pending] = self._start_group
+            if self._extensions is not None:
+                start = partial(self._extensions.start, start)
+            elif self._route is not None and self._post_forward is None and then is None:
+                start = self._route.start
+            run, after = group.comm.lanes.gather.run, (ready, filled, step.written)
+            logged = step.log("gather", group)
+            if logged is None:
+                self._gathered = run(start, then, after)
+            else:
+                with logged:
+                    self._gathered = run(start, then, after)
+        except BaseException:
+            self._cancel()
+            raise
 
     def _start_group(self) -> Pending:
         """Start to gather the parameters that have no gather of their own."""
@@ -333,21 +333,26 @@ class MappedBuffer(FullBuffer):
             self.buffer.be_shared()  # otherwise what was written shows until it is resharded
         return True
 
-    def _start(self) -> Mark:
+    def gather(self) -> None:
         """Nothing is gathered; but between passes, when other ranks may write to the buffer, the leaves show a copy."""
         step, group = self._group.step, self._group
-        if not step.now.reads_shared:
-            self._shared.publish(self.count_writes, whatever=True)
-            barrier, doing = self._shared.memory.barrier, f"unshard() of {group.title}"
-            barrier.enter(doing)
-            try:
-                self.buffer.be_private()
-            finally:
-                barrier.leave(doing)
-        self.buffer.take()
-        self._values = step.forwards, self.count_writes()
-        with step.log("gather", group, moves=False) or nullcontext():
-            return PASSED
+        self.change_state(State.GATHERING)
+        try:
+            if not step.now.reads_shared:
+                self._shared.publish(self.count_writes, whatever=True)
+                barrier, doing = self._shared.memory.barrier, f"unshard() of {group.title}"
+                barrier.enter(doing)
+                try:
+                    self.buffer.be_private()
+                finally:
+                    barrier.leave(doing)
+            self.buffer.take()
+            self._values = step.forwards, self.count_writes()
+            with step.log("gather", group, moves=False) or nullcontext():
+                pass
+        except BaseException:
+            self._cancel()
+            raise
 
     def _discard_writes(self) -> None:
         self._values = None

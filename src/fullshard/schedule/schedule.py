@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import NoReturn, Protocol
 
 import torch
@@ -231,7 +232,7 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead((each for each in ahead if each.options.unshard_in_backward), self.prefetch_limit)
+            self._gather_ahead(filter(_needs_unshard, ahead), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
@@ -315,6 +316,10 @@ class Schedule:
             if self.inspect is not None:
                 self.inspect(group, False)
             group.gradients.reduce()
+
+
+#: Whether a group is gathered for its backward.
+_needs_unshard = attrgetter("options.unshard_in_backward")
 
 
 def _position(schedule: weakref.ref[Schedule]) -> Position:
