@@ -28,7 +28,7 @@ NEAREST = {
     "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
     "buffer/messages.py": (
         "tests/buffer/test_messages.py",
-        "tests/fully_shard/test_gradient_places.py",
+        "tests/fully_shard/test_gradient_views.py",
         "tests/comm/test_collective.py",
         "tests/comm/test_transports.py",
     ),
@@ -217,7 +217,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "self._places.zero(index)",
+        "self._views.zero(index)",
         "pass",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
     ),

@@ -68,9 +68,9 @@ class GroupContext:
         self.sections: tuple[Section, ...] = ()
         self.compute_dtypes: list[torch.dtype] = []  # in which each section is gathered
         offload = self.options.offload
-        #: Whether parameters rest on the CPU.
+        #: Whether parameters are on the CPU between uses.
         self.offloads = isinstance(offload, CPUOffloadPolicy) and offload.parameters
-        self.pins_memory = bool(getattr(offload, "pin_memory", False))  # page-locks what rests on the CPU
+        self.pins_memory = bool(getattr(offload, "pin_memory", False))  # page-locks what is on the CPU
         self.reduce_transport = self.transport
         self.reduce_process_group: dist.ProcessGroup | None = self.data.shard_group
         self.name = ""

@@ -174,8 +174,8 @@ class Fragment(ShardedParameter):
             if is_first:
                 self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
                 nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
-                self.stands_in = nothing.as_subclass(Hidden)
-                self.stands_in.param = self
+                self.hidden = nothing.as_subclass(Hidden)
+                self.hidden.param = self
             return
         grad = before.grad if is_first else None
         if grad is not None:
@@ -288,7 +288,7 @@ class FlatModuleParameters(ModuleParameters):
         whole = what is self.as_unsharded
         for _, param, module, name in self._indexed() if self._flats else ():
             module.__dict__.get("_parameters", {}).pop(name, None)  # none yet where the module is still being copied
-            module.__dict__[name] = param.unsharded if whole else param.stands_in
+            module.__dict__[name] = param.unsharded if whole else param.hidden
         super().show(what)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:

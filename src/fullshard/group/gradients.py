@@ -25,7 +25,7 @@ from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
 from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.gradient_places import MessagePlaces, WholePlaces
+from fullshard.group.gradient_views import MessageViews, WholeViews
 from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
@@ -52,7 +52,7 @@ class Gradients:
         self._dtypes: list[torch.dtype] = []
         self._buffer = SlotBuffer(group.gradient_pool, 0)
         self._fulls: tuple[torch.Tensor, ...] = ()
-        self._places = WholePlaces(group.params, (), ())
+        self._views = WholeViews(group.params, (), ())
         self._nbytes: dict[int, int] = {}  # to copy, by index (0: straight); empty: waiting has no bound
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._plain = self._nothing  # leaves whose gradients are taken as they are
@@ -77,7 +77,7 @@ class Gradients:
         self._buffer.change_pool(self._group.gradient_pool)
 
     def forget_routes(self) -> None:
-        """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""
+        """Forget the routes: reductions take others from now on, and perhaps lay gradients out otherwise."""
         if self._arrived or self._waiting:
             self._begin_anew()
         else:
@@ -109,13 +109,13 @@ class Gradients:
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
         """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
-            return self._places.straight.get(index, self._buffer.memory.detach())
+            return self._views.straight.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of this rank that wait to be reduced, by the index of their parameter."""
         yield from self._waiting.items()
-        yield from ((index, self._places.read(index)) for index in self._arrived)
+        yield from ((index, self._views.read(index)) for index in self._arrived)
 
     @staticmethod
     def receive(reference: weakref.ref[HasGradients], index: int, leaf: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class Gradients:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
-        if grad.dtype != self._places.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
+        if grad.dtype != self._views.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
             self._begin_anew()
         if index in self._waiting:
             self.copy_waiting()
@@ -180,24 +180,24 @@ class Gradients:
             self._limit_waiting(index)
 
     def _limit_waiting(self, index: int) -> None:
-        grad, places = self._waiting[index], self._places
+        grad, views = self._waiting[index], self._views
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
-        elif index in places.kept and (index in self._arrived or grad.dtype != places.dtypes[index]):
-            places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
+        elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
+            views.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
-        """Go on in another buffer: of a wider dtype, or with other places."""
+        """Go on in another buffer: of a wider dtype, or laid out otherwise."""
         self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
         self._lay_out()
         if arrived:
             self._take_buffer()
-            self._places.write(arrived)
+            self._views.write(arrived)
         if before is not None:
             before.give_back()
 
@@ -228,11 +228,11 @@ class Gradients:
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
-            self._places.add({index: waiting.pop(index) for index in again})
-        if not (self._writes or ((kept := self._places.kept) and waiting.keys() <= kept)):
+            self._views.add({index: waiting.pop(index) for index in again})
+        if not (self._writes or ((kept := self._views.kept) and waiting.keys() <= kept)):
             self._take_buffer()
         if waiting:
-            self._places.write(waiting)
+            self._views.write(waiting)
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
@@ -264,7 +264,7 @@ class Gradients:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _lay_out(self) -> None:
-        """Make the sections of what is trained, a buffer for them, and the places of gradients in it."""
+        """Make the sections of what is trained, a buffer for them, and the views of gradients in it."""
         group = self._group
         if self._writes:
             self._buffer.give_back()
@@ -277,17 +277,17 @@ class Gradients:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
         self._take_buffer()  # views need memory when they are made
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
-        make = MessagePlaces if self._sections and self._sections[0].plan.is_messages else WholePlaces
-        places = self._places = make(group.params, self._sections, fulls)
+        make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
+        views = self._views = make(group.params, self._sections, fulls)
         self._choices, self._gaps = {}, []
         if group.is_flat:
-            self._gaps += [view for index, view in places.views.items() if not trainable[index]]
+            self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
                 self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-        self._every = frozenset(index for index in places.dtypes if trainable[index])
-        sizes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
-        nbytes = sizes | dict.fromkeys(places.kept, 0)
-        self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= MOST_WAITING else {}
+        self._every = frozenset(index for index in views.dtypes if trainable[index])
+        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._every}
+        nbytes = sizes | dict.fromkeys(views.kept, 0)
+        self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
         plain = self._every - self._dtypes_of.found.keys()
         self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
@@ -323,13 +323,13 @@ class Gradients:
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
-                self._places.zero(index)
+                self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = list(map(self._places.straight.pop, choice.straight))
+        straight = list(map(self._views.straight.pop, choice.straight))
         dropped = reductions, reductions.drops
         reducing = PendingReduction(group, self._module_params, self._partial, choice, self._buffer, straight, *dropped)
         logged = group.step.log("reduce", group, wanted)
@@ -351,9 +351,9 @@ class Gradients:
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
             grads = [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard) if i in wanted]
-            places = [part for _, part in grads]
-            chunks = [p.shape for p in places], [p.stride() for p in places], [int(p.storage_offset()) for p in places]
-            lengths = [p.numel() for p in places if p.ndim == 1]
+            views = [part for _, part in grads]
+            chunks = [p.shape for p in views], [p.stride() for p in views], [int(p.storage_offset()) for p in views]
+            lengths = [p.numel() for p in views if p.ndim == 1]
             if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
                 lengths = []
             home = section.dtype
@@ -373,6 +373,6 @@ class Gradients:
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
-        self._places.straight.clear()
+        self._views.straight.clear()
         self._writes = False
         self._buffer.give_back()

@@ -1,6 +1,6 @@
 """The parameters that modules show of a group, and the changes that users make to them between steps.
 
-Owns the prepared updates that put the sharded or the unsharded parameters in their places, one dict a module, and the
+Owns the prepared updates that put sharded or unsharded parameters in their locations, one dict a module, and the
 look, before each step, at whether the parameters that stand there are still the group's own.
 """
 
@@ -29,7 +29,7 @@ Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 @dataclass(eq=False)
 class Presentation:
-    """Tensors for the places of parameters: by name where these are registered, by path where modules keep them."""
+    """Tensors for the locations of parameters: by name where these are registered, by path where modules keep them."""
 
     registered: Updates
     apart: Sequence[tuple[nn.Module, tuple[Any, ...], Any]]
@@ -38,12 +38,12 @@ class Presentation:
 
 
 class ModuleParameters:
-    """The places of a group's parameters in the module tree, and the tensors that stand there."""
+    """The locations of a group's parameters in the module tree, and the tensors that are there."""
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self.substituted: set[tuple[int, str]] = set()  # places in which users put something instead of a parameter
-        self._shown = Presentation((), ())  # what stands in the places of parameters
+        self.substituted: set[tuple[int, str]] = set()  # locations where users put something instead of a parameter
+        self._shown = Presentation((), ())  # what is in the locations of parameters
         self.prepare()
 
     @property
@@ -56,7 +56,7 @@ class ModuleParameters:
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
     def prepare(self) -> None:
-        """Prepare the updates anew: parameters, leaves or places have changed."""
+        """Prepare the updates anew: parameters, leaves or locations have changed."""
         params = self._group.params
         self._group.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
@@ -68,17 +68,17 @@ class ModuleParameters:
         self._prepare_updates()
 
     def _prepare_updates(self) -> None:
-        """Leave alone the places where something stands in for a parameter."""
+        """Leave alone the locations where users put something instead of a parameter."""
         self._apart = apart = [
             (i, param, module, path)
             for i, param in enumerate(self._group.params)
             for module, path in param.kept_apart
             if not any((id(module), at.name) in self.substituted for at in param.locations)
         ]
-        self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self.substituted]
+        self._free = free = [at for at in self._indexed() if (id(at[2]), at[3]) not in self.substituted]
         self.as_sharded = Presentation(
             updates([(module, name, param.sharded) for _, param, module, name in free]),
-            [(module, path, at.sharded if at.stands_in is None else at.stands_in) for _, at, module, path in apart],
+            [(module, path, at.sharded if at.hidden is None else at.hidden) for _, at, module, path in apart],
         )
         self.as_unsharded = Presentation(
             updates([(module, name, param.unsharded) for _, param, module, name in free]),
@@ -87,7 +87,7 @@ class ModuleParameters:
         )
 
     def _indexed(self) -> list[tuple[int, ShardedParameter, nn.Module, str]]:
-        """Every place where a parameter stands."""
+        """Every location of a parameter."""
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
@@ -107,8 +107,8 @@ class ModuleParameters:
     def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:
         """Show parameters, by index, as they are sharded over a smaller mesh, and all others as sharded ones."""
         self.show_sharded()
-        places = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
-        self.show(Presentation(updates(places), self.as_sharded.apart))
+        shown = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
+        self.show(Presentation(updates(shown), self.as_sharded.apart))
 
     def show_sharded(self) -> None:
         """Show the sharded parameters, also where something stood in for one and has left."""
@@ -120,7 +120,7 @@ class ModuleParameters:
         self.show(self.as_sharded)
 
     def show(self, what: Presentation) -> None:
-        """Put tensors in the places of parameters.
+        """Put tensors in the locations of parameters.
 
         The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays.
         Assigning through the module is for classes that watch their attributes. A module that is still being copied
@@ -140,12 +140,12 @@ class ModuleParameters:
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         """Show full copies of parameters, by index, until something else is shown."""
-        places = [(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]
+        shown = [(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]
         apart = [(module, path, full[index]) for index, _, module, path in self._apart if index in full]
-        ModuleParameters.show(self, Presentation(updates(places), apart))
+        ModuleParameters.show(self, Presentation(updates(shown), apart))
 
     def shown_full(self, index: int) -> torch.Tensor | None:
-        """The full copy that stands for a parameter now, which users may have replaced."""
+        """The full copy that is shown for a parameter now, which users may have replaced."""
         location = self._group.params[index].locations[0]
         return location.module._parameters.get(location.name)
 
@@ -166,7 +166,7 @@ class ModuleParameters:
             leaf.requires_grad_(trained)
 
     def _keeps_chunks(self) -> bool:
-        """Whether the parameters still hold their places in the shard."""
+        """Whether the parameters still have their chunks of the shard."""
         return all(map(is_, map(local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
 
     def adopt_replaced(self) -> bool:
@@ -174,7 +174,7 @@ class ModuleParameters:
 
         Parameters that were replaced (``load_state_dict(assign=True)``, ``to()``, ``to_empty()``) are the group's from
         now on, those that moved (parametrization) are followed, and full tensors that stand in for a parameter
-        (``torch.func.functional_call``) are left in place.
+        (``torch.func.functional_call``) are left alone.
         """
         self.substituted.clear()
         replaced = [self._adopt(param) for param in self._group.params]
@@ -202,7 +202,7 @@ class ModuleParameters:
         return owner is not None and owner[0].params[owner[1]] is param
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
-        """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while. Raises
+        """Whether what was found in a parameter's location is a new value for it, or replaces it for a while. Raises
         RuntimeError if it is neither."""
         if not isinstance(shown, DTensor):
             return False
@@ -220,12 +220,12 @@ class ModuleParameters:
         return True
 
     def _follow(self, param: ShardedParameter, location: Location) -> None:
-        """Find where a parameter that left its place went in the module tree."""
+        """Find where a parameter that left its location went in the module tree."""
         known = {(id(other.module), other.name) for other in param.locations}
         for root in self._group.modules:
             for module in root.modules():
-                for name, held in module._parameters.items():
-                    mine = held is not None and (held is param.sharded or held is param.unsharded)
+                for name, found in module._parameters.items():
+                    mine = found is not None and (found is param.sharded or found is param.unsharded)
                     if mine and (id(module), name) not in known:
                         location.module, location.name = module, name
                         return
@@ -270,10 +270,10 @@ def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -
             holder[path[-1]] = tensor
 
 
-def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
+def updates(locations: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     """One dict of names for each module."""
     modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-    for module, name, tensor in places:
+    for module, name, tensor in locations:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
 
@@ -287,7 +287,7 @@ class ShownGroup(Protocol):
 
 
 class FullParameters:
-    """Parameters of one group that stand in the places of sharded ones, or of other full ones, until :meth:`close`."""
+    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
 
     #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
     is_left_by_errors = False

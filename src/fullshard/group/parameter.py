@@ -88,7 +88,7 @@ class ShardedParameter:
         self.local = whole
         self.is_sharded = False
         self.unsharded: nn.Parameter | None = None
-        self.stands_in: Any = None
+        self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
     is_flat = False  # whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it

@@ -72,7 +72,7 @@ def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
         )
 
 
-def warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
+def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
     """Warn of trainable parameters that no group has, once the groups have taken in what replaced theirs."""
     if any(group.summoned for group in groups):
         return

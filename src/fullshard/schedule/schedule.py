@@ -158,7 +158,7 @@ class Schedule:
         self._notice_changes()
         if is_first:
             ignored = {param for each in self.units for param in each.ignored}
-            checks.warn_of_strangers(unit.modules, self.groups(), ignored)
+            checks.warn_of_added_parameters(unit.modules, self.groups(), ignored)
         for group in self.groups():
             if group.shard.is_unmapped:
                 group.map_shared()

@@ -141,7 +141,7 @@ class StepLog(Log):
         if key in followers and followers[key] == call:
             return
         if key in followers and not self.unlike_before:
-            here, there = (_told(each) if each else "the end of the pass" for each in (call, followers[key]))
+            here, there = (_describe(each) if each else "the end of the pass" for each in (call, followers[key]))
             self.unlike_before = (
                 f"In this pass rank {dist.get_rank()} has {here} where it had {there} in the one before. If the "
                 f"other ranks had that again, the backend may have ended one of them: gloo ends processes in which "
@@ -236,7 +236,7 @@ class _Comparison:
 
     def described(self) -> list[str]:
         """A pass and what was communicated about in it, for people."""
-        return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_told, self.calls)]
+        return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_describe, self.calls)]
 
     def start(self, device: torch.device, lane: Lane) -> None:
         said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
@@ -286,7 +286,7 @@ class _Comparison:
         )
 
 
-def _told(call: Call) -> str:
+def _describe(call: Call) -> str:
     group, reduced = call
     names = [group.params[index].name for index in sorted(reduced)]
     return f"the reduction of {names} in {group.title}" if names else f"the gather of {group.title}"

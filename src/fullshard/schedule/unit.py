@@ -317,7 +317,7 @@ class Unit:
         self.begin_backward(schedule)
 
     def begin_backward(self, schedule: Schedule) -> None:
-        """Runs when the backward of the modules may begin. An onlooker may replace it, and :meth:`finish_backward`."""
+        """Runs when the backward of the modules may begin. Observers may replace it, and :meth:`finish_backward`."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section
-from fullshard.group.gradient_places import MessagePlaces
+from fullshard.group.gradient_views import MessageViews
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
 from tests.comm.cases import ODD, STRAIGHT, Shapes
@@ -28,7 +28,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
         shown = [param.plan_shape for param in params]
         plan = make_plan(shown, size)
         full = torch.full((plan.messages.full_numel,), torch.nan)
-        places = MessagePlaces(params, [Section(torch.float32, tuple(range(len(params))), plan.messages)], [full])
+        places = MessageViews(params, [Section(torch.float32, tuple(range(len(params))), plan.messages)], [full])
         grads = {i: torch.randn(param.shape).to(dtype) for i, param in enumerate(params)}
         kept = {i: grad.clone() for i, grad in grads.items()}
         places.write(grads)
@@ -54,7 +54,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
                     assert torch.equal(chunk, chunks[rank])
 
 
-def check(places: MessagePlaces, expected: dict[int, torch.Tensor]) -> None:
+def check(places: MessageViews, expected: dict[int, torch.Tensor]) -> None:
     for index, grad in expected.items():
         assert torch.equal(places.read(index), grad), index
 

@@ -20,7 +20,7 @@ from fullshard.torch_private import foreach_add, foreach_copy, shares_memory
 Grads = Mapping[int, torch.Tensor]
 
 
-class WholePlaces:
+class WholeViews:
     """Places of whole gradients, by the index of their parameter, in the ``fulls`` of the sections that are trained."""
 
     kept: frozenset[int] = frozenset()  # parameters whose gradients are not copied
@@ -40,7 +40,7 @@ class WholePlaces:
         self.views.update(whole_views(self._params, section, full))
 
     def write(self, grads: Grads) -> None:
-        """Copy gradients to their places."""
+        """Copy gradients into the buffer."""
         foreach_copy(list(map(self.views.__getitem__, grads)), list(grads.values()))
 
     def add(self, grads: Grads) -> None:
@@ -56,7 +56,7 @@ class WholePlaces:
         return self.views[index]
 
 
-class MessagePlaces(WholePlaces):
+class MessageViews(WholeViews):
     """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
 
     def __init__(self, *given: Any) -> None:
@@ -85,9 +85,9 @@ class MessagePlaces(WholePlaces):
     def _copies(self, grads: Grads) -> Copies:
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for index, grad in grads.items():
-            pieces, place = self._pieces[index]
+            pieces, target = self._pieces[index]
             values = self._in_memory(index, grad).contiguous()
-            targets += [piece.of_shard(place) for piece in pieces]
+            targets += [piece.of_shard(target) for piece in pieces]
             sources += [piece.of_full(values) for piece in pieces]
         return targets, sources
 
@@ -125,18 +125,18 @@ class MessagePlaces(WholePlaces):
             numel = self._params[index].plan_shape.numel
             self.straight[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
             return
-        pieces, place = self._pieces[index]
+        pieces, target = self._pieces[index]
         for piece in pieces:
-            piece.of_shard(place).zero_()
+            piece.of_shard(target).zero_()
 
     def read(self, index: int) -> torch.Tensor:
         param = self._params[index].plan_shape
         if index in self.straight:
             return self._params[index].view(self.straight[index], param.shape)
-        pieces, place = self._pieces[index]
+        pieces, target = self._pieces[index]
         if param.dim is None:
-            return self._params[index].view(place[: param.numel], param.shape)
-        whole = place.new_empty(param.numel)
+            return self._params[index].view(target[: param.numel], param.shape)
+        whole = target.new_empty(param.numel)
         for piece in pieces:
-            piece.of_full(whole).copy_(piece.of_shard(place))
+            piece.of_full(whole).copy_(piece.of_shard(target))
         return self._params[index].view(whole, param.shape)
