@@ -26,7 +26,7 @@ from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
-from fullshard.group.step import Kind, Pass, Step
+from fullshard.group.step import FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
 from fullshard.schedule import checks
 from fullshard.schedule.finalization import Finalization
@@ -253,13 +253,14 @@ class Schedule:
         """
         self.finalization.check_by_hand(self.step.now.has_backward)
         self.log.begin_pass()
-        self.step.now = Pass.FINALIZING  # an error leaves it so
+        before = self.step.now
+        self.step.now = FINALIZE[before]  # an error leaves it so
         for group in reversed(self.groups()):
             group.gradients.take_left()
             if group.options.strategy.reduces:
                 self.reduce(group)
             group.reshard_after_backward()
-        self.step.now = Pass.NONE
+        self.step.now = before
         self.log.end_pass("backward", self.passes.steps)
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
         self.finalization.is_awaited = True
@@ -277,12 +278,12 @@ class Schedule:
         return wait
 
     def _end_step(self) -> None:
-        """Wait for every reduction. An error leaves a step that did not end."""
+        """Wait for every reduction. An error leaves a backward that did not end."""
         try:
             self.comm.reductions.wait_for_oldest()
             self.comm.reductions.hand_over_arrived()
         except BaseException:
-            self.step.now = Pass.FINALIZING
+            self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
         if self.inspect is not None:
             for group in self.groups():
