@@ -334,7 +334,7 @@ def _position(schedule: weakref.ref[Schedule]) -> Position:
     tree = min((group.tag for group in groups), default=-1)
     passes = here.log.passes(None if now is Pass.NONE else kind, here.passes.steps, tree)
     names = {group.tag: group.title for group in groups}
-    last = [*here.order.entered, *(call[0] for call in here.log.calls)] if now is not Pass.NONE else []
-    at = f", at {last[-1].title}" if last else ""
+    last = here.log.latest or next(reversed(here.order.entered), None) if now is not Pass.NONE else None
+    at = f", at {last.title}" if last is not None else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
     return Position(doing, passes, names, here.log.unlike_before)

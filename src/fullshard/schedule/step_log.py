@@ -73,6 +73,7 @@ class StepLog(Log):
 
     Attributes:
         calls: what this rank has started to communicate about in this pass, in order.
+        latest: the group that was gathered or reduced last in this pass, in memory that ranks share too.
         unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
@@ -80,6 +81,7 @@ class StepLog(Log):
         super().__init__()
         self._device, self._step = device, step
         self.calls: list[Call] = []
+        self.latest: ParamGroup | None = None
         self.unlike_before = ""
         self._is_profiled = False  # in the pass that runs; outside of passes each action asks
         self._announces = False  # whether calls are announced to the other ranks
@@ -99,6 +101,7 @@ class StepLog(Log):
             listener(action, group, moves)
         if action not in _LABELS:
             return None
+        self.latest = group
         if moves:
             self.calls.append((group, parameters))
             if self._announces:
@@ -164,7 +167,7 @@ class StepLog(Log):
         for comparison in started:
             comparison.start(self._device, self._lane)
         self.calls.clear()
-        self.unlike_before = ""
+        self.latest, self.unlike_before = None, ""
         self._number += 1
 
     def _comparisons(self, kind: Kind, steps: int) -> list[_Comparison]:
@@ -204,7 +207,7 @@ class StepLog(Log):
     def forget(self) -> None:
         """Forget a pass that an error cut short."""
         self.calls.clear()
-        self.unlike_before = ""
+        self.latest, self.unlike_before = None, ""
         self._under_way.clear()
         self._number = (self._number // _ROUND + 1) * _ROUND
 
