@@ -435,6 +435,16 @@ def test_a_removed_observer_hears_nothing(world: World) -> None:
     assert recorder.take() == []
 
 
+@ranks(1)
+def test_an_observer_that_removes_itself_keeps_no_other_from_hearing(world: World) -> None:
+    model = shard_mlp()
+    heard: list[str] = []
+    stop = model.add_observer(lambda event: stop())
+    model.add_observer(lambda event: heard.append(event.action))
+    model(inputs())
+    assert heard[0] == "gather"
+
+
 def test_twins_notice_a_difference() -> None:
     """The comparison that these tests rest on fails if the two models differ."""
     one, other = seeded(MLP), seeded(MLP, seed=1)

@@ -97,7 +97,7 @@ class StepLog(Log):
     ) -> AbstractContextManager[object] | None:
         if self._compares_each and action in ("gather", "reuse") and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group)
-        for listener in self.listeners:
+        for listener in [*self.listeners]:  # one may remove itself
             listener(action, group, moves)
         if action not in _LABELS:
             return None
