@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import fullshard
-from tests.fully_shard.cases import inputs
+from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
 from tests.harness.compare import whole_gradients
 from tests.harness.models import MLP, seeded
@@ -50,3 +52,15 @@ def test_an_error_that_is_over_costs_no_later_gradients(world: World, original: 
     for name, gradient in whole_gradients(fullshard, model).items():
         assert gradient is not None
         assert torch.allclose(gradient, torch.as_tensor(reference.get_parameter(name).grad), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_no_sync_leaves_alone_what_becomes_of_parameters_meanwhile(world: World) -> None:
+    """A root that is wrapped once more inside of it is resharded after forward, as any other instance."""
+    model: Any = fullshard.FullyShardedDataParallel(seeded(MLP), use_orig_params=True)
+    model(inputs())
+    with model.no_sync():
+        outer = fullshard.FullyShardedDataParallel(nn.Sequential(model), use_orig_params=True)
+        outer(inputs())
+    outer(inputs())
+    assert {group.state.name for group in groups_of(model)} == {"SHARDED"}
