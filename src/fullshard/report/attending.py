@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard import finite
 from fullshard.comm.waits import WAITS, LostRankError
 from fullshard.finite import NonFiniteDetector, NonFiniteError
 from fullshard.group.mesh import DataMesh
@@ -35,7 +36,7 @@ from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
-from fullshard.schedule import finite, hooks
+from fullshard.schedule import hooks
 from fullshard.schedule.schedule import Schedule, Scheduled
 from fullshard.schedule.unit import Unit
 
@@ -157,19 +158,19 @@ class Attendance:
         if not self._differs:
             text = "All ranks begin with the same." if self._compared else "Parameters were on meta when sharded."
             self._tell_check(Check("initial values", "ok" if self._compared else "not checked", text))
-        self._overrides.around(schedule.passes, "begin", self._begin_pass)
+        self._overrides.around(schedule.step, "begin_pass", self._begin_pass)
         self._detector = NonFiniteDetector(module, schedule)
         with suppress(ValueError, RuntimeError):  # what cannot be explained is not told
             for advice in explain(module).advice:
                 self._tell_check(Check("sharding", "ok", str(advice)))
         self._recording = record(module, self._steps)
 
-    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+    def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
+        begin(kind)  # ranks wait for each other after this
         place = WAITS.position().doing
         if place != self._place:
             self._place = place
             self.tell("place", text=place)
-        begin(kind, groups)
         if self._recording is not None and not self._recording.is_running:
             self.end()
 
