@@ -857,8 +857,8 @@ MUTATIONS = (
     # reports
     Mutation(
         "report/record.py",
-        "mine.moved(offset)",
-        "mine.moved(-offset)",
+        "mine.shifted(offset)",
+        "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(
