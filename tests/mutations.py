@@ -832,7 +832,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/fetch.py",
-        "number[0] <= _number(held)[0]:",
+        "number[0] <= _number(part)[0]:",
         "number[0] < _number(held)[0]:",
         "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
     ),

@@ -78,8 +78,8 @@ def local_step(optimizer: O) -> O:
 
 
 #: A parameter that a step sees as plain: the DTensor, its local tensor, the twin, and the spec of gradient and state.
-_Lent = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
-_OF_STAND_INS = ("param_groups", "state", *torch_private.STEP_HOOKS)  # what a stand-in has of its own
+_Link = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
+_OWN_ATTRIBUTES = ("param_groups", "state", *torch_private.STEP_HOOKS)  # what a stand-in has of its own
 
 
 class _LocalStep:
@@ -87,7 +87,7 @@ class _LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._running: weakref.ref[Optimizer] | None = None
-        self._by_param: dict[Any, _Lent] = {}
+        self._by_param: dict[Any, _Link] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
         after = optimizer.register_step_post_hook(self._after)
@@ -97,30 +97,30 @@ class _LocalStep:
     def _forget(self, optimizer: Optimizer | None = None) -> None:
         """Take the state anew at the next step. Memory of state that was replaced is not kept until then."""
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._theirs: Mapping[Any, Any] | None = None
+        self._user_state: Mapping[Any, Any] | None = None
         self._seen: list[Any] = []  # what was in the state, for the user and here
-        self._seen_here: list[Any] = []
+        self._seen_local: list[Any] = []
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._running is not None:
             self._end(optimizer)  # an exception, which is still held, left it open
-        given = [*args[1:], *kwargs.values()]
-        if args[0] is not optimizer or any(each is not None for each in given) or torch.compiler.is_compiling():
+        arguments = [*args[1:], *kwargs.values()]
+        if args[0] is not optimizer or any(each is not None for each in arguments) or torch.compiler.is_compiling():
             return None
         if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
             return None
         if not self._lend(optimizer):
             self._take_back()
             return None
-        stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
-        stand_in.state = self._state
-        stand_in.param_groups = [
-            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._stand_ins, strict=True)
+        substitute = object.__new__(type(optimizer))
+        substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
+        substitute.state = self._state
+        substitute.param_groups = [
+            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._substitutes, strict=True)
         ]
         # It lives no longer than the step, so its end tells of a step that raised.
-        self._running = weakref.ref(stand_in, partial(self._abandon, weakref.ref(optimizer)))
-        return (stand_in, *args[1:]), kwargs
+        self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
+        return (substitute, *args[1:]), kwargs
 
     def _lend(self, optimizer: Optimizer) -> bool:
         """Give the twins what the parameters have; returns whether all of it can be given."""
@@ -132,8 +132,8 @@ class _LocalStep:
                 return False
         if not self._by_param:
             return False
-        known = optimizer.state is self._theirs and _same(_objects(optimizer.state), self._seen)
-        return known or self._take_state(optimizer)
+        known = optimizer.state is self._user_state and _same(_objects(optimizer.state), self._seen)
+        return known or self._adopt_state(optimizer)
 
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
         """Make the twins; none if one of the parameters can have none."""
@@ -141,11 +141,11 @@ class _LocalStep:
         self._forget()
         self._groups = [list(group) for group in groups]
         self._by_param = {}
-        lent: dict[Any, _Lent] = {}
+        twins: dict[Any, _Link] = {}
         for param in chain.from_iterable(groups):
-            if isinstance(param, DTensor) and param not in lent:
+            if isinstance(param, DTensor) and param not in twins:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
-                if type(local) is not torch.Tensor or any(place.is_partial() for place in spec.placements):
+                if type(local) is not torch.Tensor or any(placement.is_partial() for placement in spec.placements):
                     return
                 if owner is not None:
                     if owner[0].offloads_state:  # after each step: nothing else may hold it
@@ -154,11 +154,11 @@ class _LocalStep:
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
                 torch_private.choose_grad_dtype(twin, torch_private.chosen_grad_dtype(param))
-                lent[param] = param, local, twin, spec
-        self._by_param = lent
-        self._stand_ins = [[lent[param][2] if param in lent else param for param in group] for group in groups]
+                twins[param] = param, local, twin, spec
+        self._by_param = twins
+        self._substitutes = [[twins[param][2] if param in twins else param for param in group] for group in groups]
 
-    def _take_state(self, optimizer: Optimizer) -> bool:
+    def _adopt_state(self, optimizer: Optimizer) -> bool:
         """Key the optimizer's state by twins; returns whether all of it can be given."""
         self._forget()
         for key, entry in optimizer.state.items():
@@ -173,59 +173,63 @@ class _LocalStep:
                 if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
                     return False
                 mine[name] = local_tensor(value)
-        self._theirs, self._seen, self._seen_here = optimizer.state, _objects(optimizer.state), _objects(self._state)
+        self._user_state, self._seen, self._seen_local = (
+            optimizer.state,
+            _objects(optimizer.state),
+            _objects(self._state),
+        )
         return True
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stand_in: Optimizer = args[0]
-        if self._running is None or stand_in is not self._running():
+        substitute: Optimizer = args[0]
+        if self._running is None or substitute is not self._running():
             return
-        for group, mine in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+        for group, mine in zip(optimizer.param_groups, substitute.param_groups, strict=True):
             group.update(mine, params=group["params"])
-        own = {name: optimizer.__dict__[name] for name in _OF_STAND_INS}
-        optimizer.__dict__.update(stand_in.__dict__, **own)
+        own = {name: optimizer.__dict__[name] for name in _OWN_ATTRIBUTES}
+        optimizer.__dict__.update(substitute.__dict__, **own)
         self._end(optimizer)
 
-    def _abandon(self, optimizer: weakref.ref[Optimizer], stand_in: weakref.ref[Optimizer]) -> None:
+    def _abandon(self, optimizer: weakref.ref[Optimizer], substitute: weakref.ref[Optimizer]) -> None:
         alive = optimizer()
-        if alive is not None and stand_in is self._running:
+        if alive is not None and substitute is self._running:
             self._end(alive)
 
     def _end(self, optimizer: Optimizer) -> None:
         self._running = None
         self._take_back()
-        was_replaced = optimizer.state is not self._theirs  # after an exception
-        if not was_replaced and not _same(here := _objects(self._state), self._seen_here):
-            self._bring_home(optimizer.state)
-            self._seen, self._seen_here = _objects(optimizer.state), here
+        was_replaced = optimizer.state is not self._user_state  # after an exception
+        if not was_replaced and not _same(here := _objects(self._state), self._seen_local):
+            self._localize_state(optimizer.state)
+            self._seen, self._seen_local = _objects(optimizer.state), here
 
     def _take_back(self) -> None:
         """Take the gradients from the twins: they live as long as the user keeps them, and no longer."""
         for _, _, twin, _ in self._by_param.values():
             twin.grad = None
 
-    def _bring_home(self, theirs: dict[Any, Any]) -> None:
+    def _localize_state(self, user_state: dict[Any, Any]) -> None:
         """Show the state as the step left it. What the step did not replace stays the same object."""
-        before, by_twin = dict(theirs), {each[2]: each for each in self._by_param.values()}
-        theirs.clear()
+        before, by_twin = dict(user_state), {each[2]: each for each in self._by_param.values()}
+        user_state.clear()
         for key, mine in self._state.items():
             if key not in by_twin:
-                theirs[key] = mine
+                user_state[key] = mine
                 continue
-            param, *_ = lent = by_twin[key]
+            param, *_ = link = by_twin[key]
             if isinstance(mine, dict):
                 entry = before.get(param, {})
-                shown = {name: _shown(name, value, entry.get(name), lent) for name, value in mine.items()}
+                shown = {name: _shown(name, value, entry.get(name), link) for name, value in mine.items()}
                 entry.clear()
                 entry.update(shown)
-                theirs[param] = entry
+                user_state[param] = entry
             else:
-                theirs[param] = _shown("", mine, before.get(param), lent)
+                user_state[param] = _shown("", mine, before.get(param), link)
 
 
-def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
+def _shown(name: str, value: Any, before: Any, link: _Link) -> Any:
     """State as the user sees it: a DTensor where it has an element for each of the parameter's."""
-    param, local, twin, spec = lent
+    param, local, twin, spec = link
     if value is local_tensor(before):
         return before
     if value is twin:

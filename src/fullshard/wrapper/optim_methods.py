@@ -163,7 +163,7 @@ class OptimStateMethods:
         expect(shown, params.values())
         for key, param in params.items():
             if len(shown[param]) > 1:
-                names = [place.name for place in shown[param]]
+                names = [original.name for original in shown[param]]
                 raise RuntimeError(f"{names} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
             new.update({key: [name]} if wanted is str else {name: [key]})

@@ -48,7 +48,7 @@ State = dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class OriginalParameter:
     """One parameter of the original model."""
 
     name: str  # fully qualified, below the root, without wrappers
@@ -58,16 +58,18 @@ class Place:
 
 
 @dataclass(eq=False, slots=True)
-class Found:
+class GroupParameters:
     """The parameters of a group, where they stand, and what checkpoints know of them."""
 
     paths: dict[nn.Module, str | None]  # ``None``: it is not below the root
-    shown: dict[nn.Parameter, list[Place]]
+    shown: dict[nn.Parameter, list[OriginalParameter]]
     names: list[str]
     saved: Any = None
 
 
-def shown_parameters(root: nn.Module, found: list[Found] | None = None) -> dict[nn.Parameter, list[Place]]:
+def shown_parameters(
+    root: nn.Module, found: list[GroupParameters] | None = None
+) -> dict[nn.Parameter, list[OriginalParameter]]:
     """Every parameter that optimizers of ``root`` may have, with the original ones that lie in it, in their order. That
     is one for each, but for a flat parameter. Tied parameters go by the first of their names. Parameters whose modules
     are not below ``root`` are left out. ``found`` gets those of each group, and at the end those of none."""
@@ -75,28 +77,28 @@ def shown_parameters(root: nn.Module, found: list[Found] | None = None) -> dict[
     groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
     for group in groups:
         group.check_in()  # users may have replaced parameters since the last step
-    shown: dict[nn.Parameter, list[Place]] = {}
+    shown: dict[nn.Parameter, list[OriginalParameter]] = {}
     taken: set[str] = set()  # where a sharded parameter stands, whatever is shown there at present
     found = [] if found is None else found
     for group in groups:
         presentation = group.module_params.as_sharded
-        known: Found | None = presentation.found
+        known: GroupParameters | None = presentation.found
         if known is None or any(paths.get(module) != path for module, path in known.paths.items()):
-            presentation.found = known = Found({}, {}, [])
+            presentation.found = known = GroupParameters({}, {}, [])
             for index, param in enumerate(group.params):
                 known.paths |= {at.module: paths.get(at.module) for at in param.locations}
                 names = [paths[at.module] + at.name for at in param.locations if at.module in paths]
                 if names:
-                    known.shown.setdefault(param.sharded, []).append(Place(names[0], group, index, param))
+                    known.shown.setdefault(param.sharded, []).append(OriginalParameter(names[0], group, index, param))
                     known.names += names
         found.append(known)
         shown.update(known.shown)
         taken.update(known.names)
-    found.append(others := Found({}, {}, []))
+    found.append(others := GroupParameters({}, {}, []))
     for module, path in paths.items():
         for name, whole in module._parameters.items():
             if whole is not None and path + name not in taken and whole not in shown:
-                others.shown[whole] = shown[whole] = [Place(path + name)]
+                others.shown[whole] = shown[whole] = [OriginalParameter(path + name)]
     return shown
 
 
@@ -118,9 +120,11 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _ranks_of(shown: Mapping[nn.Parameter, list[Place]]) -> dist.ProcessGroup | None:
+def _ranks_of(shown: Mapping[nn.Parameter, list[OriginalParameter]]) -> dist.ProcessGroup | None:
     """The ranks of a model, each of which must call it; ``None`` for all that there are."""
-    meshes = {place.param.spec.mesh for inside in shown.values() for place in inside if place.param is not None}
+    meshes = {
+        original.param.spec.mesh for inside in shown.values() for original in inside if original.param is not None
+    }
     return group_of(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()) if meshes else None
 
 
@@ -177,8 +181,8 @@ def whole_state(
     for key, param in params.items():
         if key in states:
             mine.update(_split(param, shown[param], states[key]))
-    places = {place.name: place for inside in shown.values() for place in inside}
-    agreed = _agree(places, mine, _is_flat(model), process_group)
+    originals = {original.name: original for inside in shown.values() for original in inside}
+    agreed = _agree(originals, mine, _is_flat(model), process_group)
     if new is not None and as_dtensors and not agreed:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # imports torch's FSDP
 
@@ -192,13 +196,13 @@ def whole_state(
         return made
     saved: dict[Any, Any] = {}
     for name, state in agreed.items():
-        if places[name].group is not None:
+        if originals[name].group is not None:
             saved[name] = {key: each for key, each in state.items() if not isinstance(each, _Part)}
         elif name in mine:
             saved[name] = mine[name]
     # Nothing is shared with the optimizer, and no ``step`` with another parameter.
     saved = tree_map_only(torch.Tensor, lambda each: own_copy(each.detach(), to_cpu), saved)
-    for name, key, whole, sharded in _gathered(places, agreed, mine):
+    for name, key, whole, sharded in _gathered(originals, agreed, mine):
         if saves or sharded.unsharded_spec is not None:  # all ranks of tensor parallel take part
             saved[name][key] = given_out(whole, sharded, as_dtensors, to_cpu)
     if not saves:
@@ -207,18 +211,18 @@ def whole_state(
         if key not in params and key not in saved:
             warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it")
             saved[key] = value
-    known = {key: [place.name for place in shown[param]] for key, param in params.items()}
+    known = {key: [original.name for original in shown[param]] for key, param in params.items()}
     problem = "the optimizer has no such parameter of its own parameter groups"
     return with_groups(state_dict, saved, known, problem, sort=False)
 
 
-def _split(param: nn.Parameter, places: Sequence[Place], state: State) -> dict[str, State]:
+def _split(param: nn.Parameter, originals: Sequence[OriginalParameter], state: State) -> dict[str, State]:
     """The state of a parameter, split among the original ones that lie in it."""
-    split = {place.name: dict(state) for place in places}
+    split = {original.name: dict(state) for original in originals}
     for key, value in state.items() if isinstance(param, FlatParameter) else ():
         if isinstance(value, torch.Tensor) and value.shape == param.shape:
-            for place in places:
-                split[place.name][key] = place.param.part_in(value)
+            for original in originals:
+                split[original.name][key] = original.param.part_in(value)
     return split
 
 
@@ -228,12 +232,15 @@ def _holds_some(param: ShardedParameter) -> bool:
 
 
 def _agree(
-    places: Mapping[str, Place], mine: Mapping[str, State], flat: bool, process_group: dist.ProcessGroup | None
+    originals: Mapping[str, OriginalParameter],
+    mine: Mapping[str, State],
+    flat: bool,
+    process_group: dist.ProcessGroup | None,
 ) -> dict[str, State]:
     """Of each parameter with a state its values, and a :class:`_Part` in place of each part, the same on all ranks."""
     told: dict[str, State] = {}
     for name, state in mine.items():
-        param = places[name].param
+        param = originals[name].param
         if param is None or flat or _holds_some(param):
             told[name] = {} if param is None else {key: _told(key, value, param) for key, value in state.items()}
     everyone: list[dict[str, State]] = gather_objects(told, process_group)
@@ -243,7 +250,7 @@ def _agree(
             f"every rank must have the states that the first one has, but these are missing, by rank: {missing}. Make "
             f"the same optimizer and the same steps on all ranks"
         )
-    agreed: dict[str, State] = {name: {} for name in places if any(name in theirs for theirs in everyone)}
+    agreed: dict[str, State] = {name: {} for name in originals if any(name in theirs for theirs in everyone)}
     for name in agreed:
         for rank, theirs in enumerate(everyone):
             for key, value in theirs.get(name, {}).items():
@@ -263,15 +270,15 @@ def _told(key: str, value: Any, param: ShardedParameter) -> Any:
 
 
 def _gathered(
-    places: Mapping[str, Place], agreed: Mapping[str, State], mine: Mapping[str, State]
+    originals: Mapping[str, OriginalParameter], agreed: Mapping[str, State], mine: Mapping[str, State]
 ) -> Iterator[tuple[str, str, torch.Tensor, ShardedParameter]]:
     """All of each part of a state, after the names of its parameter and of the state, and before the parameter. One
     gather serves the states of one name of a group."""
     parts: dict[tuple[Group, str], dict[int, str]] = {}
     for name, state in agreed.items():
         for key, value in state.items():
-            if isinstance(value, _Part) and (group := places[name].group) is not None:
-                parts.setdefault((group, key), {})[places[name].index] = name
+            if isinstance(value, _Part) and (group := originals[name].group) is not None:
+                parts.setdefault((group, key), {})[originals[name].index] = name
     for (group, key), names in parts.items():
         dtypes = {index: agreed[name][key].dtype for index, name in names.items()}
         held = [local_tensor(mine.get(names.get(index, ""), {}).get(key)) for index in range(len(group.params))]
@@ -308,19 +315,23 @@ def local_state(
         raise ValueError(f"the state dict has no 'state', but {list(state_dict)}: give one of optim_state_dict()")
     states, loaded = state_dict["state"], dict[Any, Any]()
     keys = {param: key for key, param in params.items()}
-    for param, places in shown.items():
-        cut = [_cut(place, states.get(place.name), param, receive) for place in places]
+    for param, originals in shown.items():
+        cut = [_cut(original, states.get(original.name), param, receive) for original in originals]
         if param not in keys or all(each is None for each in cut):
             continue
-        first, joins = places[0], isinstance(param, FlatParameter)
-        state = _join(param.shape, places, cut) if joins else cut[0]
+        first, joins = originals[0], isinstance(param, FlatParameter)
+        state = _join(param.shape, originals, cut) if joins else cut[0]
         if first.param is not None and not joins and not _holds_some(first.param):
             state = None if named is None else copy.deepcopy(named.state.get(param))
             if state is None and named is not None:
                 warn(f"this rank has no state of '{first.name}' that it could keep")
         if state:
             loaded[keys[param]] = state
-    names = {place.name: [keys[param]] if param in keys else [] for param, places in shown.items() for place in places}
+    names = {
+        original.name: [keys[param]] if param in keys else []
+        for param, originals in shown.items()
+        for original in originals
+    }
     loaded.update((name, receive(state)) for name, state in states.items() if name not in names)
     known = {name: key for name, key in names.items() if key}
     problem = "the optimizer to load into has no such parameter of a parameter group"
@@ -328,7 +339,9 @@ def local_state(
 
 
 def _from_first_rank(
-    state_dict: Mapping[str, Any], shown: Mapping[nn.Parameter, list[Place]], process_group: dist.ProcessGroup | None
+    state_dict: Mapping[str, Any],
+    shown: Mapping[nn.Parameter, list[OriginalParameter]],
+    process_group: dist.ProcessGroup | None,
 ) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
     """What the first rank gave, on others with tensors on the meta device, and a function that all ranks call to
     receive a state, or one value of it."""
@@ -336,7 +349,7 @@ def _from_first_rank(
     if "state" in told:
         told["state"] = tree_map_only(torch.Tensor, lambda each: each.to("meta") if each.ndim else each, told["state"])
     received = broadcast_object(told, process_group)
-    devices = (place.group.device for inside in shown.values() for place in inside if place.group is not None)
+    devices = (original.group.device for inside in shown.values() for original in inside if original.group is not None)
     device = next(devices, torch.device("cpu"))
 
     def receive(tensor: torch.Tensor) -> torch.Tensor:
@@ -349,16 +362,18 @@ def _from_first_rank(
     return state_dict if is_first else received, partial(tree_map_only, torch.Tensor, receive)
 
 
-def _cut(place: Place, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]) -> State | None:
+def _cut(
+    original: OriginalParameter, state: State | None, shown: nn.Parameter, receive: Callable[[Any], Any]
+) -> State | None:
     """This rank's part of a state, in memory of its own."""
     if state is None:
         return None
     cut: State = {}
     for key, value in state.items():
-        value, param = receive(value), place.param
+        value, param = receive(value), original.param
         value = all_of(value) if is_sharded_tensor(value) else value
         if param is not None and _is_part(key, value, param.shape):
-            cut[key] = _part_of(value, param, f"the state '{key}' of parameter '{place.name}'")
+            cut[key] = _part_of(value, param, f"the state '{key}' of parameter '{original.name}'")
         elif isinstance(value, torch.Tensor):
             cut[key] = (value if isinstance(shown, DTensor) else all_of(value)).clone()
         else:
@@ -376,18 +391,20 @@ def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.T
     return make_dtensor(part, spec) if shows_dtensor else part
 
 
-def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | None]) -> State:
+def _join(shape: torch.Size, originals: Sequence[OriginalParameter], states: Sequence[State | None]) -> State:
     """The state of a flat parameter of this shape. Where one of its parameters has none, its part is zeros."""
     keys = {frozenset(state) for state in states if state is not None}
     if len(keys) > 1:
-        raise _unlike(places, f"states of different names: {[sorted(each) for each in keys]}")
+        raise _unlike(originals, f"states of different names: {[sorted(each) for each in keys]}")
     joined: State = {}
     for key in keys.pop():
         values = [None if state is None else state[key] for state in states]
-        there = [(place.param, value) for place, value in zip(places, values, strict=True) if value is not None]
+        there = [
+            (original.param, value) for original, value in zip(originals, values, strict=True) if value is not None
+        ]
         kinds = {(type(value), getattr(value, "dtype", None), _is_part(key, value, at.shape)) for at, value in there}
         if len(kinds) > 1:
-            raise _unlike(places, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
+            raise _unlike(originals, f"values of different kinds for '{key}': {sorted(map(str, kinds))}")
         first: Any = there[0][1] if there else None
         joined[key] = first
         if any(is_part for _, _, is_part in kinds):
@@ -395,9 +412,9 @@ def _join(shape: torch.Size, places: Sequence[Place], states: Sequence[State | N
             for param, value in there:
                 param.part_in(joined[key]).copy_(value)
         elif there and not all(_equal(first, value) for value in values):
-            raise _unlike(places, f"different values of '{key}': {values}")
+            raise _unlike(originals, f"different values of '{key}': {values}")
     return joined
 
 
-def _unlike(places: Sequence[Place], what: str) -> ValueError:
-    return ValueError(f"{[place.name for place in places]} lie in one flat parameter, but have {what}")
+def _unlike(originals: Sequence[OriginalParameter], what: str) -> ValueError:
+    return ValueError(f"{[original.name for original in originals]} lie in one flat parameter, but have {what}")
