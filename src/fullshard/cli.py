@@ -24,7 +24,7 @@ import torch.distributed as dist
 import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
-from fullshard.compat.patch import patch_and_say
+from fullshard.compat.patch import patch_and_report
 from fullshard.report.commands import add_explain
 from fullshard.report.doctor import add_doctor
 
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     program, is_file = options.program, Path(options.program).is_file() and not shutil.which(options.program)
     if not options.is_module and not is_file:
         return _execute(program, options.arguments)
-    patch_and_say()
+    patch_and_report()
     sys.argv = [program, *options.arguments]
     if options.is_module:
         sys.path.insert(0, os.getcwd())
@@ -127,11 +127,11 @@ def _write_transport(rank: int, folder: str, device: torch.device) -> None:
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=2)
     try:
         transport, why = choose_transport(dist.group.WORLD, device)  # type: ignore[arg-type]
-        told = f"{transport.name} for ranks of this machine: {why}"
+        message = f"{transport.name} for ranks of this machine: {why}"
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     if rank == 0:
-        Path(folder, "transport").write_text(told)
+        Path(folder, "transport").write_text(message)
     dist.destroy_process_group()
 
 

@@ -103,9 +103,9 @@ def gather(
     fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
     for section, full, shard in zip(group.sections, fulls, shards, strict=True):
         transfers.append(Transfer(section.plan, full, shard))
-        for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
+        for index, chunk in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
             part = parts[index]
-            place.zero_() if part is None else place.copy_(part)
+            chunk.zero_() if part is None else chunk.copy_(part)
         found.update(whole_views(group.params, section, full))
     if transfers and group.data.shard_group is None:
         foreach_copy(fulls, shards)

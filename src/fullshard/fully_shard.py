@@ -129,10 +129,10 @@ def fully_shard(
     policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
     data = data_mesh(mesh, dims)
     device = compute_device(mesh.device_type)
-    theirs = replicated(modules)
+    torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
         for root in modules:
-            for inner, overrides in targets(root, auto_wrap_policy, theirs).items():
+            for inner, overrides in targets(root, auto_wrap_policy, torch_classes).items():
                 if unit_of(inner) is None:
                     fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
     after_forward = True if reshard_after_forward is None else reshard_after_forward
@@ -142,17 +142,19 @@ def fully_shard(
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    ignored = {*ignored, *(param for inner in theirs for param in inner.parameters())}
+    ignored = {*ignored, *(param for inner in torch_classes for param in inner.parameters())}
     params = free_parameters(modules, ignored)
     _check_parameters(params, data if shard_placement_fn is None else None, device)  # else each beside its own mesh
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
-    for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
+    for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
         if check_values:
-            verify_values(sharded, place)
-        add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
+            verify_values(sharded, own_mesh)
+        add_group(
+            unit, sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, own_mesh))
+        )
     borrow(unit)
     attach(unit)
     for target in modules:
@@ -174,8 +176,8 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    rests_on_cpu = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
-    if rests_on_cpu and unit.device.type != "cpu" and not backend_name(process_group, CPU):
+    offloads = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
+    if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
             f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
             f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
@@ -224,9 +226,9 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 def refuse_torchs(module: nn.Module) -> None:
     """Refuse a module that contains one that torch's own FSDP has sharded. It is known by the name of its class:
     fullshard imports nothing of torch's FSDP."""
-    theirs = replicated([module])
+    torch_classes = replicated([module])
     for name, inner in module.named_modules():
-        for cls in type(inner).__mro__ if inner is module or inner not in theirs else ():
+        for cls in type(inner).__mro__ if inner is module or inner not in torch_classes else ():
             known = cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
             if known and cls.__module__.startswith("torch.distributed."):
                 which = f"'{name}' of this {type(module).__name__}" if name else f"this {type(module).__name__}"
@@ -291,7 +293,7 @@ def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict
     groups: dict[DataMesh, list[ShardedParameter]] = {}
     meshes: dict[DeviceMesh, DataMesh] = {}
     for param, locations in params.items():
-        place, placement = data, None
+        own_mesh, placement = data, None
         if placement_fn is not None:
             try:
                 result = policies.as_shard_placement(placement_fn(param))
@@ -304,9 +306,9 @@ def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict
                         f"shard_placement_fn names a mesh for parameter '{locations[0].full_name}', but the mesh given "
                         f"to fully_shard only replicates"
                     )
-                place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
-            _check_parameters({param: locations}, place, torch.device(place.mesh.device_type))
-        groups.setdefault(place, []).append(ShardedParameter(param, locations, place, placement))
+                own_mesh = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
+            _check_parameters({param: locations}, own_mesh, torch.device(own_mesh.mesh.device_type))
+        groups.setdefault(own_mesh, []).append(ShardedParameter(param, locations, own_mesh, placement))
     return groups
 
 

@@ -34,24 +34,24 @@ from fullshard.wrapper.meshes import HYBRID
 class _Both(type):
     """A class that stands for both wrappers. Its static methods are those of the one that the given model has."""
 
-    theirs: Any
+    torch_class: Any
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+        return isinstance(instance, (cls.torch_class, FullyShardedDataParallel))
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
             ours = FullyShardedDataParallel.fsdp_modules(model)
-            return getattr(FullyShardedDataParallel if ours else cls.theirs, name)(*args, **kwargs)
+            return getattr(FullyShardedDataParallel if ours else cls.torch_class, name)(*args, **kwargs)
 
         return method
 
 
-def _state_of(theirs: Any, module: nn.Module) -> Any:
+def _state_of(torch_class: Any, module: nn.Module) -> Any:
     """What a stage asks either ``fully_shard`` for. Ours tells it how to reduce what micro-batches added up."""
     if (unit := unit_of(module)) is None:
-        return theirs.state(module)
+        return torch_class.state(module)
     reduce = partial(_reduce, unit.schedule or unit.start())
     return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=()), _root_post_backward_final_callback=reduce)
 
@@ -102,7 +102,7 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed.checkpoint.state_dict": {
-        "FSDP": lambda theirs: _Both("FullyShardedDataParallel", (), {"theirs": theirs}),
+        "FSDP": lambda torch_class: _Both("FullyShardedDataParallel", (), {"torch_class": torch_class}),
         "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
         "_get_fqns": lambda old: partial(_names_of, old),
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),

@@ -76,15 +76,15 @@ def reachable_tensors(tree: object) -> list[Tensor]:
     if flat is not None:
         return list(flat)
     found: list[Tensor] = []
-    met: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     waiting: list[Any] = [tree]
     for node in waiting:
-        if type(node) in _PASSED_BY or id(node) in met or isinstance(node, (nn.Module, type)):
+        if type(node) in _PASSED_BY or id(node) in visited or isinstance(node, (nn.Module, type)):
             continue
-        met[id(node)] = node
+        visited[id(node)] = node
         if isinstance(node, Tensor):
             found.append(node)
-        elif len(met) <= _MOST_OBJECTS:
+        elif len(visited) <= _MOST_OBJECTS:
             kind = _kind(type(node))
             if kind is not None:
                 waiting += kind.open(node)[0]
@@ -191,19 +191,19 @@ def _derived_kind(cls: type) -> _Kind | None:
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
     """Values of the items, if it is a list or a dict, then those of the attributes; and how an empty object gets each.
     Methods that the class overrides are passed by, so that what is stored is seen."""
-    places: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
+    slots: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
     if isinstance(node, list):
-        places += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
+        slots += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
     elif isinstance(node, dict):
         base: Any = OrderedDict if isinstance(node, OrderedDict) else dict
-        places += [(base.__setitem__, key, value) for key, value in base.items(node)]
-    places += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
-    return [value for _, _, value in places], places
+        slots += [(base.__setitem__, key, value) for key, value in base.items(node)]
+    slots += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
+    return [value for _, _, value in slots], slots
 
 
-def _fill_object(blank: Any, new: list[Any], places: Any) -> Any:
-    for (put, key, _), value in zip(places, new, strict=True):
-        put(blank, key, value)
+def _fill_object(blank: Any, new: list[Any], slots: Any) -> Any:
+    for (setter, key, _), value in zip(slots, new, strict=True):
+        setter(blank, key, value)
     return blank
 
 

@@ -292,7 +292,7 @@ def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
                     seen.add(child)
                     is_candidate = isinstance(module, _CONTAINERS) and child not in opened and may_be_block(child)
                     (families.setdefault(module, []) if is_candidate else waiting).append(child)
-        counts = Counter(_look(member) for members in families.values() for member in members)
+        counts = Counter(_class_tree(member) for members in families.values() for member in members)
         to_open = {each for family in families.items() for each in _members_to_open(*family, counts, may_be_block)}
         if not to_open:
             blocks = {member for members in families.values() for member in members}
@@ -304,11 +304,11 @@ def _members_to_open(
     container: nn.Module, members: list[nn.Module], counts: Counter[tuple[object, ...]], may_be_block: Predicate
 ) -> set[nn.Module]:
     """Those of a container's candidates that are no blocks themselves."""
-    repeating = [member for member in members if counts[_look(member)] > 1]
+    repeating = [member for member in members if counts[_class_tree(member)] > 1]
     is_mixed_list = repeating and not isinstance(container, nn.Sequential)
     to_open = set() if is_mixed_list else set(members).difference(repeating)
-    for look in set(map(_look, members)):
-        alike = [member for member in members if _look(member) == look]
+    for class_tree in set(map(_class_tree, members)):
+        alike = [member for member in members if _class_tree(member) == class_tree]
         if _are_stages(alike, may_be_block):
             to_open.update(alike)
     has_names = isinstance(container, nn.ModuleDict) and len({re.sub(r"\d+", "", name) for name in container}) > 1
@@ -330,20 +330,20 @@ def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
         if not inside:
             return False
         widths.append({_signature(child) for child in inside})
-        is_chain |= max(Counter(map(_look, inside)).values()) > 1
+        is_chain |= max(Counter(map(_class_tree, inside)).values()) > 1
         numel_inside += sum(map(_numel, inside))
     are_disjoint = len(set().union(*widths)) == sum(map(len, widths))
     return is_chain and are_disjoint and numel_inside >= _STAGE_SHARE * sum(map(_numel, alike))
 
 
-def _look(module: nn.Module) -> tuple[object, ...]:
+def _class_tree(module: nn.Module) -> tuple[object, ...]:
     """A key that is equal for modules that repeat: their class, or for a bare Sequential its members."""
     cls = type_before_parametrizations(module)
-    return (cls, *map(_look, _children(module))) if cls is nn.Sequential else (cls,)
+    return (cls, *map(_class_tree, _children(module))) if cls is nn.Sequential else (cls,)
 
 
 def _signature(module: nn.Module) -> tuple[object, ...]:
-    return (*_look(module), *((name, param.shape) for name, param in module.named_parameters()))
+    return (*_class_tree(module), *((name, param.shape) for name, param in module.named_parameters()))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:

@@ -67,7 +67,7 @@ class _Group:
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
         def end(schedule: Schedule, ahead: bool = False) -> None:
-            self.tell()
+            self.report_memory()
             (function if self._unit.phase is Phase.BACKWARD else self._end)(schedule, ahead)
 
         self._install("finish_backward", end)
@@ -81,16 +81,16 @@ class _Group:
 
     def _begin(self, schedule: Schedule) -> None:
         Unit.begin_backward(self._unit, schedule)
-        self.tell()
+        self.report_memory()
 
     def _end(self, schedule: Schedule, ahead: bool) -> None:
         Unit.finish_backward(self._unit, schedule, ahead)
         for group in self._unit.groups:
             group.comm.reductions.keep_at_most(0)  # the tracker looks for sharded gradients now
             group.comm.reductions.take_in()
-        self.tell()
+        self.report_memory()
 
-    def tell(self) -> None:
+    def report_memory(self) -> None:
         """Let the tracker see how much memory each buffer has, and know all before something is sent from it."""
         schedule = self._unit.schedule
         for context in {group.comm for group in schedule.groups()} if schedule is not None else ():
@@ -113,21 +113,21 @@ class _State:
         self._after, self._post_forward_hook_handle = _find(unit, after)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tell()
-        given = self._before(module, args, kwargs)
-        self._tell()
-        return given
+        self._report_memory()
+        result = self._before(module, args, kwargs)
+        self._report_memory()
+        return result
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if output is None and sys.exception() is not None:
             return None  # recomputation stops early: the tracker calls this then too
         output = self._after(module, args, output)
-        self._tell()
+        self._report_memory()
         return output
 
-    def _tell(self) -> None:
+    def _report_memory(self) -> None:
         if self._fsdp_param_group is not None and self._fsdp_param_group.is_watched:
-            self._fsdp_param_group.tell()
+            self._fsdp_param_group.report_memory()
 
 
 def _find(unit: Unit, hooks: dict[int, Any], *more: Any) -> tuple[Callable[..., Any], RemovableHandle]:

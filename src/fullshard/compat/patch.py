@@ -41,10 +41,10 @@ _PUBLIC = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 #: What else of torch holds them, and computes with torch's own: it is imported before they are bound, and left alone.
-_THEIRS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
+_TORCH_CLASSES = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
 
 #: What ``FULLSHARD_PATCH`` is in processes that one was started by that has said so.
-_SAID = "said"
+_REPORTED = "said"
 #: What was bound: the names of a module, the name there, and torch's object.
 _bound: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -86,8 +86,8 @@ def unpatch() -> None:
     """
     if _bound:
         _refuse_sharded("unpatch")
-        for names, name, theirs in _bound:
-            names[name] = theirs
+        for names, name, original in _bound:
+            names[name] = original
         _bound.clear()
 
 
@@ -96,12 +96,12 @@ def is_patched() -> bool:
     return bool(_bound)
 
 
-def patch_and_say() -> None:
+def patch_and_report() -> None:
     """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses. That
     fullshard stands in for torch's FSDP is said once, by the first process that finds it out: launchers, ranks and
     their workers start each other, and tell so in ``FULLSHARD_PATCH``."""
-    said = os.environ.get("FULLSHARD_PATCH") == _SAID
-    if said:
+    is_reported = os.environ.get("FULLSHARD_PATCH") == _REPORTED
+    if is_reported:
         patch()
     if os.environ.get("RANK", "0") == "0":
         handler = logging.StreamHandler()
@@ -109,7 +109,7 @@ def patch_and_say() -> None:
         handler.addFilter(lambda _: not logging.getLogger().handlers)  # else the program has its own way
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
-        os.environ["FULLSHARD_PATCH"] = _SAID
+        os.environ["FULLSHARD_PATCH"] = _REPORTED
     patch()
 
 
@@ -128,7 +128,7 @@ def _replacements() -> dict[int, Any]:
 
 
 def _is_left_alone(name: str) -> bool:
-    return name.startswith("fullshard") or (name not in _PUBLIC and name.startswith(_THEIRS))
+    return name.startswith("fullshard") or (name not in _PUBLIC and name.startswith(_TORCH_CLASSES))
 
 
 def _refuse_sharded(what: str) -> None:
