@@ -26,7 +26,7 @@ from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import wrapped
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import pretended_world
+from fullshard.torch_private import simulated_world
 
 #: Bytes of optimizer state for each element: AdamW keeps two moments in fp32.
 ADAM = 8.0
@@ -197,7 +197,7 @@ def explain(
             f"this process is one of {dist.get_world_size()} ranks already, and cannot pretend to be one of {ranks}: "
             f"explain in a process of its own, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
-    with pretended_world(ranks, rank):
+    with simulated_world(ranks, rank):
         with torch.device("meta"):
             built = model()
             if not any(unit_of(module) for module in built.modules()):

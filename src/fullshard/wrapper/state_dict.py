@@ -196,17 +196,13 @@ class StateDictMethods(nn.Module):
                 inside._loads_local = True
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
         for group in [group for inside in _wrappers(self) for group in inside._groups]:
-            if isinstance(
-                group.params[0].sharded, FlatParameter
-            ):  # torch gives one name of a tied one
+            if isinstance(group.params[0].sharded, FlatParameter):  # torch gives one name of a tied one
                 plain = _keys(group, paths, inner)
                 named_values = {plain[key]: values[key] for key in values.keys() & plain.keys()}
                 values.update((key, values.get(key, named_values[i])) for key, i in plain.items() if i in named_values)
         for group in self._groups:
             plain = _keys(group, paths, inner)
-            for key in [
-                key for key in values if key in plain
-            ]:  # in the same order on all ranks
+            for key in [key for key in values if key in plain]:  # in the same order on all ranks
                 if isinstance(value := values[key], torch.Tensor):
                     values[key] = whole_as_before(value, group.params[plain[key]])
             if group.summoned is None:  # otherwise a module around this one, or the user, writes back
