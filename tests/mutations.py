@@ -832,7 +832,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/fetch.py",
-        "number[0] <= _number(held)[0]:",
+        "number[0] <= _number(part)[0]:",
         "number[0] < _number(held)[0]:",
         "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
     ),
@@ -857,8 +857,8 @@ MUTATIONS = (
     # reports
     Mutation(
         "report/record.py",
-        "mine.moved(offset)",
-        "mine.moved(-offset)",
+        "mine.shifted(offset)",
+        "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(
