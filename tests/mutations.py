@@ -522,7 +522,7 @@ MUTATIONS = (
     # memory that the ranks of a host share
     Mutation(
         "comm/host.py",
-        "self.done.set(number)\n\n",
+        "self.done.set(reading.number)\n\n",
         "\n",
         "tests/comm/test_host.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),

@@ -83,12 +83,6 @@ class _Call:
     reduced: Sequence[tuple[int, torch.Tensor | None]]
 
 
-#: For one tensor, for all in one call if there are several and the backend takes them, and how both divide.
-_Chosen = tuple[Collective, Collectives | None, Scaling]
-#: What is waited for, a call, its targets, and by what its result is still to be divided.
-_Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], float]
-
-
 class _CollectiveRoute:
     """Collectives, and the memory that they work on beside the buffers: one for each dtype that is added up."""
 
@@ -125,15 +119,16 @@ class _CollectiveRoute:
         self.sent = (1 + self._adds_in_place) * (process_group.size() - 1) * own_bytes
         self._bound: dict[int, list[_Call]] = {}
         self._reduction: Reduction | None = None
-        self._collectives: list[_Chosen] = []  # one for each of the messages
+        #: For each of the messages: the collective, one for all tensors at once if there is any, and the scaling.
+        self._collectives: list[tuple[Collective, Collectives | None, Scaling]] = []
 
     def start(
         self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
     ) -> Pending:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
-        pending = _PendingCollectives(self._wait, [], lease)
+        pending = _PendingCollectives(self._wait, [], [], lease)
         try:
-            calls = self._bound.get(lease.index) or self._bind(lease)
+            calls = self._bound[lease.index] if lease.index in self._bound else self._bind(lease)
             if reduction != self._reduction:
                 self._choose(reduction)
             each_call = zip(calls, self._messages, self._collectives, strict=True)
@@ -150,9 +145,8 @@ class _CollectiveRoute:
                         divide_(source, scaling.before)
                 if inputs[0].dtype.is_complex:
                     outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-                works: list[dist.Work | None] = []
-                pending.started += [(works, call, targets, scaling.after)]
-                works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
+                pending.works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
+                pending.started += [(call, targets, scaling.after)]
         except BaseException:
             with suppress(RuntimeError):
                 pending.finish()  # what was started writes to the buffers
@@ -257,24 +251,24 @@ class _PendingCollectives:
     """Collectives on their way."""
 
     wait: Wait
-    started: list[_Started]
+    works: list[dist.Work | None]
+    started: list[tuple[_Call, Sequence[torch.Tensor], float]]  # calls, their targets, and what still divides these
     lease: Lease
 
     def finish(self) -> None:
         WAITS.current = self.wait
         WAITS.count += 1
         try:
-            for works, _, _, _ in self.started:
-                for work in works:
-                    if work is not None:
-                        work.wait()
+            for work in self.works:
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
             if not comes_from_backend(error):
                 raise
             raise lost(self.wait, "another rank", error) from error
         finally:
             WAITS.current = None
-        for _, call, targets, divisor in self.started:
+        for call, targets, divisor in self.started:
             if call.after is not None:
                 call.after()
                 continue

@@ -216,8 +216,7 @@ class Transport:
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. Without a process
-        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that the transport
-        cannot add up.
+        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
         """
         return self._checked_route("reduce", transfers, process_group, tag)
 
