@@ -105,7 +105,6 @@ def gather(
     staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
     fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
     for section, full, shard in zip(group.sections, fulls, shards, strict=True):
-        transfers.append(Transfer(section.plan, full, shard))
         for index, chunk in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
             part = parts[index]
             chunk.zero_() if part is None else chunk.copy_(part)

@@ -23,7 +23,7 @@ from fullshard.torch_private import replicated
 _NAMED = 6
 
 
-def known_to(groups: Iterable[Group]) -> set[int]:
+def known_to(groups: Iterable[ParamGroup]) -> set[int]:
     """The ids of the parameters of groups: sharded, unsharded, and as modules show them."""
     shown = (each for group in groups for param in group.params for each in (param.sharded, param.unsharded))
     return {*map(id, shown), *(id(param) for group in groups for param in group.sharded)}

@@ -168,7 +168,7 @@ class Parameters:
                 part, holders = Contents(), []
                 for param, originals in found.shown.items():
                     for original in originals if frozen or param.requires_grad else ():
-                        held = param if original.param is None else original.param.held
+                        held = param if original.param is None else original.param.values
                         if held.is_meta:
                             raise CheckpointError(f"'{original.name}' is on the meta device: call to_empty() first")
                         paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in known[original].names}

@@ -24,10 +24,10 @@ from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase, Unit
 
 
-def _parameter(group: Group, index: int) -> SimpleNamespace:
+def _parameter(group: ParamGroup, index: int) -> SimpleNamespace:
     """The tensors of one parameter, from which the tracker knows the purpose of memory. The gradient of an unsharded
     parameter is autograd's, or the buffer into which it was copied."""
-    param, gradient = group.params[index], SimpleNamespace(grad=group.gradients.held(index))
+    param, gradient = group.params[index], SimpleNamespace(grad=group.gradients.unreduced_tensor(index))
     leaf = torch.empty(0) if param.unsharded is None else param.unsharded
     return SimpleNamespace(sharded_param=param.sharded, unsharded_param=leaf, _unsharded_param=gradient)
 
@@ -87,8 +87,8 @@ class _Group:
     def _end(self, schedule: Schedule, ahead: bool) -> None:
         Unit.finish_backward(self._unit, schedule, ahead)
         for group in self._unit.groups:
-            group.comm.reductions.keep_at_most(0)  # the tracker expects sharded gradients now
-            group.comm.reductions.take_in()
+            group.comm.reductions.wait_for_oldest()  # the tracker expects sharded gradients now
+            group.comm.reductions.hand_over_arrived()
         self.report_memory()
 
     def report_memory(self) -> None:

@@ -50,9 +50,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in groups:  # counted here too, because no hook runs after a step that raises
         group.writes += 1
-    for clock in {id(group.clock): group.clock for group in groups}.values():
+    for step in {id(group.step): group.step for group in groups}.values():
         if running_backward() < 0:  # in a backward, the number of steps differs between ranks
-            clock.count_step(optimizer)
+            step.count_step(optimizer)
     _move_state(optimizer, groups, to_device=True)
     prepare_step(optimizer)
 

@@ -257,7 +257,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
     )
 
 
-def _by_use(units: Sequence[Unit], recorded: Iterable[Group]) -> list[Unit]:
+def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]:
     """The units in the order in which a step entered them, or else in the order of the modules. Each unit appears once,
     even if it runs several times."""
     unit_by_group = {group: unit for unit in units for group in unit.groups}
@@ -364,7 +364,7 @@ def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[
     over, transport = group.reduce_process_group, group.reduce_transport
     if over is not None and transport.compares_reductions:  # ranks share memory
         pairs = zip(sections, dtypes, strict=True)
-        nbytes = sum(section.plan.held(over.rank()) * dtype.itemsize for section, dtype in pairs)
+        nbytes = sum(section.plan.owned_numel(over.rank()) * dtype.itemsize for section, dtype in pairs)
         return ExchangeFacts(read=(over.size() - 1) * nbytes)
     is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
     shard_dtypes = [section.dtype for section in sections] if is_final else dtypes

@@ -23,7 +23,8 @@ from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import Action
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of

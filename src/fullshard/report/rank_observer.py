@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard import finite
 from fullshard.comm.waits import WAITS, LostRankError
 from fullshard.finite import NonFiniteDetector, NonFiniteError
 from fullshard.group.mesh import DataMesh
@@ -35,7 +36,7 @@ from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
-from fullshard.schedule import finite, hooks
+from fullshard.schedule import hooks
 from fullshard.schedule.schedule import Schedule, Scheduled
 from fullshard.schedule.unit import Unit
 
@@ -58,7 +59,7 @@ class RankObserver:
         self._name = directory / f"{os.getpid()}.jsonl"
         self._stacks = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
         self._overrides = Overrides()
-        self._take_over = Schedule.add_units
+        self._add_units = Schedule.add_units
         self._schedule: Schedule | None = None
         self._detector: NonFiniteDetector | None = None
         self._recording: Recording | None = None
@@ -78,11 +79,11 @@ class RankObserver:
         hooks.when_sharded(self._sharded)
         begin = self._begin_tree
 
-        def take_over(schedule: Schedule, units: Iterable[Scheduled], module: nn.Module) -> None:
-            self._take_over(schedule, units, module)
+        def add_units(schedule: Schedule, units: Iterable[Scheduled], module: nn.Module) -> None:
+            self._add_units(schedule, units, module)
             begin(schedule, module)
 
-        setattr(Schedule, "take_over", take_over)  # noqa: B010
+        setattr(Schedule, "add_units", add_units)  # noqa: B010
         self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def stop(self) -> None:
@@ -90,7 +91,7 @@ class RankObserver:
         if self._detector is not None:
             self._detector.remove()
         self._overrides.remove()
-        setattr(Schedule, "add_units", self._take_over)  # noqa: B010
+        setattr(Schedule, "add_units", self._add_units)  # noqa: B010
         with suppress(ValueError):
             hooks._listeners.remove(self._sharded)
         recording, self._recording = self._recording, None

@@ -105,8 +105,6 @@ class Recorder(StepObserver):
         wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)
         self._received = {name: from_others(nbytes, size) for name, nbytes, size in wholes}
         self.observe_lanes(self._run)
-        for group in self._groups:
-            self.overrides.around(group, "unshard", partial(self._unshard, self._names[id(group)]))
         self._observe_passes()
         self._hooks: list[RemovableHandle] = []
         names = {module: plain_name(name) or "root" for name, module in model.named_modules()}
@@ -281,7 +279,7 @@ class Recorder(StepObserver):
             self._sample_memory(now)
 
 
-def _names_of(groups: Sequence[Group]) -> dict[int, str]:
+def _names_of(groups: Sequence[ParamGroup]) -> dict[int, str]:
     """The names of groups, by id. If a unit has several groups, their names have numbers."""
     found: dict[int, str] = {}
     for group in groups:

@@ -53,7 +53,7 @@ class OriginalParameter:
     """One parameter of the original model."""
 
     name: str  # fully qualified, below the root, without wrappers
-    group: Group | None = None  # the group that shards it; ``None`` if it is whole on every rank
+    group: ParamGroup | None = None  # the group that shards it; ``None`` if it is whole on every rank
     index: int = 0  # its index in the group
     param: Any = None  # the group's :class:`ShardedParameter`; for a part of a flat parameter, a :class:`Fragment`
 
@@ -80,7 +80,7 @@ def shown_parameters(
     paths = {module: f"{plain}." if (plain := plain_name(path)) else "" for path, module in root.named_modules()}
     groups = dict.fromkeys(group for module in paths if (unit := unit_of(module)) for group in unit.groups)
     for group in groups:
-        group.check_in()  # users may have replaced parameters since the last step
+        group.notice_changes()  # users may have replaced parameters since the last step
     shown: dict[nn.Parameter, list[OriginalParameter]] = {}
     known_names: set[str] = set()  # names of sharded parameters
     found = [] if found is None else found
@@ -286,7 +286,7 @@ def _gathered(
 ) -> Iterator[tuple[str, str, torch.Tensor, ShardedParameter]]:
     """Gathers parts: yields the names of the parameter and of the state, the whole tensor, and the parameter. All
     states with one name in a group are gathered at once."""
-    parts: dict[tuple[Group, str], dict[int, str]] = {}
+    parts: dict[tuple[ParamGroup, str], dict[int, str]] = {}
     for name, state in agreed.items():
         for key, value in state.items():
             if isinstance(value, _Part) and (group := originals[name].group) is not None:

@@ -57,7 +57,7 @@ class StateDictMethods(nn.Module):
         return unit
 
     @property
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[ParamGroup]:
         """The groups whose parameters this instance saves and loads."""
         return [*self._unit.groups, *self._unit.borrowed]
 
@@ -136,7 +136,7 @@ class StateDictMethods(nn.Module):
             for group in self._groups:
                 if isinstance(group.summoned, _Saved):
                     continue  # a module around this one, which shares a parameter, shows the group already
-                group.check_in()
+                group.notice_changes()
                 group.reshard()
                 if not isinstance(config, _InPlace) and not _is_local(config, group):
                     shown.callback(_Saved(group, _values(group, config)).close)
@@ -206,7 +206,7 @@ class StateDictMethods(nn.Module):
                 if isinstance(value := values[key], torch.Tensor):
                     values[key] = whole_as_before(value, group.params[plain[key]])
             if group.summoned is None:  # otherwise a module around this one, or the user, writes back
-                group.check_in()
+                group.notice_changes()
                 group.reshard()
             is_own = group in self._unit.groups
             is_flat = is_own and inner + FLAT_NAME in values
@@ -217,7 +217,7 @@ class StateDictMethods(nn.Module):
             if full is None:
                 self._loaded.append(full := _Loaded(group, blank))
             if is_flat or (self._loads_local and not is_own):  # if it is not this unit's, its own unit loads it
-                shown = blank if is_flat else full.shown()
+                shown = blank if is_flat else full.current()
                 values.update((name, shown[index].detach()) for name, index in plain.items())
 
     def _after_loading(self, incompatible: Any) -> None:
@@ -265,23 +265,23 @@ class _Saved(FullParameters):
     """The full parameters that a group shows to a state dict."""
 
 
-class _Loaded(FullGroup):
+class _Loaded(FullParameters):
     """The full parameters into which values are loaded. If loading fails, no hook closes them."""
 
     is_left_by_errors = True
 
 
-def _is_local(config: kinds.StateDictConfig, group: Group) -> bool:
+def _is_local(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
     """Whether a state dict gets the local shards of a group. For an unsharded group, all types are full."""
     return isinstance(config, kinds.LocalStateDictConfig) and group.data.shard_group is not None
 
 
-def _is_discarded(config: kinds.StateDictConfig, group: Group) -> bool:
+def _is_discarded(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
     """Whether this rank's state dict gets nothing of a group's module."""
     return config.rank0_only and group.data.shard_rank != 0
 
 
-def _values(group: Group, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
+def _values(group: ParamGroup, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
     """The value of each parameter for a state dict, in memory of its own. Empty on ranks that keep nothing."""
     if group.summoned is None:
         whole = gather(group, [param.values for param in group.params])
@@ -332,18 +332,18 @@ def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tens
     return distribute_tensor(whole.detach(), before.mesh, before.placements, src_data_rank=None)
 
 
-def _local_shard(group: Group, number: int) -> DTensor:
+def _local_shard(group: ParamGroup, number: int) -> DTensor:
     """A section's shard as a DTensor over all ranks' shards. It is cut as torch cuts it, but has no padding."""
-    data, plan, shard = group.data, group.sections[number].plan, group.memory.shards[number]
+    data, plan, shard = group.data, group.sections[number].plan, group.shard.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
     spec = torch_private.sharding_spec(data.mesh, placements, torch.Size((plan.end,)), (1,), shard.dtype)
     give_own_storage(local := shard.detach()[: plan.owned_numel(data.shard_rank)])
     return torch_private.make_dtensor(local, spec)
 
 
-def _load_local(group: Group, values: Any, prefix: str) -> None:
+def _load_local(group: ParamGroup, values: Any, prefix: str) -> None:
     """Copy local shards from ``values`` into those of the group, and remove them from ``values``."""
-    for number in range(len(group.memory.shards)):
+    for number in range(len(group.shard.shards)):
         local, name = local_tensor(_local_shard(group, number)), prefix + flat_name(number)
         loaded = local_tensor(values.pop(name, local))
         if loaded.shape != local.shape:
@@ -354,7 +354,7 @@ def _load_local(group: Group, values: Any, prefix: str) -> None:
         local.copy_(loaded)
 
 
-def _blank(group: Group, index: int) -> nn.Parameter:
+def _blank(group: ParamGroup, index: int) -> nn.Parameter:
     """A whole parameter that has this rank's part, and zeros elsewhere."""
     param = group.params[index]
     flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
@@ -372,7 +372,7 @@ def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
+def _keys(group: ParamGroup, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
     """The keys of a group's parameters in a wrapper's state dict, each with the index of its parameter."""
     locations = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
     return {prefix + plain_name(f"{path}.{at.name}"): i for at, i in locations for path in paths.get(at.module, ())}
