@@ -44,8 +44,8 @@ class OptimStateMethods:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
         Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others. These
-        can be loaded into, also when the optimizer made no step yet: then they are zeros. All ranks must call it; its
-        errors are those of :class:`OptimStateMethods`.
+        can be loaded into, also when the optimizer made no step yet: then they are what a class of torch begins with,
+        which is zeros for most. All ranks must call it; its errors are those of :class:`OptimStateMethods`.
 
         Args:
             model: the root, wrapped.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, NAdam, Optimizer, Rprop
 
 from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
@@ -45,6 +45,13 @@ tree_map_only = pytree.tree_map_only
 #: What a state dict calls a parameter: by its place among those of the optimizer, or by a name.
 Key = int | str
 State = dict[str, Any]
+
+#: States that are not zeros before the first step: a number, or ``None`` for the learning rate.
+_NOT_ZEROS: dict[type[Optimizer], dict[str, float | None]] = {
+    ASGD: {"eta": None, "mu": 1.0},
+    NAdam: {"mu_product": 1.0},
+    Rprop: {"step_size": None},
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -165,8 +172,8 @@ def whole_state(
     """``state_dict`` with the names and the shapes of the model without sharding, whole or in rows as ``config`` says.
 
     All ranks of ``process_group`` must call it. What it raises is said in :mod:`fullshard.wrapper.optim_methods`.
-    ``params`` are what the keys of ``state_dict`` stand for; ``new`` is the optimizer, if zeros are its state where no
-    rank has made a step with it.
+    ``params`` are what the keys of ``state_dict`` stand for; ``new`` is the optimizer, if it gets a state as
+    before its first step where no rank has made one.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
@@ -189,6 +196,11 @@ def whole_state(
         new.state.update(before)
         for tensor in tensors(made.get("state")):
             tensor.zero_()
+        for options in made.get("param_groups", ()):
+            for key, value in _NOT_ZEROS.get(type(new), {}).items():
+                for name in options["params"]:
+                    if key in (state := made["state"].get(name, {})):
+                        state[key].fill_(options["lr"] if value is None else value)
         return made
     saved: dict[Any, Any] = {}
     for name, state in agreed.items():
