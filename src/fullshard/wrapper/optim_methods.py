@@ -44,8 +44,8 @@ class OptimStateMethods:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
         A full state dict has whole tensors. The other kinds have DTensors, of which each rank has its rows. You can
-        load into these DTensors even if the optimizer has made no step yet: then they are zeros. All ranks must call
-        it. Its errors are listed at :class:`OptimStateMethods`.
+        load into these DTensors even if the optimizer has made no step yet: then they are what a class of torch begins
+        with, which is zeros for most. All ranks must call it. Its errors are listed at :class:`OptimStateMethods`.
 
         Args:
             model: the root, wrapped.

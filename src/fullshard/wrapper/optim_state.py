@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import ASGD, NAdam, Optimizer, Rprop
 
 from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
@@ -46,6 +46,13 @@ tree_map_only = pytree.tree_map_only
 #: How a state dict identifies a parameter: by its number in the optimizer, or by a name.
 Key = int | str
 State = dict[str, Any]
+
+#: States that are not zeros before the first step: a number, or ``None`` for the learning rate.
+_NOT_ZEROS: dict[type[Optimizer], dict[str, float | None]] = {
+    ASGD: {"eta": None, "mu": 1.0},
+    NAdam: {"mu_product": 1.0},
+    Rprop: {"step_size": None},
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -180,7 +187,7 @@ def whole_state(
         state_dict: of an optimizer of shards.
         config: the kind of the result.
         process_group: the ranks of the model.
-        new: the optimizer. If given, and no rank has made a step with it, its state is zeros.
+        new: the optimizer. If given, and no rank has made a step with it, its state is that before the first step.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
@@ -203,6 +210,11 @@ def whole_state(
         new.state.update(before)
         for tensor in tensors(made.get("state")):
             tensor.zero_()
+        for options in made.get("param_groups", ()):
+            for key, value in _NOT_ZEROS.get(type(new), {}).items():
+                for name in options["params"]:
+                    if key in (state := made["state"].get(name, {})):
+                        state[key].fill_(options["lr"] if value is None else value)
         return made
     saved: dict[Any, Any] = {}
     for name, state in agreed.items():
