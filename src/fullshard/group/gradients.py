@@ -30,7 +30,7 @@ from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
 from fullshard.group.strategy import Placement
-from fullshard.torch_private import version_of
+from fullshard.torch_private import foreach_add, version_of
 
 MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
@@ -185,7 +185,9 @@ class Gradients:
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
         elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
-            views.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
+            views.write(
+                {index: self._waiting.pop(index)}, foreach_add
+            )  # a straight one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
@@ -228,7 +230,7 @@ class Gradients:
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
         if not self._arrived.isdisjoint(waiting):
             again = waiting.keys() & self._arrived
-            self._views.add({index: waiting.pop(index) for index in again})
+            self._views.write({index: waiting.pop(index) for index in again}, foreach_add)
         if not (self._writes or ((kept := self._views.kept) and waiting.keys() <= kept)):
             self._take_buffer()
         if waiting:
