@@ -92,10 +92,8 @@ class MessageViews(WholeViews):
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
         """Keep a straight gradient as it is, if it is ours to change, or else a copy, or add it to what was kept."""
-        is_ours, values = (
-            not (grad.requires_grad or shares_memory(grad)),
-            grad.detach().permute(self._params[index].order),
-        )
+        is_ours = not (grad.requires_grad or shares_memory(grad))
+        values = grad.detach().permute(self._params[index].order)
         if index in self.straight:
             self.straight[index].view(values.shape).add_(values)
             return

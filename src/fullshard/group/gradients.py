@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from fullshard.buffer.messages import straight_in
-from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
@@ -47,37 +47,24 @@ class Gradients:
     def __init__(self, group: GroupContext, full: FullBuffer, module_params: ModuleParameters) -> None:
         self._group = group
         self.attach(full, module_params)
-        self._trainable: tuple[bool, ...] = ()
-        self._sections: tuple[Section, ...] = ()
-        self._dtypes: list[torch.dtype] = []
-        self._buffer = SlotBuffer(group.gradient_pool, 0)
-        self._fulls: tuple[torch.Tensor, ...] = ()
-        self._views = WholeViews(group.params, (), ())
-        self._nbytes: dict[int, int] = {}  # to copy, by index (0: straight); empty: waiting has no bound
-        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
-        self._plain = self._nothing  # leaves whose gradients are taken as they are
-        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
-        self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
-        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
-        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._trainable: tuple[bool, ...] = ()  # what the layout is of
+        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
+        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
         self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
+        self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
     def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
         """Be the gradients of the values in ``full``, and of the parameters that modules show."""
         self._full, self._module_params = full, module_params
 
-    def use_pool(self) -> None:
-        """Take memory from the pool that the group has now."""
-        self._buffer.change_pool(self._group.gradient_pool)
-
-    def forget_routes(self) -> None:
-        """Forget the routes: reductions take others from now on, and perhaps lay gradients out otherwise."""
+    def forget_layout(self) -> None:
+        """Lay gradients out anew: the routes of reductions, or the pool that has the buffer, have changed."""
         if self._arrived or self._waiting:
             self._begin_anew()
         else:
@@ -164,7 +151,7 @@ class Gradients:
             if self._shown_waiting:
                 self._notice_clearing()
             if not self._arrived and self._module_params.trainable != self._trainable:
-                self._lay_out()
+                self._lay_out(self._module_params.trainable)
         if index not in self._every:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
@@ -174,7 +161,7 @@ class Gradients:
         if index in self._waiting:
             self.copy_waiting()
         if not self._waiting:
-            self._expected = self._plain.copy()
+            self._expected = self._plain[:]
         self._waiting[index], self._expected[index] = grad, None
         if self._nbytes:
             self._limit_waiting(index)
@@ -185,9 +172,7 @@ class Gradients:
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
         elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
-            views.write(
-                {index: self._waiting.pop(index)}, foreach_add
-            )  # a straight one that waited would exist twice when copied
+            views.write({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
@@ -196,7 +181,7 @@ class Gradients:
         self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
-        self._lay_out()
+        self._lay_out(self._module_params.trainable)
         if arrived:
             self._take_buffer()
             self._views.write(arrived)
@@ -228,8 +213,7 @@ class Gradients:
             with torch.no_grad():
                 return self.copy_waiting()
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
-        if not self._arrived.isdisjoint(waiting):
-            again = waiting.keys() & self._arrived
+        if self._arrived and (again := self._arrived & waiting.keys()):
             self._views.write({index: waiting.pop(index) for index in again}, foreach_add)
         if not (self._writes or ((kept := self._views.kept) and waiting.keys() <= kept)):
             self._take_buffer()
@@ -265,23 +249,25 @@ class Gradients:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _lay_out(self) -> None:
+    def _lay_out(self, trainable: tuple[bool, ...]) -> None:
         """Make the sections of what is trained, a buffer for them, and the views of gradients in it."""
         group = self._group
         if self._writes:
             self._buffer.give_back()
-        trainable, self._trainable = self._module_params.trainable, ()  # until all of it is done
-        self._sections, self._dtypes = self._dtypes_of.sections(trainable)
+        self._trainable = ()  # until all of it is done
+        self._sections, dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
-        self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
+        self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
         self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._take_buffer()  # views need memory when they are made
-        fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
+        if self._sections:
+            self._take_buffer()  # views need memory when they are made
+        fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._choices, self._gaps = {}, []
+        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
@@ -289,10 +275,12 @@ class Gradients:
         self._every = frozenset(index for index in views.dtypes if trainable[index])
         sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._every}
         nbytes = sizes | dict.fromkeys(views.kept, 0)
+        #: Bytes to copy, by index (0: straight); empty: waiting has no bound.
         self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
         plain = self._every - self._dtypes_of.found.keys()
-        self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
+        #: Leaves whose gradients are taken as they are.
+        self._plain: list[torch.Tensor | None] = [leaf if i in plain else None for i, leaf in enumerate(leaves)]
         self._writes, self._trainable = False, trainable
         self._buffer.give_back()
 
@@ -307,7 +295,7 @@ class Gradients:
             self._notice_clearing()
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
-            self._lay_out()
+            self._lay_out(self._module_params.trainable)
         if not self._writes:
             self._take_buffer()
         if group.options.reduce_unused:
@@ -321,7 +309,7 @@ class Gradients:
         arrived, self._arrived = self._arrived, set()
         self._writes = False
         wanted = self._every
-        if len(arrived) < len(wanted):
+        if arrived != wanted:
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
@@ -345,7 +333,7 @@ class Gradients:
     def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """The plan of a reduction of these parameters; as a rule the same in every step."""
         group, parts = self._group, list[Part]()
-        for section, travels, full in zip(self._sections, self._dtypes, self._fulls, strict=True):
+        for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
                 continue
@@ -361,8 +349,8 @@ class Gradients:
             home = section.dtype
             if group.options.keep_computed_dtype:
                 computed = group.compute_dtype(group.params[section.members[0]])
-                home = computed if group.data.shard_group is not None else travels
-            dtype = home if is_final else travels
+                home = computed if group.data.shard_group is not None else full.dtype
+            dtype = home if is_final else full.dtype
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = straight_in(part.plan for part in parts if part.plan.is_messages)

@@ -153,7 +153,7 @@ class ModuleParameters:
         """Whether the modules have what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
             self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self.shows_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
+        if not self._shown.is_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             self._train_leaves()
         for module, tensors in self._shown.registered:
             if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
