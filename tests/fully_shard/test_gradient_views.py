@@ -13,6 +13,7 @@ from fullshard.buffer.sections import Section
 from fullshard.group.gradient_views import MessageViews
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.torch_private import foreach_add
 from tests.comm.cases import ODD, STRAIGHT, Shapes
 from tests.harness import fake_world
 
@@ -34,7 +35,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
         places.write(grads)
         expected = {i: grad.float() for i, grad in kept.items()}
         check(places, expected)
-        places.add({i: grad.clone() for i, grad in kept.items()})
+        places.write({i: grad.clone() for i, grad in kept.items()}, foreach_add)
         check(places, {i: 2 * grad for i, grad in expected.items()})
         places.zero(1)
         assert not places.read(1).any()

@@ -158,7 +158,7 @@ def _layout_of_fragment(param: Fragment) -> Layout:
         return Layout(base.shape, base.boxes, copies)
     start = base.boxes[0][0] if base.boxes else ()
     boxes = []
-    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param._run):
+    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param.run):
         placed = [0] * len(offsets), [0] * len(offsets)
         for dim, offset, size in zip(param.order, offsets, sizes, strict=True):
             placed[0][dim], placed[1][dim] = start[dim] + offset, size
