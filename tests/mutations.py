@@ -180,9 +180,9 @@ MUTATIONS = (
     ),
     # how gradients are taken and reduced
     Mutation(
-        "group/gradients.py",
-        "leaf.requires_grad_(trainable)",
-        "pass",
+        "group/module_parameters.py",
+        "            self._train_leaves()\n        self._prepare_updates()",
+        "            pass\n        self._prepare_updates()",
         "tests/parity/test_parameters.py::test_frozen_blocks",
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "HoldingMark(mark, straight, self._buffer.give_back)",
+        "HoldingMark(mark, zero_copy, self._buffer.give_back)",
         "HoldingMark(mark, (), self._buffer.give_back)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
@@ -423,8 +423,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "        self._gathered, self._values = PASSED, None\n",
-        "        self._gathered = PASSED\n",
+        "        super()._cancel()\n        self._give_staging_back()",
+        "        super()._cancel()",
         "tests/fully_shard/test_errors_in_communication.py::"
         "test_training_goes_on_after_an_error_at_any_point_of_communication",
     ),

@@ -21,7 +21,7 @@ ROWS: Shapes = (((8, 3), 0), ((5,), 0), ((4, 2, 2), 0), ((1, 3), 0), ((0, 4), 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-@pytest.mark.parametrize("shapes", [ROWS, ODD, STRAIGHT], ids=["rows", "odd", "straight"])
+@pytest.mark.parametrize("shapes", [ROWS, ODD, STRAIGHT], ids=["rows", "odd", "zero-copy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: torch.dtype) -> None:
     with fake_world(size):
@@ -40,7 +40,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
         places.zero(1)
         assert not places.read(1).any()
         some = {i: grad.float() for i, grad in kept.items() if i % 2 == 0}
-        places.straight.clear()
+        places.zero_copy.clear()
         places.write({i: grad.clone() for i, grad in some.items()})  # a part of them, one by one
         check(places, some)
         # What a rank is sent lies where its shard has it.

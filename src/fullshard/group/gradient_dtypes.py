@@ -61,7 +61,7 @@ class GradientDtypes:
         as_messages = group.reduce_process_group is not None and group.reduce_transport.takes_messages
         found, chosen = list[Section](), self.together(compress(count(), trainable))
         for (home, travels), members in chosen:
-            # The one copy into a message also casts; straight gradients would be cast one by one.
+            # The one copy into a message also casts; zero-copy gradients would be cast one by one.
             plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]

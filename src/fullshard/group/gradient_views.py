@@ -1,6 +1,6 @@
 """Where the gradients of a group lie until they are reduced: whole in their buffer, or in the messages to all ranks.
 
-Owns the views of the buffer that gradients are copied to, and the straight gradients, which are kept as autograd made
+Owns the views of the buffer that gradients are copied to, and the zero-copy gradients, which are kept as autograd made
 them. It leaves to :mod:`fullshard.group.gradients` which gradients have arrived.
 """
 
@@ -30,7 +30,7 @@ class WholeViews:
     ) -> None:
         self._params = params
         self.views: dict[int, torch.Tensor] = {}
-        self.straight: dict[int, torch.Tensor] = {}  # gradients that are not copied
+        self.zero_copy: dict[int, torch.Tensor] = {}  # gradients that are not copied
         self.dtypes: dict[int, torch.dtype] = {}  # in which each travels
         for section, full in zip(sections, fulls, strict=True):
             self.dtypes.update(dict.fromkeys(section.members, full.dtype))
@@ -66,7 +66,7 @@ class MessageViews(WholeViews):
         self._device = full.device
         plan, is_row = section.plan, full.numel() > 0
         for at, index in enumerate(section.members):
-            if at not in plan.straight:
+            if at not in plan.zero_copy:
                 pieces = pieces_alone(plan, at, full.numel() // plan.world_size)
                 self._pieces[index] = pieces, full[plan.shard_offsets[at] :]
                 param = self._params[index]
@@ -91,20 +91,20 @@ class MessageViews(WholeViews):
             write(targets, sources)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a straight gradient, or a copy of it if it is not ours to change; or add it to the one that is kept."""
+        """Keep a zero-copy gradient, or a copy of it if it is not ours to change; or add it to the one that is kept."""
         is_ours = not (grad.requires_grad or shares_memory(grad))
         values = grad.detach().permute(self._params[index].order)
-        if index in self.straight:
-            self.straight[index].view(values.shape).add_(values)
+        if index in self.zero_copy:
+            self.zero_copy[index].view(values.shape).add_(values)
             return
         if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
             values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
-        self.straight[index] = values.view(-1)
+        self.zero_copy[index] = values.view(-1)
 
     def zero(self, index: int) -> None:
         if index not in self._pieces:
             numel = self._params[index].shape.numel()
-            self.straight[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
+            self.zero_copy[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
             return
         pieces, target = self._pieces[index]
         for piece in pieces:
@@ -112,8 +112,8 @@ class MessageViews(WholeViews):
 
     def read(self, index: int) -> torch.Tensor:
         param = self._params[index].plan_shape
-        if index in self.straight:
-            return self._params[index].view(self.straight[index], param.shape)
+        if index in self.zero_copy:
+            return self._params[index].view(self.zero_copy[index], param.shape)
         pieces, target = self._pieces[index]
         if param.dim is None:
             return self._params[index].view(target[: param.numel], param.shape)

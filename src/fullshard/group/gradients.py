@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from fullshard.buffer.messages import straight_in
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
@@ -76,11 +76,9 @@ class Gradients:
         assert leaf is not None
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return
-        trainable = leaf.requires_grad
-        leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
+        leaf.requires_grad_(True)  # of a frozen parameter too, until ``prepare()``: the hook is kept when it is thawed
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
         leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(owner), index))
-        leaf.requires_grad_(trainable)
         self._dtypes_of.tell_autograd(index, leaf)
 
     @property
@@ -96,7 +94,7 @@ class Gradients:
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
         """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
-            return self._views.straight.get(index, self._buffer.memory.detach())
+            return self._views.zero_copy.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -172,7 +170,7 @@ class Gradients:
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
         elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
-            views.write({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
+            views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
@@ -275,7 +273,7 @@ class Gradients:
         self._trained = frozenset(index for index in views.dtypes if trainable[index])
         sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._trained}
         nbytes = sizes | dict.fromkeys(views.kept, 0)
-        #: Bytes to copy, by index (0: straight); empty: waiting has no bound.
+        #: Bytes to copy, by index (0: zero-copy); empty: waiting has no bound.
         self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
         plain = self._trained - self._dtypes_of.found.keys()
@@ -319,16 +317,16 @@ class Gradients:
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
         plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = list(map(self._views.straight.pop, plan.straight))
+        zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
-        reducing = PendingReduction(group, self._module_params, self._partial, plan, self._buffer, straight, *dropped)
+        reducing = PendingReduction(group, self._module_params, self._partial, plan, self._buffer, zero_copy, *dropped)
         logged = group.step.log("reduce", group, wanted)
         if logged is None:
             mark = lane.run(reducing.start, reducing.scattered)
         else:
             with logged:
                 mark = lane.run(reducing.start, reducing.scattered)
-        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
+        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
         """Make the plan of a reduction of these parameters. As a rule every step has the same."""
@@ -353,9 +351,9 @@ class Gradients:
             dtype = home if is_final else full.dtype
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        beside = straight_in(part.plan for part in parts if part.plan.is_messages)
-        straight = [parts[each.section].indices[each.param] for each in beside]
-        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, straight)
+        beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
+        zero_copy = [parts[each.section].indices[each.param] for each in beside]
+        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, zero_copy)
         return self._plans[wanted, is_final]
 
     def discard(self) -> None:
@@ -363,6 +361,6 @@ class Gradients:
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
-        self._views.straight.clear()
+        self._views.zero_copy.clear()
         self._writes = False
         self._buffer.give_back()

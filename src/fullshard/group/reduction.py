@@ -44,7 +44,7 @@ class ReductionPlan:
 
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
-    straight: Sequence[int]  # parameters whose gradients are not in the buffer
+    zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
 
@@ -57,7 +57,7 @@ class PendingReduction:
     _partial: dict[int, torch.Tensor]
     _plan: ReductionPlan
     _buffer: SlotBuffer
-    _straight: Sequence[torch.Tensor]
+    _zero_copy: Sequence[torch.Tensor]
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
@@ -74,8 +74,8 @@ class PendingReduction:
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
             plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
-        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
-        self._straight = ()  # the started communication holds them, or the caller
+        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
+        self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
     def scattered(self) -> None:

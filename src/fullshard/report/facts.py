@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.buffer.messages import straight_in
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import Route, Transfer
@@ -105,7 +105,7 @@ class GroupFacts:
         offload: what is stored on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
         gradient: its gradient buffer, whole, in the reduce dtype.
         largest_gradient: the largest gradient of a single parameter, as autograd makes it.
-        straight_gradients: gradients that are reduced from the memory where autograd made them, not from the buffer.
+        zero_copy_gradients: gradients that are reduced from the memory where autograd made them, not from the buffer.
         reduced: its reduced gradients, as in ``param.grad``.
         trained: the number of elements of this rank's shard that an optimizer updates.
         staged: the copy of the shard in the dtype and on the device of the computation, if one is needed.
@@ -142,7 +142,7 @@ class GroupFacts:
     offload: str
     gradient: int
     largest_gradient: int
-    straight_gradients: int
+    zero_copy_gradients: int
     reduced: int
     trained: int
     staged: int
@@ -293,8 +293,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
     private, peers = group.transport.private, (data.shard_size - 1) * own
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
     gradients, travelling = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
-    beside = straight_in(section.plan for section in gradients if section.plan.is_messages)
-    straight = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
+    beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
+    zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
@@ -320,7 +320,7 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
         largest_gradient=max(made, default=0),
-        straight_gradients=sum(straight),
+        zero_copy_gradients=sum(zero_copy),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients),
         trained=sum(section.plan.shard_numel for section in gradients),
         staged=shard_bytes(sections, computed) if memory.needs_staging and not shares else 0,

@@ -120,7 +120,7 @@ class Replay:
         self._values: set[int] = set()
         self._users: Counter[int] = Counter()
         self._unreduced: set[int] = set()
-        self._straight: set[int] = set()
+        self._zero_copy: set[int] = set()
         self._reducing: list[int] = []
         self._reduced = 0
         self._children: defaultdict[int, list[int]] = defaultdict(list)
@@ -166,7 +166,7 @@ class Replay:
             "gradient buffers": self._gradients.sizes,
             "copies of shards": self._copies.sizes,
             "messages": [piece.nbytes for piece in self._pieces.values()],
-            "gradients as autograd made them": [self._groups[at].straight_gradients for at in self._straight],
+            "gradients as autograd made them": [self._groups[at].zero_copy_gradients for at in self._zero_copy],
             "post-forward shards": [self._groups[at].rested for at in self._post_forward],
             "the gradient that autograd makes": [temporary],
         }
@@ -237,10 +237,10 @@ class Replay:
         if not group.gradient or at in self._unreduced:
             return
         self._unreduced.add(at)
-        self._straight.add(at)
+        self._zero_copy.add(at)
         if group.gradient >= MOST_WAITING:
             self._take_gradient_buffer(at)
-        self._note_peak(0 if group.straight_gradients else group.largest_gradient)
+        self._note_peak(0 if group.zero_copy_gradients else group.largest_gradient)
 
     def _take_gradient_buffer(self, at: int) -> None:
         buffer = self._gradients[at]
@@ -269,7 +269,7 @@ class Replay:
             at = self._reducing.pop(0)
             self._record("wait-reduce", at)
             self._gradients[at].give_back()
-            self._straight.discard(at)
+            self._zero_copy.discard(at)
             self._return_staging("reduce", at)
 
     # the passes
