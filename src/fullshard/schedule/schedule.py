@@ -3,6 +3,9 @@
 One schedule serves all units under one root. Owns the beginning and the end of passes and of steps, what an error
 leaves behind, and prefetch with its bound. It leaves to the groups how they gather and reduce, and to the units which
 module is running.
+
+The reductions of a step are complete at the end of its last backward, or when the user says so, by hand. In the second
+case a backward waits for no reduction, and does not reduce a unit whose backward it did not see end.
 """
 
 from __future__ import annotations
@@ -29,11 +32,10 @@ from fullshard.group.parameter import plain_name
 from fullshard.group.step import Kind, Pass, Step
 from fullshard.group.strategy import Placement
 from fullshard.schedule import checks
-from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
 from fullshard.schedule.step_log import StepLog
-from fullshard.torch_private import call_after_backward
+from fullshard.torch_private import call_after_backward, running_backward
 
 #: What to do after an error. The schedule does not do it unasked: a rank that goes on alone would take part in gathers
 #: of other layers on other ranks. Where the sizes agree, it would compute with wrong weights.
@@ -45,6 +47,7 @@ class Scheduled(Protocol):
 
     modules: tuple[nn.Module, ...]
     is_list: bool
+    finalizes_by_hand: bool
     groups: list[ParamGroup]
     ignored: set[int]
     emptied: list[checks.Emptied]
@@ -76,7 +79,9 @@ class Schedule:
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
         self.prefetch_limit = 1
         self.is_last_backward = True
-        self.finalization = Finalization(repr(root))
+        self._backward_began = False  # whether one did in the step that has not ended
+        self._last_forward: weakref.ref[object] | None = None  # its mark, until a backward begins
+        self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
         self.backwards = 0
@@ -142,7 +147,11 @@ class Schedule:
             if unit is self.outermost or unit is self.root:
                 self.refuse_forward(self.outermost)
             return False
-        self.finalization.begin_forward()
+        if self._is_awaited:
+            raise RuntimeError(
+                f"the gradient reduction of {self.root!r} must be waited on before the next forward: call "
+                f"wait() on the handle that finalize_backward(async_op=True) returned"
+            )
         self.log.check()
         checks.check_process_groups(self._process_groups)
         is_first = step.forwards == 0
@@ -197,7 +206,8 @@ class Schedule:
         for group in self.groups():
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
-        self.finalization.end_forward(mark)
+        if mark is not None:
+            self._last_forward = weakref.ref(mark)
         self.passes.end("forward")
         self.log.end_pass("forward", self.passes.steps)
         if not torch.is_grad_enabled():
@@ -219,7 +229,7 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self.backwards += 1
-            self.finalization.begin_backward()
+            self._backward_began, self._last_forward = True, None
             self.log.begin_pass()
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
@@ -240,18 +250,43 @@ class Schedule:
             unit.end_backward()
         self.step.end_pass("backward")
         self.log.end_pass("backward", self.passes.steps)
-        if self.is_last_backward and not self.finalization.is_by_hand:
+        if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
         self.passes.leave("the end of a backward")
         self.log.check()
+
+    def check_finalization(self, by_hand: bool) -> None:
+        """Raise RuntimeError if the choice to finalize ``by_hand``, or not, would change in a backward or after it."""
+        if by_hand == self.root.finalizes_by_hand:
+            return
+        if running_backward() >= 0:
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during a backward")
+        if self._backward_began:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode after a backward has started: end the step "
+                "first, with finalize_backward() or a last backward, or call reset_iter_state()"
+            )
 
     def finalize(self) -> Callable[[], None]:
         """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
 
         Returns a function that waits for the reductions, once; it raises RuntimeError if ``reset_iter_state()`` was
-        called meanwhile.
+        called meanwhile. Raises RuntimeError if the step is not to be finalized by hand, or not yet.
         """
-        self.finalization.check_by_hand(self.step.now.has_backward)
+        if self._is_awaited:
+            raise RuntimeError("the gradient reduction that was started must be waited on before another is")
+        if not self.root.finalizes_by_hand:
+            raise RuntimeError(
+                "finalize_backward requires manual finalization: call set_manual_backward_finalization(True) on the "
+                "root before the forward"
+            )
+        if self.step.now.has_backward:
+            raise RuntimeError("finalize_backward must be called after backward, which has not completed")
+        if self._last_forward is not None and self._last_forward() is not None:
+            raise RuntimeError(
+                f"finalize_backward was called between a forward of {self.root!r} and its backward: call it after "
+                f"the backward or, if there is to be none, let go of what the forward returned"
+            )
         self.log.begin_pass()
         self.step.now = Pass.FINALIZING  # an error leaves it so
         for group in reversed(self.groups()):
@@ -262,15 +297,15 @@ class Schedule:
         self.step.now = Pass.NONE
         self.log.end_pass("backward", self.passes.steps)
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
-        self.finalization.is_awaited = True
+        self._is_awaited = True
 
         def wait() -> None:
-            if not self.finalization.is_awaited or reductions.drops != drops:
+            if not self._is_awaited or reductions.drops != drops:
                 raise RuntimeError(
                     "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
                     "that shares its communication: the gradients of that step are lost"
                 )
-            self.finalization.is_awaited = False
+            self._is_awaited = False
             self._end_step()
             self.log.check()
 
@@ -287,19 +322,22 @@ class Schedule:
         if self.inspect is not None:
             for group in self.groups():
                 self.inspect(group, True)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Forget the step: it has ended, or an error cut it short."""
         self.order.finished.clear()
-        self.finalization.reset()
+        self._backward_began, self._last_forward, self._is_awaited = False, None, False
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
-        self.finalization.reset()
+        self._forget_step()
         self.passes.cancel()
         for transport in {group.reduce_transport: None for group in self.groups()}:
             transport.reset()
         for unit in self.units:
             unit.reset()
         self.comm.reductions.drop()
-        self.order.finished.clear()
         self.log.forget()
 
     def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None) -> None:

@@ -331,7 +331,7 @@ class Unit:
         """Runs when the backward of the modules has ended. Not ``ahead``: only the end of the tree's showed it."""
         self.phase = Phase.IDLE
         for group in self.groups:
-            if group.options.strategy.reduces and (ahead or not schedule.finalization.is_by_hand):
+            if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
@@ -393,7 +393,6 @@ class Unit:
             self.chose_to_keep = True
             for group in self.groups:
                 group.options.strategy = group.options.strategy.switched(after_forward=False)
-        schedule.finalization.by_hand = self.finalizes_by_hand
         schedule.add_units(units, module)
         return schedule
 
