@@ -46,7 +46,7 @@ class Scheduled(Protocol):
     """A :class:`~fullshard.schedule.unit.Unit` as a schedule knows it."""
 
     modules: tuple[nn.Module, ...]
-    is_list: bool
+    to_run: set[nn.Module]
     finalizes_by_hand: bool
     groups: list[ParamGroup]
     ignored: set[int]
@@ -57,7 +57,7 @@ class Scheduled(Protocol):
     @property
     def backward_prefetch(self) -> Sequence[Scheduled]: ...
     def use_schedule(self, schedule: Schedule) -> None: ...
-    def end_forward(self) -> None: ...
+    def end_forward(self, schedule: Schedule) -> None: ...
     def end_backward(self) -> None: ...
     def reset(self) -> None: ...
 
@@ -84,7 +84,6 @@ class Schedule:
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
-        self.backwards = 0
         self._process_groups: list[dist.ProcessGroup] = []
         self._position = partial(_position, weakref.ref(self))
 
@@ -213,8 +212,9 @@ class Schedule:
         if not torch.is_grad_enabled():
             self.log.check()
         for unit in self.units:
-            if unit.is_list:
-                unit.end_forward()
+            if unit.to_run:  # some modules of a list may not have run
+                unit.to_run.clear()
+                unit.end_forward(self)
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
@@ -228,7 +228,6 @@ class Schedule:
         if not self.step.now.has_backward:
             self.log.check()
             WAITS.position = self._position
-            self.backwards += 1
             self._backward_began, self._last_forward = True, None
             self.log.begin_pass()
             self.passes.begin("backward", self.groups())

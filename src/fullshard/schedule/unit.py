@@ -52,9 +52,7 @@ class Phase(Enum):
 
 
 class Use:
-    """One forward call; ``entered`` is the number of the backward that has begun on it and has not ended."""
-
-    entered = 0
+    """One forward call."""
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -111,11 +109,11 @@ class Unit:
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
         self.phase = Phase.IDLE
-        self._to_run: set[nn.Module] = set()
+        self.to_run: set[nn.Module] = set()  # those of a list whose forward has not ended, while it runs
         self._in_method = False
         self._use = Use()
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
-        self._entered = 0  # uses whose backward has begun and not ended
+        self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
 
     def __repr__(self) -> str:
@@ -130,16 +128,18 @@ class Unit:
         if recomputes:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
         if self.phase is Phase.BACKWARD:
-            self._unshard()
+            for group in self.needed:
+                group.unshard()
+                group.wait_for_unshard()
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
-        if not first and not recomputes and module not in self._to_run and not self.is_list:
+        if not first and not recomputes and module not in self.to_run and not self.is_list:
             schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
             args, kwargs = tree.to_device((args, kwargs), self.device)
         self.phase = Phase.FORWARD
-        if self.is_list and not self._to_run:
-            self._to_run.update(self.modules)
+        if self.is_list and not self.to_run:
+            self.to_run.update(self.modules)
         if self.mp_policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.needed:
@@ -161,11 +161,6 @@ class Unit:
                     tensor.register_hook(self.mark_gradient)
         return args, kwargs
 
-    def _unshard(self) -> None:
-        for group in self.needed:
-            group.unshard()
-            group.wait_for_unshard()
-
     def post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Runs after the forward of each of the modules."""
         schedule = self.schedule
@@ -173,10 +168,11 @@ class Unit:
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
         recomputes = running_backward() >= 0
-        self._to_run.discard(module)
-        ended = not self._to_run
-        if not {*map(_storage_of, self.needed)}.isdisjoint(map(storage_id, tree.tensors(output))):
-            output = self._own_output(output)
+        self.to_run.discard(module)
+        ended = not self.to_run
+        gathered = {*map(_storage_of, self.needed)}
+        if not gathered.isdisjoint(map(storage_id, tree.tensors(output))):  # another group is about to get their memory
+            output = tree.map_tensors(lambda each: each.clone() if storage_id(each) in gathered else each, output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
         mark = None
@@ -191,7 +187,7 @@ class Unit:
                 self.phase = Phase.IDLE
             return output
         if ended:
-            self._leave_forward(schedule)
+            self.end_forward(schedule)
         if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
         return output
@@ -208,13 +204,8 @@ class Unit:
             self._in_method = not outermost
         return self.post_forward(module, args, output)
 
-    def end_forward(self) -> None:
-        """End the forward when that of the whole tree ends: some modules of a list may not have run."""
-        if self._to_run and self.schedule is not None:
-            self._leave_forward(self.schedule)
-
-    def _leave_forward(self, schedule: Schedule) -> None:
-        self._to_run.clear()
+    def end_forward(self, schedule: Schedule) -> None:
+        """Runs when the forward of the modules has ended, at the latest with that of the whole tree."""
         for group in self.needed:
             group.users.discard(self)
             schedule.order.finished.append(group)
@@ -231,11 +222,6 @@ class Unit:
         if dtype is None or not self.casts_inputs:
             return args, kwargs
         return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
-
-    def _own_output(self, output: Any) -> Any:
-        """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = {*map(_storage_of, self.needed)}
-        return tree.map_tensors(lambda each: each.clone() if storage_id(each) in storages else each, output)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
@@ -271,10 +257,9 @@ class Unit:
         assert schedule is not None
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use.entered == schedule.backwards:
+        if use in self._in_backward:
             return
-        use.entered = schedule.backwards
-        self._entered += 1
+        self._in_backward[use] = None
         if self.phase is Phase.BACKWARD:
             return
         self.begin_backward(schedule)
@@ -287,16 +272,15 @@ class Unit:
         assert schedule is not None
         if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use.entered == schedule.backwards:
-            self._entered -= 1
-            use.entered = 0
+        if use in self._in_backward:
+            del self._in_backward[use]
         elif not all(group.full.state.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
                 f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
-        if self._entered > 0 or self._is_differentiated:
+        if self._in_backward or self._is_differentiated:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
@@ -346,8 +330,9 @@ class Unit:
         """The backward of the whole tree ended."""
         schedule = self.schedule
         assert schedule is not None
-        self._entered, self._is_differentiated = 0, False
-        self._to_run.clear()
+        self._is_differentiated = False
+        self._in_backward.clear()
+        self.to_run.clear()
         left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
         if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
@@ -355,8 +340,9 @@ class Unit:
     def reset(self) -> None:
         """Back to the beginning of a step."""
         self.phase = Phase.IDLE
-        self._entered, self._is_differentiated, self._is_opaque = 0, False, False
-        self._to_run.clear()
+        self._is_differentiated = self._is_opaque = False
+        self._in_backward.clear()
+        self.to_run.clear()
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -366,7 +352,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents, twin.watches = None, [], [], [], []
-        twin._to_run = set()
+        twin.to_run, twin._in_backward = set(), {}
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
