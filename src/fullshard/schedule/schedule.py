@@ -207,8 +207,9 @@ class Schedule:
                 group.reshard()
         if mark is not None:
             self._last_forward = weakref.ref(mark)
-        self.passes.end("forward")
-        self.log.end_pass("forward", self.passes.steps)
+        self.step.end_pass("forward")
+        self.passes.leave("the end of a forward")
+        self.log.end_pass("forward")
         if not torch.is_grad_enabled():
             self.log.check()
         for unit in self.units:
@@ -248,7 +249,7 @@ class Schedule:
         for unit in reversed(self.units):
             unit.end_backward()
         self.step.end_pass("backward")
-        self.log.end_pass("backward", self.passes.steps)
+        self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
         self.passes.leave("the end of a backward")
@@ -294,7 +295,7 @@ class Schedule:
                 self.reduce(group)
             group.reshard_after_backward()
         self.step.now = Pass.NONE
-        self.log.end_pass("backward", self.passes.steps)
+        self.log.end_pass("backward")
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
         self._is_awaited = True
 
@@ -365,12 +366,12 @@ def _position(schedule: weakref.ref[Schedule]) -> Position:
     if here is None:
         return Position("outside of training")
     groups, now = here.groups(), here.step.now
-    kind: Kind = "backward" if now.has_backward else "forward"
-    where = "between the passes" if now is Pass.NONE else f"in the {kind}"
+    kind: Kind | None = None if now is Pass.NONE else "backward" if now.has_backward else "forward"
+    where = f"in the {kind}" if kind else "between the passes"
     tree = min((group.tag for group in groups), default=-1)
-    passes = here.log.passes(None if now is Pass.NONE else kind, here.passes.steps, tree)
+    passes = here.log.passes(kind, tree)
     names = {group.tag: group.title for group in groups}
-    last = [*here.order.entered, *(call[0] for call in here.log.calls)] if now is not Pass.NONE else []
+    last = [*here.order.entered, *(call[0] for call in here.log.calls)] if kind else []
     at = f", at {last[-1].title}" if last else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
     return Position(doing, passes, names, here.log.unlike_before)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,12 +53,8 @@ class Event:
     moves: bool = True
 
 
-class Observer(Protocol):
-    """Is called on the rank itself, in the order in which things happen there. Without observers there is no cost."""
-
-    def __call__(self, event: Event) -> None: ...
-
-
+#: Is called on the rank itself, in the order in which things happen there. Without observers there is no cost.
+Observer = Callable[[Event], None]
 #: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
 _ROUND = 1 << 32
 #: Ranks tell each other this many of their last calls. If two wait for each other, they parted a few calls ago.
@@ -155,9 +150,9 @@ class StepLog(Log):
         """A lane of their own: nothing waits for them, and they for nothing."""
         return Lane(self._device)
 
-    def end_pass(self, kind: Kind, steps: int) -> None:
-        """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
-        started = [one for one in self._comparisons(kind, steps) if one.calls and not is_capturing(self._device)]
+    def end_pass(self, kind: Kind) -> None:
+        """Start to compare a pass. All ranks must call it."""
+        started = [one for one in self._comparisons(kind) if one.calls and not is_capturing(self._device)]
         self._under_way += started
         if self._followers:
             self._announce(None, kind)
@@ -167,9 +162,9 @@ class StepLog(Log):
         self.unlike_before = ""
         self._number += 1
 
-    def _comparisons(self, kind: Kind, steps: int) -> list[_Comparison]:
+    def _comparisons(self, kind: Kind) -> list[_Comparison]:
         """What the ranks of each process group have to compare of the calls so far."""
-        calls = [*self.calls]
+        calls, steps = [*self.calls], self._step.steps_before
         return [
             _Comparison(
                 [call for call in calls if _is_compared(*call, process_group)], kind, steps, process_group, self._number
@@ -177,13 +172,13 @@ class StepLog(Log):
             for process_group in self._process_groups
         ]
 
-    def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
+    def passes(self, kind: Kind | None, tree: int) -> dict[str, dict[str, str]]:
         """The last calls of this rank by their number in the pass, for each process group and pass. The passes are the
         one that runs, of a ``kind`` (``None``: none runs), and those whose comparison has not ended.
 
         ``tree`` identifies the tree on all ranks. Another thread calls it.
         """
-        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind, steps)
+        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind)
         return {
             f"{one.process_group.group_name} {tree} {one.number}": {
                 str(at): text
