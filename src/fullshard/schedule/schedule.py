@@ -39,7 +39,10 @@ from fullshard.torch_private import call_after_backward, running_backward
 
 #: What to do after an error. The schedule does not do it unasked: a rank that goes on alone would take part in gathers
 #: of other layers on other ranks. Where the sizes agree, it would compute with wrong weights.
-_RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
+_CUT_SHORT = (
+    "{} did not end, as an error in it leaves it, which is the one to look at: call reset_iter_state() on the root "
+    "module, on every rank, before the next forward"
+)
 
 
 class Scheduled(Protocol):
@@ -58,7 +61,7 @@ class Scheduled(Protocol):
     def backward_prefetch(self) -> Sequence[Scheduled]: ...
     def use_schedule(self, schedule: Schedule) -> None: ...
     def end_forward(self, schedule: Schedule) -> None: ...
-    def end_backward(self) -> None: ...
+    def end_backward(self, schedule: Schedule) -> None: ...
     def reset(self) -> None: ...
 
 
@@ -138,10 +141,8 @@ class Schedule:
         an earlier forward or backward short."""
         step = self.step
         if step.now.has_backward:
-            raise RuntimeError(
-                f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
-                f"{_RESET}. The gradients of that step are lost"
-            )
+            cut_short = _CUT_SHORT.format(f"a backward of {self.root!r}")
+            raise RuntimeError(f"{cut_short}. The gradients of that step are lost")
         if step.now is Pass.FORWARD:
             if unit is self.outermost or unit is self.root:
                 self.refuse_forward(self.outermost)
@@ -196,9 +197,7 @@ class Schedule:
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
         """Raise: ``unit`` is still in an earlier forward."""
-        raise RuntimeError(
-            f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
-        )
+        raise RuntimeError(_CUT_SHORT.format(f"the forward of {unit!r}"))
 
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
@@ -242,12 +241,12 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead(filter(_needs_unshard, ahead), self.prefetch_limit)
+            self._gather_ahead(filter(attrgetter("options.unshard_in_backward"), ahead), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
         for unit in reversed(self.units):
-            unit.end_backward()
+            unit.end_backward(self)
         self.step.end_pass("backward")
         self.log.end_pass("backward")
         if self.is_last_backward and not self.root.finalizes_by_hand:
@@ -343,9 +342,7 @@ class Schedule:
     def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None) -> None:
         """Start the first ``most`` gathers (``None``: all) that are needed soon; shared memory has nothing to start."""
         for group in islice(targets, most):
-            if group.shard.shared is None and (
-                group.full.state is State.SHARDED or group.full.state is State.SHARDED_POST_FORWARD
-            ):
+            if group.shard.shared is None and not group.full.state.is_unsharded:
                 group.unshard()
 
     def reduce(self, group: ParamGroup) -> None:
@@ -354,10 +351,6 @@ class Schedule:
             if self.inspect is not None:
                 self.inspect(group, False)
             group.gradients.reduce()
-
-
-#: Whether a group is gathered for its backward.
-_needs_unshard = attrgetter("options.unshard_in_backward")
 
 
 def _position(schedule: weakref.ref[Schedule]) -> Position:

@@ -40,8 +40,6 @@ from fullshard.torch_private import apply_function, base_of, running_backward, s
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-_storage_of = attrgetter("full.buffer.storage_id")
-
 
 class Phase(Enum):
     """The phase of a step in which the modules of a unit are."""
@@ -170,7 +168,7 @@ class Unit:
         recomputes = running_backward() >= 0
         self.to_run.discard(module)
         ended = not self.to_run
-        gathered = {*map(_storage_of, self.needed)}
+        gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
         if not gathered.isdisjoint(map(storage_id, tree.tensors(output))):  # another group is about to get their memory
             output = tree.map_tensors(lambda each: each.clone() if storage_id(each) in gathered else each, output)
         if self.mp_policy.output_dtype is not None:
@@ -326,12 +324,9 @@ class Unit:
         if self.prefetches_backward == "after" and ahead:
             schedule.prefetch_backward(self)
 
-    def end_backward(self) -> None:
-        """The backward of the whole tree ended."""
-        schedule = self.schedule
-        assert schedule is not None
-        self._is_differentiated = False
-        self._in_backward.clear()
+    def end_backward(self, schedule: Schedule) -> None:
+        """Runs when the backward of the whole tree has ended."""
+        self._in_backward, self._is_differentiated = {}, False
         self.to_run.clear()
         left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
         if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
@@ -340,8 +335,7 @@ class Unit:
     def reset(self) -> None:
         """Back to the beginning of a step."""
         self.phase = Phase.IDLE
-        self._is_differentiated = self._is_opaque = False
-        self._in_backward.clear()
+        self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
         for group in self.groups:
             group.users.clear()
@@ -385,13 +379,13 @@ class Unit:
     def use_schedule(self, schedule: Schedule) -> None:
         """Become part of a tree."""
         self.schedule = schedule
-        if self.chose_to_keep and schedule.root is not self:  # as the root of a tree of its own, before this one
-            self.chose_to_keep = False
-            for group in self.groups:
-                group.options.strategy = group.options.strategy.switched(after_forward=True)
         if schedule.root is not self:
             for watch in self.watches:
                 watch.remove()
+            if self.chose_to_keep:  # as the root of a tree of its own, before this one
+                self.chose_to_keep = False
+                for group in self.groups:
+                    group.options.strategy = group.options.strategy.switched(after_forward=True)
         self.needed = [*self.groups, *self.borrowed]
 
 
