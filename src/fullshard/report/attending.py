@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fullshard import finite
 from fullshard.comm.waits import WAITS, LostRankError
 from fullshard.finite import NonFiniteDetector, NonFiniteError
 from fullshard.group.mesh import DataMesh
@@ -35,7 +36,7 @@ from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
-from fullshard.schedule import finite, hooks
+from fullshard.schedule import hooks
 from fullshard.schedule.schedule import Schedule, Scheduled
 from fullshard.schedule.unit import Unit
 
