@@ -37,7 +37,7 @@ from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import Schedule, Scheduled
+from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit
 
 #: The directory in which ranks tell what they find, and how many steps are looked at.
@@ -59,7 +59,7 @@ class Attendance:
         self._name = folder / f"{os.getpid()}.jsonl"
         self._stacks = open(folder / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
         self._overrides = Overrides()
-        self._take_over = Schedule.add_units
+        self._take_over = Schedule.begin_tree
         self._schedule: Schedule | None = None
         self._detector: NonFiniteDetector | None = None
         self._recording: Recording | None = None
@@ -79,11 +79,11 @@ class Attendance:
         hooks.when_sharded(self._sharded)
         begin = self._begin_tree
 
-        def take_over(schedule: Schedule, units: Iterable[Scheduled], module: nn.Module) -> None:
-            self._take_over(schedule, units, module)
+        def take_over(schedule: Schedule, module: nn.Module) -> None:
+            self._take_over(schedule, module)
             begin(schedule, module)
 
-        setattr(Schedule, "add_units", take_over)  # noqa: B010
+        setattr(Schedule, "begin_tree", take_over)  # noqa: B010
         self.tell("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def end(self) -> None:
@@ -91,7 +91,7 @@ class Attendance:
         if self._detector is not None:
             self._detector.remove()
         self._overrides.remove()
-        setattr(Schedule, "add_units", self._take_over)  # noqa: B010
+        setattr(Schedule, "begin_tree", self._take_over)  # noqa: B010
         with suppress(ValueError):
             hooks._listeners.remove(self._sharded)
         recording, self._recording = self._recording, None

@@ -23,7 +23,7 @@ class Passes:
         self._groups: list[ParamGroup] = []  # those whose ranks share memory
 
     def begin(self, kind: Kind, groups: Iterable[ParamGroup]) -> None:
-        """Begin a pass. If it is in no other one, make this rank's shards known, and wait until all ranks have."""
+        """Begin a pass. If no other pass runs, publish this rank's shards, and wait until all ranks have done so."""
         step, is_outermost = self._step, self._step.now is Pass.NONE
         step.begin_pass(kind)
         if not is_outermost:
@@ -43,7 +43,7 @@ class Passes:
                 group.full.let_read(True)
 
     def leave(self, doing: str) -> None:
-        """Wait until all ranks have read what they need in the pass that has ended, if it was in no other one."""
+        """If no pass runs any more, wait until all ranks have ended the last one: each has read what it needs."""
         if self._step.now is Pass.NONE:
             self._stop_reading()
             for barrier in self._barriers:

@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
@@ -66,16 +65,18 @@ class Scheduled(Protocol):
 
 
 class Schedule:
-    """The passes of one tree of modules."""
+    """The passes of one tree of modules, which has ``units``."""
 
-    def __init__(self, root: Scheduled, device: torch.device) -> None:
+    def __init__(self, root: Scheduled, units: Sequence[Scheduled], device: torch.device) -> None:
         self.root = root
+        self.units = units
         self.device = device
-        self.units: list[Scheduled] = []
-        self._groups: list[ParamGroup] = []
+        self._groups = [group for unit in units for group in unit.groups]
+        used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
+        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)
         self.step = Step(self.begin_backward)
-        self.step.log = self.log = StepLog(device, self.step)
+        self.step.log = self.log = StepLog(device, self.step, self._process_groups)
         self.passes = Passes(self.step)
         self.order: Order[ParamGroup] = Order()
         #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.finite`.
@@ -87,13 +88,10 @@ class Schedule:
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
-        self._process_groups: list[dist.ProcessGroup] = []
         self._position = partial(_position, weakref.ref(self))
 
-    def add_units(self, units: Iterable[Scheduled], module: nn.Module) -> None:
-        """Make all units under the root share this schedule, and name their groups after their modules."""
-        self.units = list(units)
-        self._groups = [group for unit in self.units for group in unit.groups]
+    def begin_tree(self, module: nn.Module) -> None:
+        """Make all units share this schedule, and name their groups after the modules in ``module``, the root's."""
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for unit in self.units:
             unit.use_schedule(self)
@@ -106,9 +104,6 @@ class Schedule:
                     param.update_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
                     param.name = plain_name(f"{names.get(id(location.module), '')}.{location.name}")
-        used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
-        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
-        self.log.compare_over(self._process_groups)
         self.size_slots()
         if is_host(self.device):
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.

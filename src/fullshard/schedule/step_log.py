@@ -12,7 +12,7 @@ the device and one back, so four in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -64,14 +64,14 @@ Call = tuple[ParamGroup, frozenset[int]]
 
 
 class StepLog(Log):
-    """The log of one tree of modules on ``device``, whose groups share ``step``.
+    """The log of one tree of modules on ``device``, whose groups share ``step`` and use ``process_groups``.
 
     Attributes:
         calls: what this rank has started to communicate about in this pass, in order.
         unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
-    def __init__(self, device: torch.device, step: Step) -> None:
+    def __init__(self, device: torch.device, step: Step, process_groups: Iterable[dist.ProcessGroup] = ()) -> None:
         super().__init__()
         self._device, self._step = device, step
         self.calls: list[Call] = []
@@ -79,7 +79,8 @@ class StepLog(Log):
         self._is_profiled = False  # in the pass that runs; outside of passes each action asks
         self._announces = False  # whether calls are announced to the other ranks
         self._compares_each = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
-        self._process_groups: list[dist.ProcessGroup] = []
+        #: Those whose ranks compare what they did.
+        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
         self._under_way: list[_Comparison] = []
         self._number = 0  # of the pass, the same on all ranks
         #: The call that followed each call, by the kind of the pass, in the last passes.
@@ -119,10 +120,6 @@ class StepLog(Log):
     def begin_pass(self) -> None:
         """A pass begins."""
         self._is_profiled = profiler_listens()
-
-    def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
-        """Compare with the ranks of these groups, over which the tree communicates."""
-        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
 
     def announce_calls(self, groups: Sequence[ParamGroup]) -> None:
         """Announce calls from now on, if a backend may end processes that disagree on one of ``groups``."""

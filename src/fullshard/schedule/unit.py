@@ -131,7 +131,7 @@ class Unit:
                 group.wait_for_unshard()
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
-        if not first and not recomputes and module not in self.to_run and not self.is_list:
+        if not first and not recomputes and not self.is_list:
             schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
             args, kwargs = tree.to_device((args, kwargs), self.device)
@@ -195,11 +195,11 @@ class Unit:
     ) -> Any:
         """Run a method as if it were ``forward``; the forwards that it calls find the parameters there."""
         args, kwargs = self.pre_forward(module, args, kwargs)
-        outermost, self._in_method = not self._in_method, True
+        was_in_method, self._in_method = self._in_method, True
         try:
             output = method(*args, **kwargs)
         finally:
-            self._in_method = not outermost
+            self._in_method = was_in_method
         return self.post_forward(module, args, output)
 
     def end_forward(self, schedule: Schedule) -> None:
@@ -310,7 +310,7 @@ class Unit:
             group.users.add(self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
-        """Runs when the backward of the modules has ended. Not ``ahead``: only the end of the tree's showed it."""
+        """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
         self.phase = Phase.IDLE
         for group in self.groups:
             if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
@@ -360,7 +360,6 @@ class Unit:
                 f"contains them, if that was not done, and call that module, or its method, first"
             )
         module = self.modules[0]
-        schedule = Schedule(self, self.device)
         units = units_in(module)
         for unit in units:
             if unit is not self and unit.finalizes_by_hand:
@@ -373,7 +372,8 @@ class Unit:
             self.chose_to_keep = True
             for group in self.groups:
                 group.options.strategy = group.options.strategy.switched(after_forward=False)
-        schedule.add_units(units, module)
+        schedule = Schedule(self, units, self.device)
+        schedule.begin_tree(module)
         return schedule
 
     def use_schedule(self, schedule: Schedule) -> None:
