@@ -51,7 +51,7 @@ class Training:
     def check_is_idle(self) -> None:
         """Nothing that a gather or a reduction takes is in use."""
         for group in groups_of(self.model):
-            assert group.state is State.SHARDED, group
+            assert group.full.state is State.SHARDED, group
             for pool in group.comm.pools.values():
                 assert slots_in_use(pool) == 0, group
         assert _leased() == self.leased, "staging was not given back"

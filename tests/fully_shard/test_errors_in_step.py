@@ -166,7 +166,7 @@ def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> N
     fail_in_backward(model.blocks[1][1], lambda: model(inputs()).sum().backward())
     model.reset_iter_state()
     for group in groups_of(model):
-        assert group.state is State.SHARDED
+        assert group.full.state is State.SHARDED
         assert slots_in_use(group.parameter_pool) == 0
         assert slots_in_use(group.gradient_pool) == 0
 

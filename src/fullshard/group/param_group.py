@@ -75,11 +75,6 @@ class ParamGroup(GroupContext):
         self.module_params.show_sharded()
         register_sharded(self)
 
-    @property
-    def state(self) -> State:
-        """Where the values are."""
-        return self.full.state
-
     def unshard(self) -> None:
         """Start to gather, unless the values are there. :meth:`wait_for_unshard` ends it."""
         full = self.full

@@ -37,7 +37,7 @@ from fullshard.report.explain import explain
 from fullshard.report.record import Recording, record
 from fullshard.report.watching import Overrides
 from fullshard.schedule import hooks
-from fullshard.schedule.schedule import Schedule, Scheduled
+from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit
 
 #: Environment variables: the directory for the ranks' files, and how many steps are observed.
@@ -59,7 +59,7 @@ class RankObserver:
         self._name = directory / f"{os.getpid()}.jsonl"
         self._stacks = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
         self._overrides = Overrides()
-        self._add_units = Schedule.add_units
+        self._original_begin_tree = Schedule.begin_tree
         self._schedule: Schedule | None = None
         self._detector: NonFiniteDetector | None = None
         self._recording: Recording | None = None
@@ -79,11 +79,11 @@ class RankObserver:
         hooks.when_sharded(self._sharded)
         begin = self._begin_tree
 
-        def add_units(schedule: Schedule, units: Iterable[Scheduled], module: nn.Module) -> None:
-            self._add_units(schedule, units, module)
+        def begin_tree(schedule: Schedule, module: nn.Module) -> None:
+            self._original_begin_tree(schedule, module)
             begin(schedule, module)
 
-        setattr(Schedule, "add_units", add_units)  # noqa: B010
+        setattr(Schedule, "begin_tree", begin_tree)  # noqa: B010
         self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def stop(self) -> None:
@@ -91,7 +91,7 @@ class RankObserver:
         if self._detector is not None:
             self._detector.remove()
         self._overrides.remove()
-        setattr(Schedule, "add_units", self._add_units)  # noqa: B010
+        setattr(Schedule, "begin_tree", self._original_begin_tree)  # noqa: B010
         with suppress(ValueError):
             hooks._listeners.remove(self._sharded)
         recording, self._recording = self._recording, None
