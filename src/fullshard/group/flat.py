@@ -1,7 +1,7 @@
 """Parameters that a rank holds as runs of one flat shard, and what the modules show of them between uses.
 
-Owns the second way to show a group, for which its parameters are laid out end to end and cut wherever the cut falls
-(layout *flat*)::
+Owns the second way to show a group, with the layout *flat*: parameters lie end to end, and are cut wherever a rank's
+shard ends::
 
     fragments     every parameter stands in its place and holds the run of its elements that is this rank's, 1-D, of
                   size 0 where the rank has none; the same Parameter object that it was before, with its attributes

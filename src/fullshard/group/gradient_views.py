@@ -44,7 +44,7 @@ class WholeViews:
         write(list(map(self.views.__getitem__, grads)), list(grads.values()))
 
     def zero(self, index: int) -> None:
-        """Let a gradient be zeros."""
+        """Set a gradient to zeros."""
         self.views[index].zero_()
 
     def read(self, index: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ class MessageViews(WholeViews):
             write(targets, sources)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a straight gradient as it is, if it is ours to change, or else a copy, or add it to what was kept."""
+        """Keep a straight gradient, or a copy of it if it is not ours to change; or add it to the one that is kept."""
         is_ours = not (grad.requires_grad or shares_memory(grad))
         values = grad.detach().permute(self._params[index].order)
         if index in self.straight:
@@ -103,7 +103,7 @@ class MessageViews(WholeViews):
 
     def zero(self, index: int) -> None:
         if index not in self._pieces:
-            numel = self._params[index].plan_shape.numel
+            numel = self._params[index].shape.numel()
             self.straight[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
             return
         pieces, target = self._pieces[index]

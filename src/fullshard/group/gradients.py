@@ -60,7 +60,7 @@ class Gradients:
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
     def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
-        """Be the gradients of the values in ``full``, and of the parameters that modules show."""
+        """Take the gradients of the values in ``full`` from now on, for the parameters that modules show."""
         self._full, self._module_params = full, module_params
 
     def forget_layout(self) -> None:
@@ -106,7 +106,7 @@ class Gradients:
 
     @staticmethod
     def receive(reference: weakref.ref[HasGradients], index: int, leaf: torch.Tensor) -> None:
-        """Runs once for each parameter and backward."""
+        """Take the gradient from a leaf. Runs once for each parameter and backward."""
         owner, grad = reference(), leaf.grad
         if owner is None or grad is None:
             return
@@ -152,7 +152,7 @@ class Gradients:
                 self._notice_clearing()
             if not self._arrived and self._module_params.trainable != self._trainable:
                 self._lay_out(self._module_params.trainable)
-        if index not in self._every:
+        if index not in self._trained:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
@@ -177,7 +177,7 @@ class Gradients:
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
-        """Go on in another buffer: of a wider dtype, or laid out otherwise."""
+        """Continue in another buffer, of a wider dtype or with another layout, with the gradients that have arrived."""
         self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
@@ -266,19 +266,19 @@ class Gradients:
         fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
         self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
                 self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-        self._every = frozenset(index for index in views.dtypes if trainable[index])
-        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._every}
+        self._trained = frozenset(index for index in views.dtypes if trainable[index])
+        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._trained}
         nbytes = sizes | dict.fromkeys(views.kept, 0)
         #: Bytes to copy, by index (0: straight); empty: waiting has no bound.
         self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
-        plain = self._every - self._dtypes_of.found.keys()
+        plain = self._trained - self._dtypes_of.found.keys()
         #: Leaves whose gradients are taken as they are.
         self._plain: list[torch.Tensor | None] = [leaf if i in plain else None for i, leaf in enumerate(leaves)]
         self._writes, self._trainable = False, trainable
@@ -300,15 +300,15 @@ class Gradients:
             self._take_buffer()
         if group.options.reduce_unused:
             self._dtypes_of.refuse_unknown()
-        if self._partial and (lost := self._partial.keys() - self._every):
+        if self._partial and (lost := self._partial.keys() - self._trained):
             names = sorted(group.params[index].name for index in lost)
             raise RuntimeError(
                 f"gradients of {names} were summed over some of the ranks only (set_requires_all_reduce(False)), and "
-                f"then they stopped to require gradients: freeze parameters after a backward with all-reduce"
+                f"then they stopped requiring gradients: freeze parameters after a backward with all-reduce"
             )
         arrived, self._arrived = self._arrived, set()
         self._writes = False
-        wanted = self._every
+        wanted = self._trained
         if arrived != wanted:
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
@@ -317,11 +317,11 @@ class Gradients:
         for gap in self._gaps:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
+        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = list(map(self._views.straight.pop, choice.straight))
+        straight = list(map(self._views.straight.pop, plan.straight))
         dropped = reductions, reductions.drops
-        reducing = PendingReduction(group, self._module_params, self._partial, choice, self._buffer, straight, *dropped)
+        reducing = PendingReduction(group, self._module_params, self._partial, plan, self._buffer, straight, *dropped)
         logged = group.step.log("reduce", group, wanted)
         if logged is None:
             mark = lane.run(reducing.start, reducing.scattered)
@@ -330,8 +330,8 @@ class Gradients:
                 mark = lane.run(reducing.start, reducing.scattered)
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
 
-    def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
-        """The plan of a reduction of these parameters; as a rule the same in every step."""
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+        """Make the plan of a reduction of these parameters. As a rule every step has the same."""
         group, parts = self._group, list[Part]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
@@ -355,11 +355,11 @@ class Gradients:
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
         beside = straight_in(part.plan for part in parts if part.plan.is_messages)
         straight = [parts[each.section].indices[each.param] for each in beside]
-        choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
-        return choice
+        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, straight)
+        return self._plans[wanted, is_final]
 
     def discard(self) -> None:
-        """Forget what arrived and what was accumulated."""
+        """Drop all gradients that are not in ``param.grad`` yet."""
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()

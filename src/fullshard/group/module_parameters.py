@@ -68,7 +68,7 @@ class ModuleParameters:
         self._prepare_updates()
 
     def _prepare_updates(self) -> None:
-        """Leave alone the locations where users put something instead of a parameter."""
+        """Prepare the updates, without the locations where users put something instead of a parameter."""
         self._apart = apart = [
             (i, param, module, path)
             for i, param in enumerate(self._group.params)

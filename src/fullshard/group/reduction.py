@@ -79,8 +79,7 @@ class PendingReduction:
         return self._pending
 
     def scattered(self) -> None:
-        """The reduce-scatter is done: the buffer is free (on a device once it was waited for), and what is left is to
-        sum over the replicas."""
+        """Continue after the reduce-scatter: give the buffer back (on devices its mark does), sum over replicas."""
         group = self._group
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
@@ -125,7 +124,7 @@ class PendingReduction:
         return found
 
     def _hand_over(self) -> None:
-        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
+        """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
         group = self._group
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
         if group.offloads and not is_host(group.device):
@@ -135,7 +134,7 @@ class PendingReduction:
             self.accumulate()
 
     def accumulate(self) -> None:
-        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
+        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there."""
         group, grads = self._group, self._locals()
         more = self._module_params.accumulate_gradients(grads)
         if more:
