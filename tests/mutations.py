@@ -180,9 +180,9 @@ MUTATIONS = (
     ),
     # how gradients are taken and reduced
     Mutation(
-        "group/gradients.py",
-        "leaf.requires_grad_(trainable)",
-        "pass",
+        "group/module_parameters.py",
+        "            self._train_leaves()\n        self._prepare_updates()",
+        "            pass\n        self._prepare_updates()",
         "tests/parity/test_parameters.py::test_frozen_blocks",
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "HoldingMark(mark, straight, self._buffer.give_back)",
+        "HoldingMark(mark, zero_copy, self._buffer.give_back)",
         "HoldingMark(mark, (), self._buffer.give_back)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
@@ -302,8 +302,8 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/unit.py",
-        "output = self._own_output(output)",
-        "pass",
+        "        if not gathered.isdisjoint(",
+        "        if False and not gathered.isdisjoint(",
         "tests/fully_shard/test_decisions.py::test_a_forward_may_return_its_own_weight",
     ),
     Mutation(
@@ -325,9 +325,9 @@ MUTATIONS = (
         "tests/fully_shard/test_consistency.py::test_a_micro_batch_left_out_is_found_with_collectives",
     ),
     Mutation(
-        "schedule/finalization.py",
-        "self._began_by_hand = self.is_by_hand\n        self._forward = lambda: None",
-        "self._began_by_hand = self.is_by_hand",
+        "schedule/schedule.py",
+        "self._backward_began, self._last_forward = True, None",
+        "self._backward_began = True",
         "tests/parity/test_finalization.py::test_between_a_forward_and_its_backward_it_is_refused",
     ),
     # the order of what a device with streams does
@@ -423,8 +423,8 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "        self._gathered, self._values = PASSED, None\n",
-        "        self._gathered = PASSED\n",
+        "        super()._cancel()\n        self._give_staging_back()",
+        "        super()._cancel()",
         "tests/fully_shard/test_errors_in_communication.py::"
         "test_training_goes_on_after_an_error_at_any_point_of_communication",
     ),
@@ -522,7 +522,7 @@ MUTATIONS = (
     # memory that the ranks of a host share
     Mutation(
         "comm/host.py",
-        "self.done.set(number)\n\n",
+        "self.done.set(reading.number)\n\n",
         "\n",
         "tests/comm/test_host.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),
@@ -832,7 +832,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/fetch.py",
-        "number[0] <= _number(held)[0]:",
+        "number[0] <= _number(part)[0]:",
         "number[0] < _number(held)[0]:",
         "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
     ),
@@ -857,8 +857,8 @@ MUTATIONS = (
     # reports
     Mutation(
         "report/record.py",
-        "mine.moved(offset)",
-        "mine.moved(-offset)",
+        "mine.shifted(offset)",
+        "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(

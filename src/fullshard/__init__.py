@@ -64,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 if "FULLSHARD_DOCTOR" in os.environ:  # set by `fullshard doctor` for the ranks of the job that it looks at
-    importlib.import_module("fullshard.report.attending").start()
+    importlib.import_module("fullshard.report.rank_observer").start()

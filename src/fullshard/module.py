@@ -138,7 +138,7 @@ class FSDPModule:
         _expect_bool("set_manual_backward_finalization", enabled)
         schedule = _root_schedule(self, "set_manual_backward_finalization")
         if schedule is not None:
-            schedule.finalization.choose(enabled)
+            schedule.check_finalization(enabled)
         _unit(self).finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:

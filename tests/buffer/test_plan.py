@@ -355,17 +355,17 @@ def test_mistakes_are_named() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
-def test_smaller_parameters_are_straight_where_all_of_them_move_in_one_launch(world_size: int) -> None:
+def test_smaller_parameters_are_zero_copy_where_all_of_them_move_in_one_launch(world_size: int) -> None:
     """If they have what a channel gets at least, and no more of them come than there are channels."""
 
-    def straight(*sizes: int, together: bool = True) -> tuple[int, ...]:
-        return make_plan([ParamShape("p", (size,)) for size in sizes], world_size, together=together).straight
+    def zero_copy(*sizes: int, together: bool = True) -> tuple[int, ...]:
+        return make_plan([ParamShape("p", (size,)) for size in sizes], world_size, together=together).zero_copy
 
     some = (2**14, 64, 2**14 - 64, 2**15, 2**14 + 1)
-    assert straight(*some) == ((0, 3) if world_size > 1 else ())
-    assert straight(*some, together=False) == ()
-    assert len(straight(*[2**14] * 16)) == (16 if world_size > 1 else 0)
-    assert straight(*[2**14] * 17) == ()
-    assert straight(2**14, 2**23) == straight(2**14, 2**23, together=False) == ((1,) if world_size > 1 else ())
+    assert zero_copy(*some) == ((0, 3) if world_size > 1 else ())
+    assert zero_copy(*some, together=False) == ()
+    assert len(zero_copy(*[2**14] * 16)) == (16 if world_size > 1 else 0)
+    assert zero_copy(*[2**14] * 17) == ()
+    assert zero_copy(2**14, 2**23) == zero_copy(2**14, 2**23, together=False) == ((1,) if world_size > 1 else ())
     plan = make_plan([ParamShape("p", (size,)) for size in some], world_size, together=True)
-    assert plan.select([3, 1]).straight == ((0,) if world_size > 1 else ())
+    assert plan.select([3, 1]).zero_copy == ((0,) if world_size > 1 else ())

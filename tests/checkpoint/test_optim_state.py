@@ -156,6 +156,21 @@ def test_training_goes_on_as_if_never_interrupted(
     assert train(second, fresh, steps, world.rank) == pytest.approx(train(first, stepped, steps, world.rank), rel=1e-6)
 
 
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("build", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adamax])
+def test_a_state_from_before_the_first_step_changes_no_step(world: World, build: Any, use_orig_params: bool) -> None:
+    losses = []
+    for loads in (False, True):
+        model = wrapped(use_orig_params=use_orig_params)
+        optimizer = build(model.parameters(), lr=1e-2)
+        choose(OURS, model, "SHARDED")
+        if loads:
+            to_load(model, optimizer, to_dict(model, optimizer), load_directly=True)
+        losses.append(train(model, optimizer, range(4), world.rank))
+    assert losses[0] == losses[1]
+
+
 def copy_parameters(source: Any, target: Any) -> None:
     with OURS.wrap.summon_full_params(source):
         values = {name: param.detach().clone() for name, param in source.named_parameters()}

@@ -52,7 +52,7 @@ SHAPES = {
     "tiny": TINY,
     "wide": WIDE,
     "scalars": SCALARS,
-    "straight": STRAIGHT,
+    "zero-copy": STRAIGHT,
     "none": (),
 }
 

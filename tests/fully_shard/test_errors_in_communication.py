@@ -51,7 +51,7 @@ class Training:
     def check_is_idle(self) -> None:
         """Nothing that a gather or a reduction takes is in use."""
         for group in groups_of(self.model):
-            assert group.state is State.SHARDED, group
+            assert group.full.state is State.SHARDED, group
             for pool in group.comm.pools.values():
                 assert slots_in_use(pool) == 0, group
         assert _leased() == self.leased, "staging was not given back"
@@ -145,7 +145,7 @@ POINTS: dict[str, tuple[str, When]] = {
     "leaves are made": ("fullshard.group.full_buffer:FullBuffer._make_leaves", "before"),
     "leaves are known": ("fullshard.group.full_buffer:register", "before"),
     "values have arrived": ("fullshard.group.full_buffer:FullBuffer.wait_for_gather", "before"),
-    "a reduction is planned": ("fullshard.group.gradients:Gradients._choose", "before"),
+    "a reduction is planned": ("fullshard.group.gradients:Gradients._plan_reduction", "before"),
     "a reduction starts": ("fullshard.group.reduction:PendingReduction.start", "before"),
     "a reduction has ended": ("fullshard.group.reduction:PendingReduction.accumulate", "before"),
 }

@@ -521,14 +521,14 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
 
 @ranks(2, transport="host")
 def test_gradients_stay_until_a_slow_rank_has_read_them(world: World) -> None:
-    def read(transport: HostTransport, reading: Any) -> None:
-        time.sleep(0.03)
-        read_at_once(transport, reading)
+    def read(transport: HostTransport, rank: int, reading: Any) -> Any:
+        time.sleep(0.02)
+        return read_at_once(transport, rank, reading)
 
-    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._read
+    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._slot_of
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(HostTransport, "_read", read)
+            patch.setattr(HostTransport, "_slot_of", read)
         for _ in range(2):
             pair.step()
 

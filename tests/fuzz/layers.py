@@ -243,11 +243,13 @@ class Complex(nn.Module):
 
 class _Power(torch.autograd.Function):
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # else the backward mixes dtypes under autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return grad @ weight.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)

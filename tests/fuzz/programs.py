@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from fullshard.wrap import repeated_blocks
 from tests.fuzz import actions as do
 from tests.fuzz.checkpoints import COMPOSABLE, WRAPPED
-from tests.fuzz.models import CHECKPOINTS, KINDS, PACKS, Layer, ModelSpec
+from tests.fuzz.models import CHECKPOINTS, KINDS, PACKS, Cell, Layer, ModelSpec, build
 from tests.fuzz.sharding import GroupSpec, Sharding
 from tests.fuzz.steps import OPTIMIZERS, PATTERNS
 
@@ -215,6 +216,8 @@ class _Generator:
         if wraps and mesh:
             strategy = self.random.choice(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
         by = self.choose({"calls": 75, "policy": 15, "blocks": 0 if wraps else 10})
+        if by == "blocks" and _reads_weights_of_blocks(model):
+            by = "policy"
         groups = self.groups(model, wraps, by)
         resting: list[Any] = [2] if world == 4 and not mesh and not wraps else []
         reshard = [None, None, None, True, True, False, *resting]
@@ -225,7 +228,7 @@ class _Generator:
         reduce = {"": ["", ""], "float32": ["", "float32", "float64"], "bfloat16": ["", "float32", "float32"]}[low]
         plain = any(layer.pack == "plain" for layer in all_layers(model.layers))
         casts = self.chance(0.7)
-        output = not wraps and low and casts and not plain and len(groups) == 1 and self.chance(0.5)
+        output = not wraps and low and casts and not plain and len(groups) == 1 and by != "blocks" and self.chance(0.5)
         return Sharding(
             api="wrapper" if wraps else "fully_shard",
             groups=tuple(groups),
@@ -246,6 +249,8 @@ class _Generator:
 
     def groups(self, model: ModelSpec, wraps: bool, by: str) -> list[GroupSpec]:
         """Calls from the inside out; a call of several modules has modules of one depth."""
+        if by == "blocks":
+            return [GroupSpec(("",))]
         cells = [(number, layer) for number, layer in enumerate(model.layers) if layer.same is None]
         if by != "calls":
             paths = [path for number, layer in cells for path in _cells_of(f"cells.{number}", layer)]
@@ -459,6 +464,14 @@ class _Generator:
             zero=self.choose({"none": 7, "zeros": 2, "keep": 1}),
             autocast=self.chance(0.02),
         )
+
+
+def _reads_weights_of_blocks(model: ModelSpec) -> bool:
+    """Whether a cell reads a parameter after the forward of the block that has it, where it is a shard, as in torch."""
+    plain = build(model)
+    readers = [module for module in plain.modules() if isinstance(module, Cell) and module.layer.pack == "weight"]
+    inside = {inner for reader in readers for inner in reader.modules() if inner is not reader}
+    return not inside.isdisjoint(repeated_blocks(plain))
 
 
 def _cells_of(path: str, layer: Layer) -> list[str]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.fuzz.layout import Layout
 from tests.fuzz.models import Plain
-from tests.fuzz.sharding import Sharding, dtype_of, own_dtype_of_scalars
+from tests.fuzz.sharding import Sharding, dtype_of, groups_of, own_dtype_of_scalars
 
 
 class Reference:
@@ -55,7 +55,7 @@ class Reference:
                 keeps = self.sharding.override and own_dtype_of_scalars(parameter)
                 if parameter.is_floating_point() and not keeps:
                     parameter.data = parameter.data.to(dtype)
-        paths = [path for group in self.sharding.groups for path in group.paths]
+        paths = [path for group in groups_of(model, self.sharding) for path in group.paths]
         if dtype is not None:
             for path in paths if self.sharding.cast_inputs else paths[-1:] if self.sharding.wraps else []:
                 model.get_submodule(path).register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)

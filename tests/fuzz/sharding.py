@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fullshard
-from fullshard.wrap import ModuleWrapPolicy
+from fullshard.wrap import ModuleWrapPolicy, repeated_blocks
 from tests.fuzz.models import Cell
 
 WRAPPER = "wrapper"
@@ -29,7 +29,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Sharding:
-    """All calls; the last is the root's.
+    """All calls; the last is the root's. Those of `blocks` depend on the model: `groups_of` has them all.
 
     `by` is how the groups are told: one by one (`calls`), by a policy of all cells (`policy`), or `blocks`
     (`fully_shard_blocks`). `mesh` is the shape of a hybrid mesh, (replicate, shard), or none for the default. `cut` is
@@ -85,12 +85,20 @@ def mesh_of(sharding: Sharding, size: int) -> DeviceMesh | None:
     return _MESHES[key]
 
 
+def groups_of(model: nn.Module, sharding: Sharding) -> tuple[GroupSpec, ...]:
+    """All calls, with those that `fully_shard_blocks` makes of a plain model."""
+    if sharding.by != "blocks":
+        return sharding.groups
+    names = {module: name for name, module in model.named_modules()}
+    return (*(GroupSpec((names[block],)) for block in repeated_blocks(model)), sharding.groups[-1])
+
+
 def units_of(model: nn.Module, sharding: Sharding) -> list[Unit]:
     """Which group has which parameters: each call takes those that no earlier one has taken."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[nn.Parameter] = set()
     units = []
-    for group in sharding.groups:
+    for group in groups_of(model, sharding):
         found: list[str] = []
         for path in group.paths:
             for module in model.get_submodule(path).modules():

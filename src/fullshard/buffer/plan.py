@@ -17,8 +17,8 @@ Together these are a list of strided copies, each a :class:`Piece`. Two layouts 
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
 If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If a, which is
-the chunks of the ranks end to end, is large, it is *straight*: a collective can read and write it where it lies.
-Straight chunks come last in a shard, behind the *packed* ones, which travel together.
+the chunks of the ranks end to end, is large, it is *zero-copy*: a collective can read and write it where it lies.
+Zero-copy chunks come last in a shard, behind the *packed* ones, which travel together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, f
 ALIGNMENT = 16
 #: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
-#: Elements of a chunk from which a parameter may be straight: 256 KiB of fp32. Small ones are cheaper to copy.
+#: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
 STRAIGHT = 2**16
 #: The same of a whole parameter where several collectives are one launch, if it is also a part of all parameters as
 #: large as one of so many. NCCL divides the bytes of a launch over about 16 channels, and gives no channel less than 32
@@ -150,9 +150,9 @@ class Plan:
     shard_offsets: tuple[int, ...]  # the same in every shard; empty in *flat*
     shard_numel: int  # the same for every rank
     alignment: int
-    least_straight: int  # elements of a parameter from which it is large
-    straight: tuple[int, ...] = ()  # the straight parameters, in the order of shards, where they come last
-    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is straight
+    least_zero_copy: int  # elements of a parameter from which it is large
+    zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
+    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
 
     @property
     def end(self) -> int:
@@ -192,8 +192,8 @@ class Plan:
 
     @property
     def packed(self) -> Plan:
-        """The plan of the parameters that are not straight: its shard is the front of this one's."""
-        return self.select(i for i in range(len(self.params)) if i not in self.straight) if self.straight else self
+        """The plan of the parameters that are not zero-copy: its shard is the front of this one's."""
+        return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
     @property
     def messages(self) -> Plan:
@@ -246,7 +246,7 @@ def make_plan(
     """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
     Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
-    is in elements. Straight ones may be smaller if they move ``together``, in one launch.
+    is in elements. Zero-copy ones may be smaller if they move ``together``, in one launch.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")
@@ -277,17 +277,17 @@ def _cut(plan: Plan) -> Plan:
     """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
-    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_straight and plan.is_whole(param)]
-    straight = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
-    packed = [i for i in range(len(numels)) if i not in straight]
+    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and plan.is_whole(param)]
+    zero_copy = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
+    packed = [i for i in range(len(numels)) if i not in zero_copy]
     fronts, end = _end_to_end((numels[i] for i in packed), alignment)
-    backs, shard_numel = _end_to_end((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
-    starts = dict(zip([*packed, *straight], fronts + backs, strict=True))
+    backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
+    starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
     return replace(
         plan,
         shard_offsets=tuple(map(starts.__getitem__, range(len(numels)))),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
-        straight=tuple(straight),
+        zero_copy=tuple(zero_copy),
     )
 
 

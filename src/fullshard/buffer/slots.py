@@ -195,15 +195,14 @@ class Lease:
     """A buffer that belongs to one exchange until it is given back: ``memory`` and what follows it in its storage.
 
     Views that were made of a buffer stay right in later leases of it, also when it has grown in between, and may be
-    kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once. Leases of one
-    ``kind`` (a device, a stream and a size class) take turns.
+    kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
     """
 
     def __init__(self, memory: torch.Tensor, index: int = -1, kind: object = None) -> None:
         self.storage = memory.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.index = index
-        self.kind = kind
+        self.kind = kind  # the device, the stream and the size class of those that take turns
         self.device = memory.device
         self._start = memory.storage_offset() * memory.itemsize
 

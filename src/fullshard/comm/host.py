@@ -126,28 +126,25 @@ class HostTransport(Transport):
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
         while self.under_way and self.under_way[0].number <= number:
-            self._read(self.under_way.popleft())
-
-    def _read(self, reading: _PendingHostReduction) -> None:
-        number = reading.number
-        self.local_ranks.wait(self.ready, number, "a reduction", reading.route.tag)
-        for rank in range(self.local_ranks.size):
-            dropped = self.ready.noted(rank)
-            if dropped != self._purged[rank]:
-                self._forget_slots_of(rank)
-                self._purged[rank] = dropped
-        slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
-        for total in reading.route.sums(slots):
-            total.write(reading.shards, reading.divisor)
-        reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
-        self.done.set(number)
+            reading = self.under_way.popleft()
+            self.local_ranks.wait(self.ready, reading.number, "a reduction", reading.route.tag)
+            for rank in range(self.local_ranks.size):
+                dropped = self.ready.noted(rank)
+                if dropped != self._purged[rank]:
+                    self._forget_slots_of(rank)
+                    self._purged[rank] = dropped
+            slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
+            for total in reading.route.sums(slots):
+                total.write(reading.shards, reading.divisor)
+            reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
+            self.done.set(reading.number)
 
     def _slot_of(self, rank: int, reading: _PendingHostReduction) -> Segment | None:
         """Where ``rank`` has the values to be added up; ``None`` for this one."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self.entries[rank][at : at + 7]
         route = reading.route
-        there, here = map(self.local_ranks.global_rank, (rank, self.local_ranks.rank))
+        there, here = self.local_ranks.global_ranks[rank], dist.get_rank()
         if (number, tag) != (reading.number, route.tag):
             what = f"{named(tag)} where rank {here} reduces {named(route.tag)}"
             raise RuntimeError(
@@ -232,8 +229,7 @@ class _HostReduceRoute:
         self._shard_dtypes = [transfer.shard.dtype for transfer in request.transfers]  # each start brings other shards
         self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
         #: The same on ranks that reduce the same parameters.
-        starts = zip(self._starts, self._plans, strict=True)
-        self.subject = hash(tuple((start, *plan.full_offsets) for start, plan in starts))
+        self.subject = hash((*self._starts, *(plan.full_offsets for plan in self._plans)))
         self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:

@@ -35,7 +35,7 @@ class LocalRanks:
 
     def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
-        self._global_ranks = dist.get_process_group_ranks(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
         self._pids = pids
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
@@ -65,7 +65,7 @@ class LocalRanks:
         for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
                 raise ValueError(
-                    f"rank {self.global_rank(rank)} needs {other} bytes for what rank {self.global_rank(0)} keeps in "
+                    f"rank {self.global_ranks[rank]} needs {other} bytes for what rank {self.global_ranks[0]} keeps in "
                     f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
                     f"set FULLSHARD_TRANSPORT=p2p"
                 )
@@ -110,7 +110,7 @@ class LocalRanks:
     def _check_peers(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
-        here = f"rank {self.global_rank(self.rank)} waited in {describe_with_position(wait)}"
+        here = f"rank {self.global_ranks[self.rank]} waited in {describe_with_position(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
             raise LostRankError(f"{here}, for rank {lost}, which has ended. {why}")
@@ -133,10 +133,7 @@ class LocalRanks:
             )
 
     def _name(self, rank: int) -> str:
-        return f"{self.global_rank(rank)} (process {self._pids[rank]})"
-
-    def global_rank(self, rank: int) -> int:
-        return self._global_ranks[rank]
+        return f"{self.global_ranks[rank]} (process {self._pids[rank]})"
 
 
 class PassBarrier:
@@ -166,7 +163,7 @@ class PassBarrier:
             is_other = (said >> (said // 8 - number)) & 1 != kind
             if not is_other and counters.noted(rank) == steps:
                 continue
-            here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
+            here, there = local_ranks.global_ranks[local_ranks.rank], local_ranks.global_ranks[rank]
             if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "

@@ -151,10 +151,9 @@ class _MessageRoute:
     """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
-        direction, transfers, self.process_group, tag = request
-        process_group = self.process_group
-        self.posted = _posted.setdefault(self.process_group, [])
-        self._gathers = direction == "gather"
+        direction, transfers, process_group, tag = request
+        self.process_group, self._gathers = process_group, direction == "gather"
+        self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self._gathers)
         self.tag = _FIRST_TAG + 2 * tag + (not self._gathers)  # a group may gather and reduce at once

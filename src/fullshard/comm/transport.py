@@ -87,11 +87,11 @@ class Route(Protocol):
     sent: int  # bytes that this rank sends, with the fewest that any algorithm of a collective needs
 
     def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing.
 
-        Full buffers that are messages (``Plan.is_messages``) lack their ``straight`` parameters: these are given here,
+        Full buffers that are messages (``Plan.is_messages``) lack their ``zero_copy`` parameters: these are given here,
         in the order of the transfers and of each plan, 1-D and contiguous, until the end, and may be overwritten.
         """
 
@@ -165,7 +165,7 @@ class Transport:
     gradient_buffers = 1
     #: Whether it uses collectives, in which a backend may end a process that brings another size than the others.
     ends_processes = False
-    #: Whether a reduction is best given the messages of all ranks, and straight gradients as they are.
+    #: Whether a reduction is best given the messages of all ranks, and zero-copy gradients as they are.
     takes_messages = False
     #: Whether gradients of low precision are added up in fp32.
     adds_in_fp32 = False
@@ -180,7 +180,7 @@ class Transport:
         return self._private or self
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        """Whether collectives of several tensors are one launch, so that smaller parameters may be straight."""
+        """Whether collectives of several tensors are one launch, so that smaller parameters may be zero-copy."""
         return False
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -216,8 +216,7 @@ class Transport:
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
         which the result is cast; every start brings its own shards. Their padding is left undefined. Without a process
-        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that the transport
-        cannot add up.
+        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
         """
         return self._checked_route("reduce", transfers, process_group, tag)
 

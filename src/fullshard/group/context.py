@@ -106,7 +106,7 @@ class GroupContext:
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
     def plan(self, members: Sequence[int], casts: bool = False) -> Plan:
-        """How parameters of one dtype lie; if the copy to a message ``casts``, only large ones are straight."""
+        """How parameters of one dtype lie; if the copy to a message ``casts``, only large ones are zero-copy."""
         shapes = [self.params[i].plan_shape for i in members]
         together = not casts and self.transport.launches_together(self.data.shard_group, self.device)
         return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout, together)

@@ -129,7 +129,7 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, start_others: Callable[[], Pending]) -> Pending:
-        """Gather them after others. Users' code comes first: what raises there leaves no communication under way."""
+        """Gather them after others. Runs users' code first: if it raises, no communication is under way."""
         inputs = [each.inputs() for each in self._extended]
         self._others = start_others()
         try:
@@ -160,7 +160,7 @@ class ExtensionGather:
 
 
 def _allocate(tensors: Iterable[torch.Tensor]) -> None:
-    """Give tensors memory again that were freed."""
+    """Allocate memory again for tensors that were freed."""
     for tensor in tensors:
         if tensor.untyped_storage().nbytes() == 0:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

@@ -1,7 +1,7 @@
 """Parameters that a rank holds as runs of one flat shard, and what the modules show of them between uses.
 
-Owns the second way to show a group, for which its parameters are laid out end to end and cut wherever the cut falls
-(layout *flat*)::
+Owns the second way to show a group, with the layout *flat*: parameters lie end to end, and are cut wherever a rank's
+shard ends::
 
     fragments     every parameter stands in its place and holds the run of its elements that is this rank's, 1-D, of
                   size 0 where the rank has none; the same Parameter object that it was before, with its attributes
@@ -127,7 +127,7 @@ class Fragment(ShardedParameter):
         self.stored_as = self.dtype  # a cut never moves once it was made
         self.layout = "flat", 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
-        self._run = (0, 0)
+        self.run = (0, 0)  # first and past-the-last of its elements that this rank has
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self._watched: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
@@ -136,24 +136,19 @@ class Fragment(ShardedParameter):
         """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
     def note_plan(self, plan: Plan, position: int) -> None:
-        self._run = plan.fragment(position, self.data.shard_rank)
+        self.run = plan.fragment(position, self.data.shard_rank)
         self._place = plan.locate_chunk(position, self.data.shard_rank)
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         if self.data.shard_size == 1:
             return whole
-        return whole.permute(self.order).reshape(-1)[slice(*self._run)]
-
-    @property
-    def flat(self) -> nn.Parameter | None:
-        """The flat parameter that stands for this one."""
-        return self.sharded if isinstance(self.sharded, FlatParameter) else None
+        return whole.permute(self.order).reshape(-1)[slice(*self.run)]
 
     @property
     def values(self) -> torch.Tensor:
         if self.home is None:
             return super().values
-        return self.local if self.flat is None else self.part_in(self.flat)
+        return self.part_in(self.sharded) if isinstance(self.sharded, FlatParameter) else self.local
 
     def part_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter in a tensor that is like the flat parameter."""
@@ -234,26 +229,25 @@ class FlatModuleParameters(ModuleParameters):
 
     def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
         self._shards, self._receive = shards, receive
-        self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         super().__init__(group)
 
     def prepare(self) -> None:
-        self._flats = []
+        #: Where each flat parameter is shown, under which name, the parameter and its section.
+        self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         group, shards = self._group, self._shards
         for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
-            first = group.params[section.members[0]]
-            assert isinstance(first, Fragment)
-            if first.home is None:
+            fragments = [param for i in section.members if isinstance(param := group.params[i], Fragment)]
+            home, flat = fragments[0].home, fragments[0].sharded
+            if home is None:
                 continue
-            flat = first.flat
-            if flat is None or flat.is_meta != shard.is_meta:
-                flat = FlatParameter(shard, first.sharded.requires_grad)
-                describe(flat, [group.params[index] for index in section.members], section.plan, group.data.shard_rank)
+            if not isinstance(flat, FlatParameter) or flat.is_meta != shard.is_meta:
+                flat = FlatParameter(shard, flat.requires_grad)
+                describe(flat, fragments, section.plan)
             elif not same_memory(flat, shard):
                 flat.data = shard
-            for index in section.members:
-                group.params[index].sharded = flat
-            self._flats.append((first.home, flat_name(number), flat, section))
+            for fragment in fragments:
+                fragment.sharded = flat
+            self._flats.append((home, flat_name(number), flat, section))
         super().prepare()
         if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
@@ -262,8 +256,7 @@ class FlatModuleParameters(ModuleParameters):
         if self._flats:
             shown = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
             registered = [(home, {name: flat}) for home, name, flat, _ in self._flats]
-            self.as_sharded = Presentation(registered, self.as_sharded.apart)
-            self.as_unsharded = Presentation(registered, self.as_unsharded.apart, is_unsharded=True)
+            self.as_sharded.registered = self.as_unsharded.registered = registered
         self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
     def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
@@ -285,10 +278,9 @@ class FlatModuleParameters(ModuleParameters):
         return more
 
     def show(self, what: Presentation) -> None:
-        whole = what is self.as_unsharded
         for _, param, module, name in self._indexed() if self._flats else ():
             module.__dict__.get("_parameters", {}).pop(name, None)  # none yet where the module is still being copied
-            module.__dict__[name] = param.unsharded if whole else param.hidden
+            module.__dict__[name] = param.unsharded if what.is_unsharded else param.hidden
         super().show(what)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
@@ -341,10 +333,9 @@ class FlatModuleParameters(ModuleParameters):
             )
 
 
-def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan, rank: int) -> None:
+def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None:
     """Set the attributes of a flat parameter that say which parameters lie in it."""
-    runs = [plan.fragment(position, rank) for position in range(len(params))]
-    here = [(param, start, stop) for param, (start, stop) in zip(params, runs, strict=True) if start < stop]
+    here = [param for param in params if param.run[0] < param.run[1]]
     flat.__dict__.update(
         _fqns=tuple(param.name for param in params),
         _shapes=tuple(param.shape for param in params),
@@ -354,10 +345,10 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
         _padded_unsharded_size=torch.Size((plan.full_numel,)),
         _sharded_size=torch.Size((plan.shard_numel,)),
         shard_metadata=ShardMetadata(
-            tuple(param.name for param, _, _ in here),
-            tuple(param.shape for param, _, _ in here),
-            tuple(param.shape.numel() for param, _, _ in here),
-            tuple((start, stop - 1) for _, start, stop in here),
+            tuple(param.name for param in here),
+            tuple(param.shape for param in here),
+            tuple(param.shape.numel() for param in here),
+            tuple((start, stop - 1) for start, stop in (param.run for param in here)),
         ),
     )
 

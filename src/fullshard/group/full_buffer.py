@@ -91,7 +91,7 @@ class PostForwardShard:
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, group.tag)
-        #: A reader of the small shard waits for these copies; as a rule its slot was given back later, which says more.
+        #: The gather from this shard waits for these copies. As a rule the slot that it takes was given back later.
         self.filled = mark_now(group.device)
 
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from fullshard.buffer.messages import straight_in
-from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.messages import zero_copy_in
+from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
@@ -30,7 +30,7 @@ from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
 from fullshard.group.strategy import Placement
-from fullshard.torch_private import version_of
+from fullshard.torch_private import foreach_add, version_of
 
 MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
@@ -47,37 +47,24 @@ class Gradients:
     def __init__(self, group: GroupContext, full: FullBuffer, module_params: ModuleParameters) -> None:
         self._group = group
         self.attach(full, module_params)
-        self._trainable: tuple[bool, ...] = ()
-        self._sections: tuple[Section, ...] = ()
-        self._dtypes: list[torch.dtype] = []
-        self._buffer = SlotBuffer(group.gradient_pool, 0)
-        self._fulls: tuple[torch.Tensor, ...] = ()
-        self._views = WholeViews(group.params, (), ())
-        self._nbytes: dict[int, int] = {}  # to copy, by index (0: straight); empty: waiting has no bound
-        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
-        self._plain = self._nothing  # leaves whose gradients are taken as they are
-        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
-        self._every: frozenset[int] = frozenset()
         self._dtypes_of = GradientDtypes(group)
-        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
-        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._trainable: tuple[bool, ...] = ()  # what the layout is of
+        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
+        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
         self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
+        self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
     def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
-        """Be the gradients of the values in ``full``, and of the parameters that modules show."""
+        """Take the gradients of the values in ``full`` from now on, for the parameters that modules show."""
         self._full, self._module_params = full, module_params
 
-    def use_pool(self) -> None:
-        """Take memory from the pool that the group has now."""
-        self._buffer.change_pool(self._group.gradient_pool)
-
-    def forget_routes(self) -> None:
-        """Forget the routes: reductions take others from now on, and perhaps lay gradients out otherwise."""
+    def forget_layout(self) -> None:
+        """Lay gradients out anew: the routes of reductions, or the pool that has the buffer, have changed."""
         if self._arrived or self._waiting:
             self._begin_anew()
         else:
@@ -89,11 +76,9 @@ class Gradients:
         assert leaf is not None
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return
-        trainable = leaf.requires_grad
-        leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
+        leaf.requires_grad_(True)  # of a frozen parameter too, until ``prepare()``: the hook is kept when it is thawed
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
         leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(owner), index))
-        leaf.requires_grad_(trainable)
         self._dtypes_of.tell_autograd(index, leaf)
 
     @property
@@ -109,7 +94,7 @@ class Gradients:
     def unreduced_tensor(self, index: int) -> torch.Tensor | None:
         """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
-            return self._views.straight.get(index, self._buffer.memory.detach())
+            return self._views.zero_copy.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -119,7 +104,7 @@ class Gradients:
 
     @staticmethod
     def receive(reference: weakref.ref[HasGradients], index: int, leaf: torch.Tensor) -> None:
-        """Runs once for each parameter and backward."""
+        """Take the gradient from a leaf. Runs once for each parameter and backward."""
         owner, grad = reference(), leaf.grad
         if owner is None or grad is None:
             return
@@ -164,8 +149,8 @@ class Gradients:
             if self._shown_waiting:
                 self._notice_clearing()
             if not self._arrived and self._module_params.trainable != self._trainable:
-                self._lay_out()
-        if index not in self._every:
+                self._lay_out(self._module_params.trainable)
+        if index not in self._trained:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
@@ -174,7 +159,7 @@ class Gradients:
         if index in self._waiting:
             self.copy_waiting()
         if not self._waiting:
-            self._expected = self._plain.copy()
+            self._expected = self._plain[:]
         self._waiting[index], self._expected[index] = grad, None
         if self._nbytes:
             self._limit_waiting(index)
@@ -185,16 +170,16 @@ class Gradients:
         if self._waiting_bytes >= MOST_WAITING:
             self.copy_waiting()
         elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
-            views.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when copied
+            views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
-        """Go on in another buffer: of a wider dtype, or laid out otherwise."""
+        """Continue in another buffer, of a wider dtype or with another layout, with the gradients that have arrived."""
         self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
-        self._lay_out()
+        self._lay_out(self._module_params.trainable)
         if arrived:
             self._take_buffer()
             self._views.write(arrived)
@@ -226,9 +211,8 @@ class Gradients:
             with torch.no_grad():
                 return self.copy_waiting()
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
-        if not self._arrived.isdisjoint(waiting):
-            again = waiting.keys() & self._arrived
-            self._views.add({index: waiting.pop(index) for index in again})
+        if self._arrived and (again := self._arrived & waiting.keys()):
+            self._views.write({index: waiting.pop(index) for index in again}, foreach_add)
         if not (self._writes or ((kept := self._views.kept) and waiting.keys() <= kept)):
             self._take_buffer()
         if waiting:
@@ -263,34 +247,38 @@ class Gradients:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _lay_out(self) -> None:
+    def _lay_out(self, trainable: tuple[bool, ...]) -> None:
         """Make the sections of what is trained, a buffer for them, and the views of gradients in it."""
         group = self._group
         if self._writes:
             self._buffer.give_back()
-        trainable, self._trainable = self._module_params.trainable, ()  # until all of it is done
-        self._sections, self._dtypes = self._dtypes_of.sections(trainable)
+        self._trainable = ()  # until all of it is done
+        self._sections, dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
-        self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
+        self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
         self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._take_buffer()  # views need memory when they are made
-        fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
+        if self._sections:
+            self._take_buffer()  # views need memory when they are made
+        fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
-        self._choices, self._gaps = {}, []
+        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
                 self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-        self._every = frozenset(index for index in views.dtypes if trainable[index])
-        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._every}
+        self._trained = frozenset(index for index in views.dtypes if trainable[index])
+        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._trained}
         nbytes = sizes | dict.fromkeys(views.kept, 0)
+        #: Bytes to copy, by index (0: zero-copy); empty: waiting has no bound.
         self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
-        plain = self._every - self._dtypes_of.found.keys()
-        self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
+        plain = self._trained - self._dtypes_of.found.keys()
+        #: Leaves whose gradients are taken as they are.
+        self._plain: list[torch.Tensor | None] = [leaf if i in plain else None for i, leaf in enumerate(leaves)]
         self._writes, self._trainable = False, trainable
         self._buffer.give_back()
 
@@ -305,21 +293,21 @@ class Gradients:
             self._notice_clearing()
         self.copy_waiting()
         if not self._arrived and self._module_params.trainable != self._trainable:
-            self._lay_out()
+            self._lay_out(self._module_params.trainable)
         if not self._writes:
             self._take_buffer()
         if group.options.reduce_unused:
             self._dtypes_of.refuse_unknown()
-        if self._partial and (lost := self._partial.keys() - self._every):
+        if self._partial and (lost := self._partial.keys() - self._trained):
             names = sorted(group.params[index].name for index in lost)
             raise RuntimeError(
                 f"gradients of {names} were summed over some of the ranks only (set_requires_all_reduce(False)), and "
-                f"then they stopped to require gradients: freeze parameters after a backward with all-reduce"
+                f"then they stopped requiring gradients: freeze parameters after a backward with all-reduce"
             )
         arrived, self._arrived = self._arrived, set()
         self._writes = False
-        wanted = self._every
-        if len(arrived) < len(wanted):
+        wanted = self._trained
+        if arrived != wanted:
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
@@ -327,23 +315,23 @@ class Gradients:
         for gap in self._gaps:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
+        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = list(map(self._views.straight.pop, choice.straight))
+        zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
         dropped = reductions, reductions.drops
-        reducing = PendingReduction(group, self._module_params, self._partial, choice, self._buffer, straight, *dropped)
+        reducing = PendingReduction(group, self._module_params, self._partial, plan, self._buffer, zero_copy, *dropped)
         logged = group.step.log("reduce", group, wanted)
         if logged is None:
             mark = lane.run(reducing.start, reducing.scattered)
         else:
             with logged:
                 mark = lane.run(reducing.start, reducing.scattered)
-        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
+        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
-        """The plan of a reduction of these parameters; as a rule the same in every step."""
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+        """Make the plan of a reduction of these parameters. As a rule every step has the same."""
         group, parts = self._group, list[Part]()
-        for section, travels, full in zip(self._sections, self._dtypes, self._fulls, strict=True):
+        for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
                 continue
@@ -359,20 +347,20 @@ class Gradients:
             home = section.dtype
             if group.options.keep_computed_dtype:
                 computed = group.compute_dtype(group.params[section.members[0]])
-                home = computed if group.data.shard_group is not None else travels
-            dtype = home if is_final else travels
+                home = computed if group.data.shard_group is not None else full.dtype
+            dtype = home if is_final else full.dtype
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        beside = straight_in(part.plan for part in parts if part.plan.is_messages)
-        straight = [parts[each.section].indices[each.param] for each in beside]
-        choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
-        return choice
+        beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
+        zero_copy = [parts[each.section].indices[each.param] for each in beside]
+        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, zero_copy)
+        return self._plans[wanted, is_final]
 
     def discard(self) -> None:
-        """Forget what arrived and what was accumulated."""
+        """Drop all gradients that are not in ``param.grad`` yet."""
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
-        self._views.straight.clear()
+        self._views.zero_copy.clear()
         self._writes = False
         self._buffer.give_back()

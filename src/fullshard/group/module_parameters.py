@@ -68,7 +68,7 @@ class ModuleParameters:
         self._prepare_updates()
 
     def _prepare_updates(self) -> None:
-        """Leave alone the locations where users put something instead of a parameter."""
+        """Prepare the updates, without the locations where users put something instead of a parameter."""
         self._apart = apart = [
             (i, param, module, path)
             for i, param in enumerate(self._group.params)
@@ -144,16 +144,11 @@ class ModuleParameters:
         apart = [(module, path, full[index]) for index, _, module, path in self._apart if index in full]
         ModuleParameters.show(self, Presentation(updates(shown), apart))
 
-    def shown_full(self, index: int) -> torch.Tensor | None:
-        """The full copy that is shown for a parameter now, which users may have replaced."""
-        location = self._group.params[index].locations[0]
-        return location.module._parameters.get(location.name)
-
     def are_unchanged(self) -> bool:
         """Whether the modules have what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
             self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self.shows_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
+        if not self._shown.is_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             self._train_leaves()
         for module, tensors in self._shown.registered:
             if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
@@ -304,17 +299,16 @@ class FullParameters:
     def current(self) -> Mapping[int, nn.Parameter]:
         """The parameters that are shown now, by index: users may have replaced them."""
         for index in self._full:
-            if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
+            at = self._group.params[index].locations[0]
+            if isinstance(now := at.module._parameters.get(at.name), nn.Parameter):
                 self._full[index] = now
         return self._full
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy this rank's part of what users wrote to the sharded parameters, and to their gradients."""
-        for index in self._full:
-            param, full = self._group.params[index], self._group.module_params.shown_full(index)
-            if full is None:
-                continue
+        for index, full in self.current().items():
+            param = self._group.params[index]
             param.values.copy_(param.chunk_of(local_tensor(full)))
             grad = param.gradient
             if full.grad is not None and grad is not None:

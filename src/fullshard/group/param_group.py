@@ -75,11 +75,6 @@ class ParamGroup(GroupContext):
         self.module_params.show_sharded()
         register_sharded(self)
 
-    @property
-    def state(self) -> State:
-        """Where the values are."""
-        return self.full.state
-
     def unshard(self) -> None:
         """Start to gather, unless the values are there. :meth:`wait_for_unshard` ends it."""
         full = self.full
@@ -212,7 +207,7 @@ class ParamGroup(GroupContext):
         self.reshard()
         self.comm = comm
         self.full.use_pool()
-        self.gradients.use_pool()
+        self.gradients.forget_layout()
 
     def show_also(self, index: int, module: nn.Module, where: str | tuple[Any, ...]) -> None:
         """Show a parameter of this group elsewhere too: under a name in another module (tied across groups), or on a
@@ -245,12 +240,12 @@ class ParamGroup(GroupContext):
             self.rebuild()
         if reduce is not None:
             self.reduce_transport = reduce
-            self.gradients.forget_routes()
+            self.gradients.forget_layout()
 
     def reduce_over(self, process_group: dist.ProcessGroup | None) -> None:
         """Reduce over other communicators of the same ranks from now on."""
         self.reduce_process_group = process_group
-        self.gradients.forget_routes()
+        self.gradients.forget_layout()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamGroup:
         """A group of the copied parameters, in memory of its own."""

@@ -63,7 +63,7 @@ class ShardedParameter:
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
-        stands_in: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
+        hidden: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
     """
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:

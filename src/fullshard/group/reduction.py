@@ -44,7 +44,7 @@ class ReductionPlan:
 
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
-    straight: Sequence[int]  # parameters whose gradients are not in the buffer
+    zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
 
@@ -57,7 +57,7 @@ class PendingReduction:
     _partial: dict[int, torch.Tensor]
     _plan: ReductionPlan
     _buffer: SlotBuffer
-    _straight: Sequence[torch.Tensor]
+    _zero_copy: Sequence[torch.Tensor]
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
@@ -74,13 +74,12 @@ class PendingReduction:
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
             plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
-        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
-        self._straight = ()  # the started communication holds them, or the caller
+        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
+        self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
     def scattered(self) -> None:
-        """The reduce-scatter is done: the buffer is free (on a device once it was waited for), and what is left is to
-        sum over the replicas."""
+        """Continue after the reduce-scatter: give the buffer back (on devices its mark does), sum over replicas."""
         group = self._group
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
@@ -125,7 +124,7 @@ class PendingReduction:
         return found
 
     def _hand_over(self) -> None:
-        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
+        """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
         group = self._group
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
         if group.offloads and not is_host(group.device):
@@ -135,7 +134,7 @@ class PendingReduction:
             self.accumulate()
 
     def accumulate(self) -> None:
-        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
+        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there."""
         group, grads = self._group, self._locals()
         more = self._module_params.accumulate_gradients(grads)
         if more:

@@ -32,8 +32,6 @@ class Pass(Enum):
         self.has_forward, self.has_backward = has_forward, has_backward  # whether one has begun that has not ended
         self.reads_shared = reads_shared  # whether ranks read the memory that they share, and none writes to it
 
-    __hash__ = object.__hash__  # members are compared by identity; that of Enum is a function of Python
-
 
 #: The pass that runs after another begins or ends.
 BEGIN = {
@@ -76,22 +74,24 @@ class Step:
         now: the pass that runs.
         forwards: outermost forwards so far. Values gathered before the last one may be old: shards may have changed.
         optimizer_steps: steps on the parameters of the tree; one, if optimizers take turns between two passes.
+        steps_before: of these, the ones before the pass that runs, or the last one.
         written: marks the end of the optimizers' writes. A gather runs in another lane, and waits for it.
         begin_backward: is called when a backward reaches any of the groups.
         log: is called with everything that happens to a group.
     """
 
-    def __init__(self, begin_backward: Callable[[], None] = lambda: None, log: Log | None = None) -> None:
+    def __init__(self, begin_backward: Callable[[], None] = lambda: None) -> None:
         self.now = Pass.NONE
-        self.forwards = self.optimizer_steps = 0
+        self.forwards = self.optimizer_steps = self.steps_before = 0
         self.written: Mark = PASSED
         self.begin_backward = begin_backward
-        self.log = log or Log()
+        self.log = Log()
         self._stepped = Counter[int]()  # how often each optimizer has stepped since the last pass, by its id
 
     def begin_pass(self, kind: Kind) -> None:
         if self.now is Pass.NONE:
             self._stepped.clear()
+            self.steps_before = self.optimizer_steps
         self.now = BEGIN[self.now, kind]
 
     def end_pass(self, kind: Kind) -> None:

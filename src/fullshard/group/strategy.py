@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import cached_property
 
 
 class Placement(Enum):
@@ -51,12 +52,12 @@ class Strategy:
         """The row with some columns switched on or off, as in the line of the switch in the table."""
         return replace(self, **{column: _SWITCHES[column][on] for column, on in columns.items()})
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether a backward reduces gradients; otherwise they add up, whole."""
         return self.gradients is not Placement.PARTIAL
 
-    @property
+    @cached_property
     def all_reduces(self) -> bool:
         """Whether a reduction goes on over the replicas; otherwise gradients add up, sharded."""
         return self.gradients_of_replicas is not Placement.PARTIAL

@@ -48,7 +48,6 @@ def _adopt(unit: Unit, *args: Any) -> None:
             group.notice_changes()
 
 
-#: Called with each unit once its modules are sharded.
 _listeners: list[Callable[[Unit], None]] = []
 
 

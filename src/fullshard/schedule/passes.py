@@ -19,12 +19,11 @@ class Passes:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self.steps = 0  # steps of optimizers when the last pass began
         self._barriers: list[PassBarrier] = []
         self._groups: list[ParamGroup] = []  # those whose ranks share memory
 
     def begin(self, kind: Kind, groups: Iterable[ParamGroup]) -> None:
-        """Begin a pass. If it is in no other one, make this rank's shards known, and wait until all ranks have."""
+        """Begin a pass. If no other pass runs, publish this rank's shards, and wait until all ranks have done so."""
         step, is_outermost = self._step, self._step.now is Pass.NONE
         step.begin_pass(kind)
         if not is_outermost:
@@ -36,20 +35,15 @@ class Passes:
                 shared.publish(group.full.count_writes, whatever=kind == "forward")
                 barriers.setdefault(id(group.transport), shared.memory.barrier)
                 self._groups.append(group)
-        self.steps, self._barriers = step.optimizer_steps, list(barriers.values())
+        self._barriers = list(barriers.values())
         for barrier in self._barriers:
-            barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, self.steps)
+            barrier.enter(f"the beginning of a {kind}", 1 if kind == "backward" else 0, step.steps_before)
         for group in self._groups:
             if not group.full.state.is_unsharded:
                 group.full.let_read(True)
 
-    def end(self, kind: Kind) -> None:
-        """End a pass. If it was in no other one, wait until all ranks have read what they need."""
-        self._step.end_pass(kind)
-        self.leave(f"the end of a {kind}")
-
     def leave(self, doing: str) -> None:
-        """Wait until all ranks leave the pass that they share, if none runs any more."""
+        """If no pass runs any more, wait until all ranks have ended the last one: each has read what it needs."""
         if self._step.now is Pass.NONE:
             self._stop_reading()
             for barrier in self._barriers:

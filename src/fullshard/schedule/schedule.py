@@ -3,6 +3,9 @@
 One schedule serves all units under one root. Owns the beginning and the end of passes and of steps, what an error
 leaves behind, and prefetch with its bound. It leaves to the groups how they gather and reduce, and to the units which
 module is running.
+
+The reductions of a step are complete at the end of its last backward, or when the user says so, by hand. In the second
+case a backward waits for no reduction, and does not reduce a unit whose backward it did not see end.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from operator import attrgetter
 from typing import NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard.buffer.heap import keep_freed, return_freed
@@ -29,22 +31,25 @@ from fullshard.group.parameter import plain_name
 from fullshard.group.step import FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
 from fullshard.schedule import checks
-from fullshard.schedule.finalization import Finalization
 from fullshard.schedule.order import Order
 from fullshard.schedule.passes import Passes
 from fullshard.schedule.step_log import StepLog
-from fullshard.torch_private import call_after_backward
+from fullshard.torch_private import call_after_backward, running_backward
 
 #: What to do after an error. The schedule does not do it unasked: a rank that goes on alone would take part in gathers
 #: of other layers on other ranks. Where the sizes agree, it would compute with wrong weights.
-_RESET = "call reset_iter_state() on the root module, on every rank, before the next forward"
+_CUT_SHORT = (
+    "{} did not end, as an error in it leaves it, which is the one to look at: call reset_iter_state() on the root "
+    "module, on every rank, before the next forward"
+)
 
 
 class Scheduled(Protocol):
     """A :class:`~fullshard.schedule.unit.Unit` as a schedule knows it."""
 
     modules: tuple[nn.Module, ...]
-    is_list: bool
+    to_run: set[nn.Module]
+    finalizes_by_hand: bool
     groups: list[ParamGroup]
     ignored: set[int]
     emptied: list[checks.Emptied]
@@ -54,39 +59,39 @@ class Scheduled(Protocol):
     @property
     def backward_prefetch(self) -> Sequence[Scheduled]: ...
     def use_schedule(self, schedule: Schedule) -> None: ...
-    def end_forward(self) -> None: ...
-    def end_backward(self) -> None: ...
+    def end_forward(self, schedule: Schedule) -> None: ...
+    def end_backward(self, schedule: Schedule) -> None: ...
     def reset(self) -> None: ...
 
 
 class Schedule:
-    """The passes of one tree of modules."""
+    """The passes of one tree of modules, which has ``units``."""
 
-    def __init__(self, root: Scheduled, device: torch.device) -> None:
+    def __init__(self, root: Scheduled, units: Sequence[Scheduled], device: torch.device) -> None:
         self.root = root
+        self.units = units
         self.device = device
-        self.units: list[Scheduled] = []
-        self._groups: list[ParamGroup] = []
+        self._groups = [group for unit in units for group in unit.groups]
+        used = [each for group in self._groups for each in (group.data.shard_group, group.data.replicate_group)]
+        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
         self.comm = CommContext(device)
         self.step = Step(self.begin_backward)
-        self.step.log = self.log = StepLog(device, self.step)
+        self.step.log = self.log = StepLog(device, self.step, self._process_groups)
         self.passes = Passes(self.step)
         self.order: Order[ParamGroup] = Order()
         #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
         self.prefetch_limit = 1
         self.is_last_backward = True
-        self.finalization = Finalization(repr(root))
+        self._backward_began = False  # whether one did in the step that has not ended
+        self._last_forward: weakref.ref[object] | None = None  # its mark, until a backward begins
+        self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
-        self.backwards = 0
-        self._process_groups: list[dist.ProcessGroup] = []
         self._position = partial(_position, weakref.ref(self))
 
-    def add_units(self, units: Iterable[Scheduled], module: nn.Module) -> None:
-        """Make all units under the root share this schedule, and name their groups after their modules."""
-        self.units = list(units)
-        self._groups = [group for unit in self.units for group in unit.groups]
+    def begin_tree(self, module: nn.Module) -> None:
+        """Make all units share this schedule, and name their groups after the modules in ``module``, the root's."""
         names = {id(submodule): name for name, submodule in module.named_modules()}
         for unit in self.units:
             unit.use_schedule(self)
@@ -99,9 +104,6 @@ class Schedule:
                     param.update_grad_dtype()  # may be assigned until here
                     location = param.locations[0]
                     param.name = plain_name(f"{names.get(id(location.module), '')}.{location.name}")
-        used = [each for group in self.groups() for each in (group.data.shard_group, group.data.replicate_group)]
-        self._process_groups = list(dict.fromkeys(each for each in used if each is not None))
-        self.log.compare_over(self._process_groups)
         self.size_slots()
         if is_host(self.device):
             # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
@@ -134,15 +136,17 @@ class Schedule:
         an earlier forward or backward short."""
         step = self.step
         if step.now.has_backward:
-            raise RuntimeError(
-                f"a backward of {self.root!r} did not end, as an error in it leaves it, which is the one to look at: "
-                f"{_RESET}. The gradients of that step are lost"
-            )
+            cut_short = _CUT_SHORT.format(f"a backward of {self.root!r}")
+            raise RuntimeError(f"{cut_short}. The gradients of that step are lost")
         if step.now is Pass.FORWARD:
             if unit is self.outermost or unit is self.root:
                 self.refuse_forward(self.outermost)
             return False
-        self.finalization.begin_forward()
+        if self._is_awaited:
+            raise RuntimeError(
+                f"the gradient reduction of {self.root!r} must be waited on before the next forward: call "
+                f"wait() on the handle that finalize_backward(async_op=True) returned"
+            )
         self.log.check()
         checks.check_process_groups(self._process_groups)
         is_first = step.forwards == 0
@@ -188,23 +192,24 @@ class Schedule:
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
         """Raise: ``unit`` is still in an earlier forward."""
-        raise RuntimeError(
-            f"the forward of {unit!r} did not end, as an error in it leaves it, which is the one to look at: {_RESET}"
-        )
+        raise RuntimeError(_CUT_SHORT.format(f"the forward of {unit!r}"))
 
     def end_forward(self, mark: object | None) -> None:
         """The outermost forward ended; ``mark`` lives as long as autograd's graph of it, ``None`` if it has none."""
         for group in self.groups():
             if group.full.state is State.GATHERING:  # gathered ahead for a forward that did not come
                 group.reshard()
-        self.finalization.end_forward(mark)
-        self.passes.end("forward")
-        self.log.end_pass("forward", self.passes.steps)
+        if mark is not None:
+            self._last_forward = weakref.ref(mark)
+        self.step.end_pass("forward")
+        self.passes.leave("the end of a forward")
+        self.log.end_pass("forward")
         if not torch.is_grad_enabled():
             self.log.check()
         for unit in self.units:
-            if unit.is_list:
-                unit.end_forward()
+            if unit.to_run:  # some modules of a list may not have run
+                unit.to_run.clear()
+                unit.end_forward(self)
 
     def prefetch_forward(self, unit: Scheduled) -> None:
         """Gather ahead the groups that follow those of ``unit``."""
@@ -218,8 +223,7 @@ class Schedule:
         if not self.step.now.has_backward:
             self.log.check()
             WAITS.position = self._position
-            self.backwards += 1
-            self.finalization.begin_backward()
+            self._backward_began, self._last_forward = True, None
             self.log.begin_pass()
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
@@ -232,26 +236,51 @@ class Schedule:
         for group in reversed(unit.groups):
             ahead = self.order.next_in_backward(group)
         if unit.groups:
-            self._gather_ahead(filter(_needs_unshard, ahead), self.prefetch_limit)
+            self._gather_ahead(filter(attrgetter("options.unshard_in_backward"), ahead), self.prefetch_limit)
 
     def end_backward(self) -> None:
         """Reduce what still waits, wait for every reduction, and leave every group as a next step expects it."""
         for unit in reversed(self.units):
-            unit.end_backward()
+            unit.end_backward(self)
         self.step.end_pass("backward")
-        self.log.end_pass("backward", self.passes.steps)
-        if self.is_last_backward and not self.finalization.is_by_hand:
+        self.log.end_pass("backward")
+        if self.is_last_backward and not self.root.finalizes_by_hand:
             self._end_step()
         self.passes.leave("the end of a backward")
         self.log.check()
+
+    def check_finalization(self, by_hand: bool) -> None:
+        """Raise RuntimeError if the choice to finalize ``by_hand``, or not, would change in a backward or after it."""
+        if by_hand == self.root.finalizes_by_hand:
+            return
+        if running_backward() >= 0:
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during a backward")
+        if self._backward_began:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode after a backward has started: end the step "
+                "first, with finalize_backward() or a last backward, or call reset_iter_state()"
+            )
 
     def finalize(self) -> Callable[[], None]:
         """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
 
         Returns a function that waits for the reductions, once; it raises RuntimeError if ``reset_iter_state()`` was
-        called meanwhile.
+        called meanwhile. Raises RuntimeError if the step is not to be finalized by hand, or not yet.
         """
-        self.finalization.check_by_hand(self.step.now.has_backward)
+        if self._is_awaited:
+            raise RuntimeError("the gradient reduction that was started must be waited on before another is")
+        if not self.root.finalizes_by_hand:
+            raise RuntimeError(
+                "finalize_backward requires manual finalization: call set_manual_backward_finalization(True) on the "
+                "root before the forward"
+            )
+        if self.step.now.has_backward:
+            raise RuntimeError("finalize_backward must be called after backward, which has not completed")
+        if self._last_forward is not None and self._last_forward() is not None:
+            raise RuntimeError(
+                f"finalize_backward was called between a forward of {self.root!r} and its backward: call it after "
+                f"the backward or, if there is to be none, let go of what the forward returned"
+            )
         self.log.begin_pass()
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so
@@ -261,17 +290,17 @@ class Schedule:
                 self.reduce(group)
             group.reshard_after_backward()
         self.step.now = before
-        self.log.end_pass("backward", self.passes.steps)
+        self.log.end_pass("backward")
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
-        self.finalization.is_awaited = True
+        self._is_awaited = True
 
         def wait() -> None:
-            if not self.finalization.is_awaited or reductions.drops != drops:
+            if not self._is_awaited or reductions.drops != drops:
                 raise RuntimeError(
                     "this gradient reduction handle was invalidated by reset_iter_state(), of its model or of one "
                     "that shares its communication: the gradients of that step are lost"
                 )
-            self.finalization.is_awaited = False
+            self._is_awaited = False
             self._end_step()
             self.log.check()
 
@@ -288,27 +317,28 @@ class Schedule:
         if self.inspect is not None:
             for group in self.groups():
                 self.inspect(group, True)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Forget the step: it has ended, or an error cut it short."""
         self.order.finished.clear()
-        self.finalization.reset()
+        self._backward_began, self._last_forward, self._is_awaited = False, None, False
 
     def reset(self) -> None:
         """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
-        self.finalization.reset()
+        self._forget_step()
         self.passes.cancel()
         for transport in {group.reduce_transport: None for group in self.groups()}:
             transport.reset()
         for unit in self.units:
             unit.reset()
         self.comm.reductions.drop()
-        self.order.finished.clear()
         self.log.forget()
 
     def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None) -> None:
         """Start the first ``most`` gathers (``None``: all) that are needed soon; shared memory has nothing to start."""
         for group in islice(targets, most):
-            if group.shard.shared is None and (
-                group.full.state is State.SHARDED or group.full.state is State.SHARDED_POST_FORWARD
-            ):
+            if group.shard.shared is None and not group.full.state.is_unsharded:
                 group.unshard()
 
     def reduce(self, group: ParamGroup) -> None:
@@ -319,22 +349,18 @@ class Schedule:
             group.gradients.reduce()
 
 
-#: Whether a group is gathered for its backward.
-_needs_unshard = attrgetter("options.unshard_in_backward")
-
-
 def _position(schedule: weakref.ref[Schedule]) -> Position:
     """Where the thread is that trains a tree; called in another thread."""
     here = schedule()
     if here is None:
         return Position("outside of training")
     groups, now = here.groups(), here.step.now
-    kind: Kind = "backward" if now.has_backward else "forward"
-    where = "between the passes" if now is Pass.NONE else f"in the {kind}"
+    kind: Kind | None = None if now is Pass.NONE else "backward" if now.has_backward else "forward"
+    where = f"in the {kind}" if kind else "between the passes"
     tree = min((group.tag for group in groups), default=-1)
-    passes = here.log.passes(None if now is Pass.NONE else kind, here.passes.steps, tree)
+    passes = here.log.passes(kind, tree)
     names = {group.tag: group.title for group in groups}
-    last = here.log.latest or next(reversed(here.order.entered), None) if now is not Pass.NONE else None
+    last = here.log.latest or next(reversed(here.order.entered), None) if kind else None
     at = f", at {last.title}" if last is not None else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
     return Position(doing, passes, names, here.log.unlike_before)

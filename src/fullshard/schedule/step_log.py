@@ -12,11 +12,10 @@ the device and one back, so four in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,12 +53,8 @@ class Event:
     moves: bool = True
 
 
-class Observer(Protocol):
-    """Is called on the rank itself, in the order in which things happen there. Without observers there is no cost."""
-
-    def __call__(self, event: Event) -> None: ...
-
-
+#: Is called on the rank itself, in the order in which things happen there. Without observers there is no cost.
+Observer = Callable[[Event], None]
 #: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
 _ROUND = 1 << 32
 #: Ranks tell each other this many of their last calls. If two wait for each other, they parted a few calls ago.
@@ -69,7 +64,7 @@ Call = tuple[ParamGroup, frozenset[int]]
 
 
 class StepLog(Log):
-    """The log of one tree of modules on ``device``, whose groups share ``step``.
+    """The log of one tree of modules on ``device``, whose groups share ``step`` and use ``process_groups``.
 
     Attributes:
         calls: what this rank has started to communicate about in this pass, in order.
@@ -77,7 +72,7 @@ class StepLog(Log):
         unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
-    def __init__(self, device: torch.device, step: Step) -> None:
+    def __init__(self, device: torch.device, step: Step, process_groups: Iterable[dist.ProcessGroup] = ()) -> None:
         super().__init__()
         self._device, self._step = device, step
         self.calls: list[Call] = []
@@ -86,7 +81,8 @@ class StepLog(Log):
         self._is_profiled = False  # in the pass that runs; outside of passes each action asks
         self._announces = False  # whether calls are announced to the other ranks
         self._compares_each = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
-        self._process_groups: list[dist.ProcessGroup] = []
+        #: Those whose ranks compare what they did.
+        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
         self._under_way: list[_Comparison] = []
         self._number = 0  # of the pass, the same on all ranks
         #: The call that followed each call, by the kind of the pass, in the last passes.
@@ -128,10 +124,6 @@ class StepLog(Log):
         """A pass begins."""
         self._is_profiled = profiler_listens()
 
-    def compare_over(self, process_groups: list[dist.ProcessGroup]) -> None:
-        """Compare with the ranks of these groups, over which the tree communicates."""
-        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
-
     def announce_calls(self, groups: Sequence[ParamGroup]) -> None:
         """Announce calls from now on, if a backend may end processes that disagree on one of ``groups``."""
         self._announces = any(map(may_end_processes, groups))
@@ -158,9 +150,9 @@ class StepLog(Log):
         """A lane of their own: nothing waits for them, and they for nothing."""
         return Lane(self._device)
 
-    def end_pass(self, kind: Kind, steps: int) -> None:
-        """Start to compare a pass that began after so many steps of optimizers. All ranks must call it."""
-        started = [one for one in self._comparisons(kind, steps) if one.calls and not is_capturing(self._device)]
+    def end_pass(self, kind: Kind) -> None:
+        """Start to compare a pass. All ranks must call it."""
+        started = [one for one in self._comparisons(kind) if one.calls and not is_capturing(self._device)]
         self._under_way += started
         if self._followers:
             self._announce(None, kind)
@@ -170,9 +162,9 @@ class StepLog(Log):
         self.latest, self.unlike_before = None, ""
         self._number += 1
 
-    def _comparisons(self, kind: Kind, steps: int) -> list[_Comparison]:
+    def _comparisons(self, kind: Kind) -> list[_Comparison]:
         """What the ranks of each process group have to compare of the calls so far."""
-        calls = [*self.calls]
+        calls, steps = [*self.calls], self._step.steps_before
         return [
             _Comparison(
                 [call for call in calls if _is_compared(*call, process_group)], kind, steps, process_group, self._number
@@ -180,13 +172,13 @@ class StepLog(Log):
             for process_group in self._process_groups
         ]
 
-    def passes(self, kind: Kind | None, steps: int, tree: int) -> dict[str, dict[str, str]]:
+    def passes(self, kind: Kind | None, tree: int) -> dict[str, dict[str, str]]:
         """The last calls of this rank by their number in the pass, for each process group and pass. The passes are the
         one that runs, of a ``kind`` (``None``: none runs), and those whose comparison has not ended.
 
         ``tree`` identifies the tree on all ranks. Another thread calls it.
         """
-        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind, steps)
+        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind)
         return {
             f"{one.process_group.group_name} {tree} {one.number}": {
                 str(at): text
