@@ -241,6 +241,7 @@ class FSDPModule:
             for group in unit.groups:
                 reshards = reshard_after_forward and group.data.shard_group is not None
                 group.options.strategy = group.options.strategy.switched(after_forward=reshards)
+                group.options.post_forward_mesh = None
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 

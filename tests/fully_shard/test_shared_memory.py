@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
+from fullshard.comm.waits import WAITS
 from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
@@ -664,3 +665,15 @@ def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@ranks(2, transport="host")
+def test_a_rank_knows_at_which_group_it_is_where_nothing_is_sent(world: World) -> None:
+    model = shard_mlp()
+    doing: list[str] = []
+    for block in model.blocks[:2]:
+        block.register_forward_hook(lambda *_: doing.append(WAITS.position().doing))
+        block.register_full_backward_hook(lambda *_: doing.append(WAITS.position().doing))
+    model(inputs().requires_grad_()).sum().backward()
+    where = [text.rpartition(", at ")[2] for text in doing]
+    assert where == ["'blocks.0'", "'blocks.1'", "'blocks.1'", "'blocks.0'"]

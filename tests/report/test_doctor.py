@@ -69,6 +69,15 @@ def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> Non
         assert "is nan at index" in found["finite values"].text
 
 
+@ranks(2)
+def test_a_rank_tells_which_pass_it_begins(world: World, tmp_path: Path) -> None:
+    """Before it waits for the others there: it may be the last that it tells."""
+    attended(world, tmp_path, "none")
+    places = [line["text"] for each in told_in(tmp_path) for line in each.of("place")]
+    assert sum(text.startswith("in the forward of step 1 ") for text in places) == world.size
+    assert sum(text.startswith("in the backward of step 1 ") for text in places) == world.size
+
+
 def problems_of(model: Any) -> list[Any]:
     """What is wrong with a model, whatever else runs on this machine."""
     return [each for each in fullshard.doctor(model).problems if each.name != "other programs"]

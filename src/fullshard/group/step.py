@@ -26,7 +26,7 @@ class Pass(Enum):
     FORWARD = True, False, True
     BACKWARD = False, True, True
     NESTED = True, True, True
-    FINALIZING = False, True, False  # what backwards left is being reduced, or an error ended the wait for reductions
+    FINALIZING = False, True, False  # what backwards left is being reduced between passes
 
     def __init__(self, has_forward: bool, has_backward: bool, reads_shared: bool) -> None:
         self.has_forward, self.has_backward = has_forward, has_backward  # whether one has begun that has not ended
@@ -45,6 +45,8 @@ END = {
     (Pass.NESTED, "backward"): Pass.FORWARD,
     (Pass.NESTED, "forward"): Pass.BACKWARD,  # an error ended the backward in it
 }
+#: The pass while what backwards left is being reduced, and after an error ended that or the wait for reductions.
+FINALIZE = {Pass.NONE: Pass.FINALIZING, Pass.FORWARD: Pass.NESTED}
 
 
 class Log:

@@ -158,19 +158,19 @@ class RankObserver:
         if not self._differs:
             text = "All ranks begin with the same." if self._compared else "Parameters were on meta when sharded."
             self._report_check(Check("initial values", "ok" if self._compared else "not checked", text))
-        self._overrides.around(schedule.passes, "begin", self._begin_pass)
+        self._overrides.around(schedule.step, "begin_pass", self._begin_pass)
         self._detector = NonFiniteDetector(module, schedule)
         with suppress(ValueError, RuntimeError):  # no advice if the model cannot be explained
             for advice in explain(module).advice:
                 self._report_check(Check("sharding", "ok", str(advice)))
         self._recording = record(module, self._steps)
 
-    def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
+    def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
+        begin(kind)  # ranks wait for each other after this
         position = WAITS.position().doing
         if position != self._position:
             self._position = position
             self.report("position", text=position)
-        begin(kind, groups)
         if self._recording is not None and not self._recording.is_running:
             self.stop()
 

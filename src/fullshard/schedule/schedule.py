@@ -28,7 +28,7 @@ from fullshard.group.comm_context import CommContext
 from fullshard.group.full_buffer import State
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
-from fullshard.group.step import Kind, Pass, Step
+from fullshard.group.step import FINALIZE, Kind, Pass, Step
 from fullshard.group.strategy import Placement
 from fullshard.schedule import checks
 from fullshard.schedule.order import Order
@@ -282,13 +282,14 @@ class Schedule:
                 f"the backward or, if there is to be none, let go of what the forward returned"
             )
         self.log.begin_pass()
-        self.step.now = Pass.FINALIZING  # an error leaves it so
+        before = self.step.now
+        self.step.now = FINALIZE[before]  # an error leaves it so
         for group in reversed(self.groups()):
             group.gradients.take_left()
             if group.options.strategy.reduces:
                 self.reduce(group)
             group.reshard_after_backward()
-        self.step.now = Pass.NONE
+        self.step.now = before
         self.log.end_pass("backward")
         reductions, drops = self.comm.reductions, self.comm.reductions.drops
         self._is_awaited = True
@@ -306,12 +307,12 @@ class Schedule:
         return wait
 
     def _end_step(self) -> None:
-        """Wait for every reduction. An error leaves a step that did not end."""
+        """Wait for every reduction. An error leaves a backward that did not end."""
         try:
             self.comm.reductions.wait_for_oldest()
             self.comm.reductions.hand_over_arrived()
         except BaseException:
-            self.step.now = Pass.FINALIZING
+            self.step.now = FINALIZE.get(self.step.now, self.step.now)
             raise
         if self.inspect is not None:
             for group in self.groups():
@@ -359,7 +360,7 @@ def _position(schedule: weakref.ref[Schedule]) -> Position:
     tree = min((group.tag for group in groups), default=-1)
     passes = here.log.passes(kind, tree)
     names = {group.tag: group.title for group in groups}
-    last = [*here.order.entered, *(call[0] for call in here.log.calls)] if kind else []
-    at = f", at {last[-1].title}" if last else ""
+    last = here.log.latest or next(reversed(here.order.entered), None) if kind else None
+    at = f", at {last.title}" if last is not None else ""
     doing = f"{where} of step {here.step.optimizer_steps + 1} (forward {here.step.forwards}){at}"
     return Position(doing, passes, names, here.log.unlike_before)

@@ -68,6 +68,7 @@ class StepLog(Log):
 
     Attributes:
         calls: what this rank has started to communicate about in this pass, in order.
+        latest: the group that was gathered or reduced last in this pass, in memory that ranks share too.
         unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
     """
 
@@ -75,6 +76,7 @@ class StepLog(Log):
         super().__init__()
         self._device, self._step = device, step
         self.calls: list[Call] = []
+        self.latest: ParamGroup | None = None
         self.unlike_before = ""
         self._is_profiled = False  # in the pass that runs; outside of passes each action asks
         self._announces = False  # whether calls are announced to the other ranks
@@ -91,10 +93,11 @@ class StepLog(Log):
     ) -> AbstractContextManager[object] | None:
         if self._compares_each and action in ("gather", "reuse") and group.data.shard_group is not None:
             verify_next(group.name, group.tag, group.data.shard_group)
-        for listener in self.listeners:
+        for listener in [*self.listeners]:  # one may remove itself
             listener(action, group, moves)
         if action not in _LABELS:
             return None
+        self.latest = group
         if moves:
             self.calls.append((group, parameters))
             if self._announces:
@@ -156,7 +159,7 @@ class StepLog(Log):
         for comparison in started:
             comparison.start(self._device, self._lane)
         self.calls.clear()
-        self.unlike_before = ""
+        self.latest, self.unlike_before = None, ""
         self._number += 1
 
     def _comparisons(self, kind: Kind) -> list[_Comparison]:
@@ -196,7 +199,7 @@ class StepLog(Log):
     def forget(self) -> None:
         """Forget a pass that an error cut short."""
         self.calls.clear()
-        self.unlike_before = ""
+        self.latest, self.unlike_before = None, ""
         self._under_way.clear()
         self._number = (self._number // _ROUND + 1) * _ROUND
 

@@ -8,7 +8,7 @@ wrapped module is a unit like any other, and checkpoints to the files beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -271,11 +271,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             RuntimeError: this is not the root.
         """
         groups = self._groups_of_root("no_sync")
-        with ExitStack() as changed:
+        before = [group.options.strategy.reduces for group in groups]
+        try:
             for group in groups:
-                without = group.options.strategy.switched(gradients=False)
-                changed.enter_context(temporarily([group.options], "strategy", without))
+                group.options.strategy = group.options.strategy.switched(gradients=False)
             yield
+        finally:
+            for group, reduces in zip(groups, before, strict=True):
+                group.options.strategy = group.options.strategy.switched(gradients=reduces)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.

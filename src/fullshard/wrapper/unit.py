@@ -75,8 +75,10 @@ class WrappedUnit(Unit):
         """Reset to the beginning of a step if an error ended the last one. All ranks must call it."""
         if (schedule := self.schedule) is None or running_backward() >= 0:
             return
-        outermost = [unit for unit in (schedule.root, schedule.outermost) if isinstance(unit, WrappedUnit)]
-        if outermost and (schedule.step.now.has_backward or any(unit.failed for unit in outermost)):
+        now = schedule.step.now
+        began = (schedule.root, schedule.outermost) if now.has_forward else (schedule.root,)
+        outermost = [unit for unit in began if isinstance(unit, WrappedUnit)]
+        if outermost and (now.has_backward or any(unit.failed for unit in outermost)):
             schedule.reset()
             for unit in outermost:
                 unit.failed = False
