@@ -239,9 +239,8 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
-                reshards = reshard_after_forward and group.data.shard_group is not None
-                group.options.strategy = group.options.strategy.switched(after_forward=reshards)
-                group.options.post_forward_mesh = None
+                options, reshards = group.options, reshard_after_forward and group.data.shard_group is not None
+                options.strategy, options.post_forward_mesh = options.strategy.switched(after_forward=reshards), None
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 

@@ -70,12 +70,12 @@ def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> Non
 
 
 @ranks(2)
-def test_a_rank_tells_which_pass_it_begins(world: World, tmp_path: Path) -> None:
-    """Before it waits for the others there: it may be the last that it tells."""
+def test_a_rank_reports_which_pass_it_begins(world: World, tmp_path: Path) -> None:
+    """Before it waits for the others there: it may be the last position that it reports."""
     attended(world, tmp_path, "none")
-    places = [line["text"] for each in told_in(tmp_path) for line in each.of("place")]
-    assert sum(text.startswith("in the forward of step 1 ") for text in places) == world.size
-    assert sum(text.startswith("in the backward of step 1 ") for text in places) == world.size
+    positions = [line["text"] for each in read_logs(tmp_path) for line in each.of("position")]
+    assert sum(text.startswith("in the forward of step 1 ") for text in positions) == world.size
+    assert sum(text.startswith("in the backward of step 1 ") for text in positions) == world.size
 
 
 def problems_of(model: Any) -> list[Any]:

@@ -63,4 +63,4 @@ def test_no_sync_leaves_alone_what_becomes_of_parameters_meanwhile(world: World)
         outer = fullshard.FullyShardedDataParallel(nn.Sequential(model), use_orig_params=True)
         outer(inputs())
     outer(inputs())
-    assert {group.state.name for group in groups_of(model)} == {"SHARDED"}
+    assert {group.full.state.name for group in groups_of(model)} == {"SHARDED"}
