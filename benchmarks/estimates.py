@@ -71,7 +71,7 @@ def _memory() -> None:
         for phase in ("forward", "backward", "rest"):
             said, seen = found[f"foretold_{phase}"], found[phase] - found["freed"]
             rows.append([f"{contender.name}, {phase}", bytes_text(said), bytes_text(seen), f"{said / seen:.3f}"])
-    print(table(["W=2", "foretold", "measured", "ratio"], rows))
+    print(table(["W=2", "predicted", "measured", "ratio"], rows))
 
 
 def _measure(work: Work, transport: str) -> dict[str, Any]:

@@ -117,8 +117,8 @@ def _quarter(times: list[float]) -> float:
 def _timed() -> Iterator[dict[str, list[float]]]:
     """Measure the functions that look on: those in the places of methods by their names, waits, and ends of steps."""
     spent: defaultdict[str, list[float]] = defaultdict(list)
-    told: Any = watching._ToldWaits.current
-    params_of, around, now = watching.Watch.params_of, watching.Overrides.around, time.perf_counter
+    current: Any = watching._ObservedWaits.current
+    params_of, around, now = watching.StepObserver.params_of, watching.Overrides.around, time.perf_counter
 
     def in_place(name: str, function: Callable[..., Any], method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         below = 0.0
@@ -152,9 +152,9 @@ def _timed() -> Iterator[dict[str, list[float]]]:
     with ExitStack() as puts:
         put = mock.patch.object
         puts.enter_context(put(watching.Overrides, "around", put_timed))
-        puts.enter_context(put(watching._ToldWaits, "current", property(told.fget, timed("wait", told.fset))))
-        puts.enter_context(put(watching.Watch, "params_of", timed("optimizer", params_of)))
-        puts.enter_context(put(watching.Watch, "stepped", timed("end", watching.Watch.stepped)))
+        puts.enter_context(put(watching._ObservedWaits, "current", property(current.fget, timed("wait", current.fset))))
+        puts.enter_context(put(watching.StepObserver, "params_of", timed("optimizer", params_of)))
+        puts.enter_context(put(watching.StepObserver, "stepped", timed("end", watching.StepObserver.stepped)))
         yield spent
 
 

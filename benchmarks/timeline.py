@@ -28,7 +28,7 @@ from benchmarks import resident
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard import fully_shard_blocks
-from fullshard.schedule.schedule import Event
+from fullshard.schedule.step_log import Event
 
 WORK = Work("timeline", blocks=4, width=768, sequence=192)
 _STEPS = 8

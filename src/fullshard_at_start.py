@@ -27,9 +27,9 @@ class _AfterTorch:
             def execute_and_patch(module: ModuleType) -> None:
                 sys.meta_path.remove(self)
                 execute(module)
-                from fullshard.compat.patch import patch_and_say
+                from fullshard.compat.patch import patch_and_report
 
-                patch_and_say()
+                patch_and_report()
 
             spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
         return spec

@@ -28,7 +28,7 @@ NEAREST = {
     "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
     "buffer/messages.py": (
         "tests/buffer/test_messages.py",
-        "tests/fully_shard/test_gradient_places.py",
+        "tests/fully_shard/test_gradient_views.py",
         "tests/comm/test_collective.py",
         "tests/comm/test_transports.py",
     ),
@@ -180,15 +180,15 @@ MUTATIONS = (
     ),
     # how gradients are taken and reduced
     Mutation(
-        "group/gradients.py",
-        "leaf.requires_grad_(trainable)",
-        "pass",
+        "group/module_parameters.py",
+        "            self._train_leaves()\n        self._prepare_updates()",
+        "            pass\n        self._prepare_updates()",
         "tests/parity/test_parameters.py::test_frozen_blocks",
     ),
     Mutation(
         "group/gradients.py",
-        "if index in self._waiting:\n            self.settle()",
-        "if False:\n            self.settle()",
+        "if index in self._waiting:\n            self.copy_waiting()",
+        "if False:\n            self.copy_waiting()",
         "tests/parity/test_composition.py::test_a_weight_in_several_checkpoints",
     ),
     Mutation(
@@ -217,7 +217,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "self._places.zero(index)",
+        "self._views.zero(index)",
         "pass",
         "tests/parity/test_accumulation.py::test_hybrid_accumulated_where_the_last_micro_batch_leaves_a_block_out",
     ),
@@ -235,7 +235,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/reduction.py",
-        "output[part.plan.held(group.data.shard_rank) :].zero_()",
+        "output[part.plan.owned_numel(group.data.shard_rank) :].zero_()",
         "pass",
         "tests/parity/test_wrapper_flat.py::test_the_padding_of_a_gradient_is_zero",
     ),
@@ -253,38 +253,38 @@ MUTATIONS = (
     ),
     Mutation(
         "group/gradients.py",
-        "HoldingMark(mark, straight, self._buffer.give_back)",
+        "HoldingMark(mark, zero_copy, self._buffer.give_back)",
         "HoldingMark(mark, (), self._buffer.give_back)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     # when each group is gathered and reduced
     Mutation(
         "schedule/schedule.py",
-        "group.check_in()\n",
+        "group.notice_changes()\n",
         "pass\n",
         "tests/fully_shard/test_decisions.py::test_load_state_dict_by_assignment",
     ),
     Mutation(
         "schedule/schedule.py",
-        "self.clock.epoch += 1",
+        "step.forwards += 1",
         "pass",
         "tests/parity/test_read_by_others.py::test_parameters_that_every_rank_has_may_be_read_by_any_module",
     ),
     Mutation(
         "schedule/schedule.py",
-        "if group.state is State.GATHERING:  #",
+        "if group.full.state is State.GATHERING:  #",
         "if False:  #",
         "tests/fully_shard/test_decisions.py::test_what_was_gathered_ahead_and_not_used_is_gathered_again",
     ),
     Mutation(
         "schedule/schedule.py",
-        'self.passes.end("backward")',
+        'self.passes.leave("the end of a backward")',
         "pass",
         "tests/fully_shard/test_shared_memory.py::test_writes_are_read_by_all_afterwards_and_by_none_before",
     ),
     Mutation(
         "schedule/schedule.py",
-        "self.comm.reductions.keep_at_most(0)",
+        "self.comm.reductions.wait_for_oldest()",
         "pass",
         "tests/parity/test_sharding.py::test_mlp_of_odd_sizes",
     ),
@@ -302,14 +302,14 @@ MUTATIONS = (
     ),
     Mutation(
         "schedule/unit.py",
-        "output = self._own_output(output)",
-        "pass",
+        "        if not gathered.isdisjoint(",
+        "        if False and not gathered.isdisjoint(",
         "tests/fully_shard/test_decisions.py::test_a_forward_may_return_its_own_weight",
     ),
     Mutation(
         "schedule/unit.py",
-        "reshard_after_backward and not group.users:",
-        "reshard_after_backward:",
+        "            if not group.users:\n                group.reshard_after_backward()",
+        "            if True:\n                group.reshard_after_backward()",
         "tests/parity/test_parameters.py::test_a_block_tied_to_a_root_that_is_still_in_its_backward",
     ),
     Mutation(
@@ -319,15 +319,15 @@ MUTATIONS = (
         "tests/fully_shard/test_order.py::test_backward_gathers_one_group_ahead",
     ),
     Mutation(
-        "schedule/passes.py",
+        "schedule/step_log.py",
         "said = self.steps, len(self.kind), hash(",
         "said = 0, len(self.kind), hash(",
         "tests/fully_shard/test_consistency.py::test_a_micro_batch_left_out_is_found_with_collectives",
     ),
     Mutation(
-        "schedule/finalization.py",
-        "self._began_by_hand = self.is_by_hand\n        self._forward = lambda: None",
-        "self._began_by_hand = self.is_by_hand",
+        "schedule/schedule.py",
+        "self._backward_began, self._last_forward = True, None",
+        "self._backward_began = True",
         "tests/parity/test_finalization.py::test_between_a_forward_and_its_backward_it_is_refused",
     ),
     # the order of what a device with streams does
@@ -369,8 +369,8 @@ MUTATIONS = (
     ),
     Mutation(
         "buffer/slots.py",
-        "place = device, current_stream(device).stream_id, place",
-        "place = device, place",
+        "kind = device, current_stream(device).stream_id, kind",
+        "kind = device, kind",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
@@ -405,55 +405,55 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "(ready, filled, clock.written)",
-        "(filled, clock.written)",
+        "(ready, filled, step.written)",
+        "(filled, step.written)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
         "group/full_buffer.py",
-        "(ready, filled, clock.written)",
+        "(ready, filled, step.written)",
         "(ready, filled)",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "group/group.py",
-        "                self._gather.wait()\n                is_first",
-        "                is_first",
+        "group/full_buffer.py",
+        "            self._gathered.wait()\n            self._post_forward",
+        "            self._post_forward",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "group/group.py",
-        "        self.full.give_up()\n",
-        "",
+        "group/full_buffer.py",
+        "        super()._cancel()\n        self._give_staging_back()",
+        "        super()._cancel()",
         "tests/fully_shard/test_errors_in_communication.py::"
         "test_training_goes_on_after_an_error_at_any_point_of_communication",
     ),
     Mutation(
-        "group/context.py",
-        "        while len(self._marks) > count:\n            self._marks.popleft().wait()",
-        "        while len(self._marks) > count:\n            self._marks.popleft()",
+        "group/comm_context.py",
+        "        while len(self._scatters) > keep:\n            self._scatters.popleft().wait()",
+        "        while len(self._scatters) > keep:\n            self._scatters.popleft()",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "group/context.py",
+        "group/comm_context.py",
         "            arrived.synchronize()\n            hand_over()",
         "            hand_over()",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
         "schedule/schedule.py",
-        "            self.clock.written = EventMark(event, self.device)",
-        "            self.clock.written = PASSED",
+        "            self.step.written = EventMark(event, self.device)",
+        "            self.step.written = PASSED",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
         "schedule/schedule.py",
-        "            self.clock.written = mark_now(self.device)",
+        "            self.step.written = mark_now(self.device)",
         "            pass",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     Mutation(
-        "schedule/passes.py",
+        "schedule/step_log.py",
         "            return self._event.query()",
         "            return True",
         "tests/pretend/test_training.py::test_every_way_to_train",
@@ -466,19 +466,19 @@ MUTATIONS = (
     ),
     # what a graph captures
     Mutation(
-        "group/context.py",
+        "group/comm_context.py",
         "            pool.forget_marks()",
         "            pass",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(
-        "group/context.py",
-        "        self.reductions.keep_at_most(0)\n        for pool",
+        "group/comm_context.py",
+        "        self.reductions.wait_for_oldest()\n        for pool",
         "        for pool",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(
-        "group/context.py",
+        "group/comm_context.py",
         "        if not (before or self._was_captured):",
         "        if not self._was_captured:",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
@@ -490,13 +490,13 @@ MUTATIONS = (
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(
-        "schedule/passes.py",
+        "schedule/step_log.py",
         " and not is_capturing(self._device)]",
         "]",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
     ),
     Mutation(
-        "schedule/passes.py",
+        "schedule/step_log.py",
         "and not is_capturing(self._device) and",
         "and",
         "tests/pretend/test_graphs.py::test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training",
@@ -515,20 +515,20 @@ MUTATIONS = (
     ),
     Mutation(
         "module.py",
-        "                group.clock.written = mark_now(group.device)\n",
+        "                group.step.written = mark_now(group.device)\n",
         "",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),
     # memory that the ranks of a host share
     Mutation(
         "comm/host.py",
-        "self.done.set(number)\n\n",
+        "self.done.set(reading.number)\n\n",
         "\n",
         "tests/comm/test_host.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),
     Mutation(
         "comm/host.py",
-        "        self.done.set(self._ready.value)\n",
+        "        self.done.set(self.ready.value)\n",
         "",
         "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
@@ -552,7 +552,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/host.py",
-        "self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)",
+        "self.ready.note(self.ready.noted(self.local_ranks.rank) + 1)",
         "pass",
         "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),
@@ -630,15 +630,15 @@ MUTATIONS = (
         "tests/test_strangers.py::test_a_forgotten_root_is_told_once_with_its_parameters_and_the_missing_call",
     ),
     Mutation(
-        "group/group.py",
+        "group/param_group.py",
         "twin.name, twin._copy_tags = self.name, self._copy_tags",
         "twin.name = self.name",
         "tests/fully_shard/test_copies.py::test_copies_of_copies_have_tags_of_their_own",
     ),
     Mutation(
-        "group/context.py",
-        "self.steps += self.stepped[id(optimizer)] > most",
-        "self.steps += 1",
+        "group/step.py",
+        "self.optimizer_steps += self._stepped[id(optimizer)] > most",
+        "self.optimizer_steps += 1",
         "tests/optim/test_steps.py::test_ranks_may_have_different_numbers_of_optimizers",
     ),
     Mutation(
@@ -832,7 +832,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/fetch.py",
-        "number[0] <= _number(held)[0]:",
+        "number[0] <= _number(part)[0]:",
         "number[0] < _number(held)[0]:",
         "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
     ),
@@ -857,8 +857,8 @@ MUTATIONS = (
     # reports
     Mutation(
         "report/record.py",
-        "mine.moved(offset)",
-        "mine.moved(-offset)",
+        "mine.shifted(offset)",
+        "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(

@@ -226,7 +226,7 @@ def test_a_patch_leaves_alone_what_knows_both_libraries() -> None:
 import fullshard
 from torch.distributed.checkpoint import state_dict
 fullshard.patch()
-print(state_dict.FSDP.theirs.__module__)
+print(state_dict.FSDP.torch_class.__module__)
 """
     assert run_alone(code) == "torch.distributed.fsdp.fully_sharded_data_parallel"
 

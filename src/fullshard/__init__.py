@@ -17,20 +17,20 @@ from fullshard.compat import names as _names  # noqa: F401
 from fullshard.compat.patch import is_patched as is_patched
 from fullshard.compat.patch import patch as patch
 from fullshard.compat.patch import unpatch as unpatch
+from fullshard.finite import NonFiniteDetector as NonFiniteDetector
+from fullshard.finite import NonFiniteError as NonFiniteError
+from fullshard.finite import detect_non_finite as detect_non_finite
 from fullshard.full_params import summon_full_params as summon_full_params
 from fullshard.fully_shard import fully_shard as fully_shard
 from fullshard.fully_shard import fully_shard_blocks as fully_shard_blocks
 from fullshard.group.flat import FlatParameter as FlatParameter
+from fullshard.leave_out import leave_out as leave_out
 from fullshard.module import FSDPModule as FSDPModule
 from fullshard.module import GradientReductionHandle as GradientReductionHandle
 from fullshard.module import UnshardHandle as UnshardHandle
 from fullshard.module import register_fsdp_forward_method as register_fsdp_forward_method
 from fullshard.module import share_comm_ctx as share_comm_ctx
 from fullshard.policies import *  # noqa: F403
-from fullshard.schedule.finite import NonFiniteDetector as NonFiniteDetector
-from fullshard.schedule.finite import NonFiniteError as NonFiniteError
-from fullshard.schedule.finite import detect_non_finite as detect_non_finite
-from fullshard.schedule.leave_out import leave_out as leave_out
 from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from fullshard.wrapper.settings import *  # noqa: F403
@@ -64,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 if "FULLSHARD_DOCTOR" in os.environ:  # set by `fullshard doctor` for the ranks of the job that it looks at
-    importlib.import_module("fullshard.report.attending").start()
+    importlib.import_module("fullshard.report.rank_observer").start()

@@ -24,11 +24,11 @@ import torch.distributed as dist
 import fullshard
 from fullshard.checkpoint.commands import add_commands
 from fullshard.comm.select import choose_transport
-from fullshard.compat.patch import patch_and_say
+from fullshard.compat.patch import patch_and_report
 from fullshard.report.commands import add_explain
 from fullshard.report.doctor import add_doctor
 
-#: What a report of an error should say the version of.
+#: Packages whose versions belong in a bug report.
 _PACKAGES = ("numpy", "accelerate", "transformers", "peft", "trl", "lightning", "torchao", "torchtitan", "safetensors")
 
 
@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env = commands.add_parser("env", help=about, description=f"{about.capitalize()}.")
     env.set_defaults(call=_env)
     add_explain(commands.add_parser("explain", help="say what sharding would do to a model, on any number of ranks"))
-    add_doctor(
-        commands.add_parser("doctor", help="start a job, look at its first steps, and say what is wrong with it")
-    )
+    add_doctor(commands.add_parser("doctor", help="start a job, check its first steps, and say what is wrong with it"))
     add_commands(commands.add_parser("checkpoint", help="list, check, show, convert and compare checkpoints"))
     options = parser.parse_args(arguments)
     return int(options.call(options))
@@ -63,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     program, is_file = options.program, Path(options.program).is_file() and not shutil.which(options.program)
     if not options.is_module and not is_file:
         return _execute(program, options.arguments)
-    patch_and_say()
+    patch_and_report()
     sys.argv = [program, *options.arguments]
     if options.is_module:
         sys.path.insert(0, os.getcwd())
@@ -75,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _execute(command: str, arguments: Sequence[str]) -> int:
-    """Become another program, whose Pythons are to patch torch when they import it."""
+    """Replace this process by another program. Each Python process in it patches torch when it imports torch."""
     if shutil.which(command) is None:
         print(f"python -m fullshard run: no file and no command '{command}'", file=sys.stderr)
         return 2
@@ -91,7 +89,7 @@ def _execute(command: str, arguments: Sequence[str]) -> int:
 
 
 def _env(_: argparse.Namespace) -> int:
-    """Print what a bug report should say."""
+    """Prints what a bug report should contain."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
@@ -116,7 +114,7 @@ def _env(_: argparse.Namespace) -> int:
 
 
 def _transport(device: torch.device) -> str:
-    """What two ranks on this machine would use, and why."""
+    """The transport that two ranks on this machine would use, and why."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_write_transport, (folder, device), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
         return Path(folder, "transport").read_text()
@@ -127,11 +125,11 @@ def _write_transport(rank: int, folder: str, device: torch.device) -> None:
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=2)
     try:
         transport, why = choose_transport(dist.group.WORLD, device)  # type: ignore[arg-type]
-        told = f"{transport.name} for ranks of this machine: {why}"
+        message = f"{transport.name} for ranks of this machine: {why}"
     except ValueError as error:
-        told = str(error)
+        message = str(error)
     if rank == 0:
-        Path(folder, "transport").write_text(told)
+        Path(folder, "transport").write_text(message)
     dist.destroy_process_group()
 
 

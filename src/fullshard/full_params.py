@@ -1,7 +1,7 @@
-"""Full parameters outside of forward and backward: to look at them, to save them, to change them.
+"""Full parameters outside of forward and backward: to read them, to save them, to change them.
 
-Owns a context in which the modules show private full copies in the original dtype. Nothing of the engine's buffers is
-used, so that a copy is never another group's memory.
+Owns a context in which modules show private full copies in the original dtype. The copies do not use the engine's
+buffers, so no other group ever writes to their memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import waiting
-from fullshard.group.group import Group
-from fullshard.group.module_parameters import FullGroup
+from fullshard.group.module_parameters import FullParameters
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
 from fullshard.schedule.unit import Phase, unit_of
-from fullshard.torch_private import foreach_copy
 
 
 @contextmanager
@@ -32,21 +31,21 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Let the sharded modules under ``module`` show full parameters, plain tensors in their original dtype.
+    """A context in which the sharded modules in ``module`` show full parameters, plain tensors in their original dtype.
 
-    Every rank must enter and leave. Inside, forward and backward must not run.
+    Every rank must enter and leave it. Forward and backward must not run inside.
 
     Args:
-        recurse: also the sharded modules inside ``module``; otherwise ``module`` alone.
-        writeback: what is written to the full parameters (and gradients) is kept: each rank takes its part.
-        rank0_only: only the first of the ranks that shard together sees full parameters; the others see sharded ones
-            and save the memory.
-        offload_to_cpu: the full parameters lie on the CPU.
-        with_grads: full parameters have the full gradients.
+        recurse: whether to include the sharded modules inside of ``module``.
+        writeback: keep what is written to the full parameters (and gradients): each rank copies its part back.
+        rank0_only: only the first of the ranks that shard together gets full parameters. The others keep sharded ones,
+            and need no memory for full ones.
+        offload_to_cpu: put the full parameters on the CPU.
+        with_grads: give the full parameters their full gradients.
 
     Raises:
         ValueError: ``writeback`` with ``rank0_only``, or ``with_grads`` with ``offload_to_cpu``.
-        RuntimeError: inside a forward or backward, or inside another one that shows the same parameters.
+        RuntimeError: it was called in a forward or backward, or in another such context with the same parameters.
     """
     if writeback and rank0_only:
         raise ValueError("writeback with rank0_only would leave the ranks with different parameters: choose one")
@@ -61,20 +60,20 @@ def summon_full_params(
                 f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps, and after an "
                 f"error in one call reset_iter_state() on the root module, on every rank, before"
             )
-    kept: list[FullGroup] = []
+    kept: list[FullParameters] = []
     with ExitStack() as summoned:
         for unit in units:
             for group in unit.groups:
-                group.check_in()
+                group.notice_changes()
                 if group.summoned:
                     raise RuntimeError(f"summon_full_params was called inside another one that holds {group!r}")
                 group.reshard()
                 whole = _whole(group, offload_to_cpu, with_grads)
-                mesh = group.data.mesh  # which ranks hold the group, those that shard it last
+                mesh = group.data.mesh  # its last dim is the one over which the group is sharded
                 shown = not rank0_only or mesh.get_local_rank(mesh.ndim - 1) == 0
-                full = FullGroup(group, whole if shown else {})
+                full = FullParameters(group, whole if shown else {})
                 summoned.callback(full.close)
-                # Of flat parameters that each rank has whole writes stay anyway, as users of torch's wrapper expect.
+                # Unsharded flat parameters always keep what is written, as torch's wrapper does.
                 if writeback or (group.is_flat and group.data.shard_group is None):
                     kept.append(full)
         yield
@@ -84,33 +83,34 @@ def summon_full_params(
 
 @torch.no_grad()
 def gather(
-    group: Group, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
+    group: ParamGroup, parts: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype] | None = None
 ) -> dict[int, torch.Tensor]:
-    """Gather tensors that are sharded like the parameters of ``group``, in one piece of memory that only they have.
+    """Gather tensors that are sharded like the parameters of ``group``, into one new piece of memory.
 
-    Every rank of the group must call it. ``parts`` has for each parameter what this rank has of its tensor, shaped as
-    ``param.local``, or ``None`` for zeros; ``dtypes`` are those of the tensors of each section, the same on all ranks
-    and by default the parameters'. Returns the whole tensors, in the shape of their parameter and by its index, on the
-    compute device.
+    Every rank of the group must call it.
+
+    Args:
+        group: the group.
+        parts: for each parameter this rank's part of the tensor, in the shape of ``param.local``; ``None`` for zeros.
+        dtypes: the dtype of the tensors of each section, the same on all ranks; by default the parameters'.
+
+    Returns:
+        the whole tensors on the compute device, by the index of their parameter and in its shape.
     """
-    if group.memory.has_meta:
-        group.memory.refuse_meta()
+    if group.shard.has_meta:
+        group.shard.refuse_meta()
     found: dict[int, torch.Tensor] = {}
     dtypes = [section.dtype for section in group.sections] if dtypes is None else dtypes
     memory = torch.empty(full_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
     staging = torch.empty(shard_bytes(group.sections, dtypes), dtype=torch.uint8, device=group.device)
-    transfers = []
     fulls, shards = full_views(memory, group.sections, dtypes), shard_views(staging, group.sections, dtypes)
     for section, full, shard in zip(group.sections, fulls, shards, strict=True):
-        transfers.append(Transfer(section.plan, full, shard))
-        for index, place in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
+        for index, chunk in chunk_views(group.params, section.members, section.plan, shard, group.data.shard_rank):
             part = parts[index]
-            place.zero_() if part is None else place.copy_(part)
+            chunk.zero_() if part is None else chunk.copy_(part)
         found.update(whole_views(group.params, section, full))
-    if transfers and group.data.shard_group is None:
-        foreach_copy(fulls, shards)
-    elif group.data.shard_group is not None:
-        group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
+    transfers = list(map(Transfer, [section.plan for section in group.sections], fulls, shards))
+    group.transport.private.gather_route(transfers, group.data.shard_group, group.tag).start().finish()
     for index, param in enumerate(group.params):
         if param.extends:
             found[index] = _gather_extension(param, parts[index])
@@ -118,11 +118,11 @@ def gather(
 
 
 @torch.no_grad()
-def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
-    values = gather(group, [param.held for param in group.params])
+def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn.Parameter]:
+    values = gather(group, [param.values for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]
-    if with_grads and group.data.shard_group is not None:  # a rank that holds nothing of a parameter does not know
+    if with_grads and group.data.shard_group is not None:  # unknown on ranks without elements
         has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
         with waiting("a question to all ranks", group.data.shard_group):
             dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)
@@ -140,7 +140,7 @@ def _whole(group: Group, offload_to_cpu: bool, with_grads: bool) -> dict[int, nn
 
 
 def _gather_extension(param: ShardedParameter, part: torch.Tensor | None) -> torch.Tensor:
-    """A subclass that gathers in a form of its own is summoned as its plain values."""
+    """Gather a parameter that defines its own gather, as plain values."""
     group, dim = param.data.shard_group, param.dim or 0
     plain = torch.zeros(param.chunk_shape(0), dtype=param.dtype, device=param.local.device)
     if part is not None:

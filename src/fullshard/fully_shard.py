@@ -1,7 +1,7 @@
 """The composable front end: ``fully_shard`` shards a module's parameters, one DTensor a parameter.
 
-Owns the validation of what the user gives, the choice of the parameters that form a group, and the hooks by which
-modules run sharded. It leaves everything that happens in a step to the units and groups that it builds.
+Owns the validation of arguments, the choice of the parameters of a group, and the hooks on modules. Everything in a
+step is done by the units and groups that it builds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from fullshard.comm.select import select_transport
 from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
-from fullshard.group.group import Group
 from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
 from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
 from fullshard.module import ShardedModule, sharded_class
 from fullshard.optim.steps import watch_steps
@@ -38,9 +39,9 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import replicated
 from fullshard.wrap import repeated_blocks, targets
 
-#: Parameters, with every place where they stand.
+#: Parameters, each with all its locations in modules.
 _Found = dict[nn.Parameter, list[Location]]
-#: What a user says about a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
+#: The user's placement for a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
 _PlacementFn = Callable[[nn.Parameter], Any] | None
 
 _log = logging.getLogger("fullshard")
@@ -129,30 +130,32 @@ def fully_shard(
     policies.expect(isinstance(mesh, DeviceMesh), "mesh", mesh, "a DeviceMesh")
     data = data_mesh(mesh, dims)
     device = compute_device(mesh.device_type)
-    theirs = replicated(modules)
+    torch_classes = replicated(modules)
     if auto_wrap_policy is not None:
         for root in modules:
-            for inner, overrides in targets(root, auto_wrap_policy, theirs).items():
+            for inner, overrides in targets(root, auto_wrap_policy, torch_classes).items():
                 if unit_of(inner) is None:
                     fully_shard(**{**given, "mesh": mesh, "auto_wrap_policy": None, "module": inner, **overrides})
     after_forward = True if reshard_after_forward is None else reshard_after_forward
-    _after_forward(after_forward, data)  # refuse what does not fit before anything is changed
+    _after_forward(after_forward, data)  # raise errors before anything is changed
     if data.shard_group is not None and type(after_forward) is int and after_forward == 1:
         _log.warning("reshard_after_forward=1 keeps parameters whole after forward, as False does; True frees them")
     ignored = () if ignored_params is None else ignored_params
     if not isinstance(ignored, Iterable) or not all(isinstance(param, torch.Tensor) for param in ignored):
         raise TypeError(f"ignored_params must be a set of parameters, not of names or modules, got {ignored!r}")
-    ignored = {*ignored, *(param for inner in theirs for param in inner.parameters())}
+    ignored = {*ignored, *(param for inner in torch_classes for param in inner.parameters())}
     params = free_parameters(modules, ignored)
-    _check_parameters(params, data if shard_placement_fn is None else None, device)  # else each beside its own mesh
+    _check_parameters(params, data if shard_placement_fn is None else None, device)  # else with its own mesh
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
-    for place, sharded in _by_mesh(params, data, shard_placement_fn).items():
+    for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
         if check_values:
-            verify_values(sharded, place)
-        add_group(unit, sharded, place, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, place)))
+            verify_values(sharded, own_mesh)
+        add_group(
+            unit, sharded, own_mesh, GroupOptions(mp_policy, offload_policy, *_after_forward(after_forward, own_mesh))
+        )
     borrow(unit)
     attach(unit)
     for target in modules:
@@ -165,7 +168,7 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
 def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
-    """Let the modules of ``unit`` hold ``params`` sharded over ``data``; all its ranks must call it."""
+    """Shard ``params`` of the modules of ``unit`` over ``data``, as a new group. All ranks of the mesh must call it."""
     originals = [param.sharded for param in params]
     for param in params:
         param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
@@ -174,8 +177,8 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
     tag = verify_parameters(params, data, options.mp_policy)
     process_group = data.shard_group or data.replicate_group
     assert process_group is not None
-    rests_on_cpu = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
-    if rests_on_cpu and unit.device.type != "cpu" and not backend_name(process_group, CPU):
+    offloads = isinstance(options.offload, policies.CPUOffloadPolicy) and options.offload.parameters
+    if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
             f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
             f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
@@ -183,7 +186,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
         )
     watch_steps()
     transport = select_transport(process_group, unit.device)
-    group = Group(params, unit.modules, data, unit.device, options, transport, tag)
+    group = ParamGroup(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
     for param, original in zip(params, originals, strict=True):
@@ -192,10 +195,10 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
 
 
 def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> ShardedModule:
-    """Shard the repeated blocks of a model, each for itself, and then the model: ``fully_shard`` in one line.
+    """Shard each repeated block of a model, and then the model: ``fully_shard`` in one line.
 
-    The blocks are found by :func:`fullshard.wrap.repeated_blocks`: the layers of a transformer, the stages' blocks of a
-    ResNet. ``options`` are those of :func:`fully_shard`, and so are the errors. Every rank must call it.
+    :func:`fullshard.wrap.repeated_blocks` finds the blocks: the layers of a transformer, or the blocks in the stages of
+    a ResNet. Options and errors are those of :func:`fully_shard`. Every rank must call it.
     """
     for block in repeated_blocks(model):
         if unit_of(block) is None:
@@ -204,7 +207,7 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
 
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
-    """The modules of the call, without those that lie inside another of them."""
+    """The modules of the call, without those inside of another one."""
     modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise ValueError(f"fully_shard expects a module or a list of modules, got {module!r}")
@@ -222,11 +225,11 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 
 
 def refuse_torchs(module: nn.Module) -> None:
-    """Refuse a module that contains one that torch's own FSDP has sharded. It is known by the name of its class:
-    fullshard imports nothing of torch's FSDP."""
-    theirs = replicated([module])
+    """Raise an error if a module contains one that torch's FSDP has sharded. It is recognized by the name of its class,
+    because fullshard imports nothing of torch's FSDP."""
+    torch_classes = replicated([module])
     for name, inner in module.named_modules():
-        for cls in type(inner).__mro__ if inner is module or inner not in theirs else ():
+        for cls in type(inner).__mro__ if inner is module or inner not in torch_classes else ():
             known = cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
             if known and cls.__module__.startswith("torch.distributed."):
                 which = f"'{name}' of this {type(module).__name__}" if name else f"this {type(module).__name__}"
@@ -236,21 +239,23 @@ def refuse_torchs(module: nn.Module) -> None:
                 )
 
 
-def _after_forward(choice: bool | int, data: DataMesh) -> tuple[bool, DataMesh | None]:
-    """Whether parameters are resharded after forward, and the post-forward mesh, if there is one."""
+def _after_forward(choice: bool | int, data: DataMesh) -> tuple[Strategy, DataMesh | None]:
+    """The strategy that ``reshard_after_forward`` asks for, and the post-forward mesh, if there is one."""
     what, size = "reshard_after_forward", data.shard_size
     policies.expect(isinstance(choice, int), what, choice, "a bool, an int (how many ranks) or None", ValueError)
     if data.shard_group is None:
-        return False, None
+        return SHARD_GRAD_OP, None
     if isinstance(choice, bool):
-        return choice, None
+        return FULL_SHARD if choice else SHARD_GRAD_OP, None
     is_factor = choice > 0 and size % choice == 0
     policies.expect(is_factor, what, choice, f"a factor of the {size} ranks that shard parameters", ValueError)
-    return choice > 1, smaller_mesh(data, choice) if 1 < choice < size else None
+    if 1 < choice < size:
+        return Strategy(after_forward=Placement.SHARDED_LESS), smaller_mesh(data, choice)
+    return FULL_SHARD if choice > 1 else SHARD_GRAD_OP, None
 
 
 def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Found:
-    """The parameters of ``modules`` that no earlier call has taken, with their places."""
+    """The parameters of ``modules`` that belong to no group yet, with their locations."""
     found: _Found = {}
     for module, path in managed_modules(modules).items():
         for name, param in module._parameters.items():
@@ -260,7 +265,7 @@ def free_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """The modules that no call on a submodule has taken, parents before children, each with its path."""
+    """The modules inside of ``modules`` that are not sharded yet, parents before children, each with its path."""
     inside = {inner for module in modules for inner in module.modules()}
     passed = {inner for inner in inside.difference(modules) if unit_of(inner) is not None}  # with all below them
     return {inner: path for module in modules for path, inner in module.named_modules(passed)}
@@ -287,11 +292,11 @@ def _check_parameters(params: _Found, data: DataMesh | None, device: torch.devic
 
 
 def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:
-    """The parameters of each mesh; one mesh unless ``placement_fn`` names others."""
+    """The parameters of each mesh. There is one mesh unless ``placement_fn`` names others."""
     groups: dict[DataMesh, list[ShardedParameter]] = {}
     meshes: dict[DeviceMesh, DataMesh] = {}
     for param, locations in params.items():
-        place, placement = data, None
+        own_mesh, placement = data, None
         if placement_fn is not None:
             try:
                 result = policies.as_shard_placement(placement_fn(param))
@@ -304,15 +309,15 @@ def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict
                         f"shard_placement_fn names a mesh for parameter '{locations[0].full_name}', but the mesh given "
                         f"to fully_shard only replicates"
                     )
-                place = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
-            _check_parameters({param: locations}, place, torch.device(place.mesh.device_type))
-        groups.setdefault(place, []).append(ShardedParameter(param, locations, place, placement))
+                own_mesh = meshes.setdefault(result.device_mesh, data_mesh(result.device_mesh))
+            _check_parameters({param: locations}, own_mesh, torch.device(own_mesh.mesh.device_type))
+        groups.setdefault(own_mesh, []).append(ShardedParameter(param, locations, own_mesh, placement))
     return groups
 
 
 def borrow(unit: Unit) -> None:
-    """Show parameters that these modules use and another group has already, and hold that group. Where a module keeps
-    parameters outside of those that it registers, they are shown there too."""
+    """Borrow the groups that own parameters of these modules already, and show these parameters here too. If a module
+    keeps parameters also in attributes, lists or dicts, they are shown there too."""
     for module in managed_modules(unit.modules):
         if isinstance(module, nn.MultiheadAttention):  # reads the parameters of its projection and never runs it
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
@@ -322,7 +327,7 @@ def borrow(unit: Unit) -> None:
             if (owner := owner_of(param)) is None:
                 continue
             group, index = owner
-            assert isinstance(group, Group)
+            assert isinstance(group, ParamGroup)
             if group not in unit.groups:
                 if any(inner in unit.modules for outer in group.modules for inner in outer.modules()):
                     raise ValueError(
@@ -333,4 +338,4 @@ def borrow(unit: Unit) -> None:
                     unit.borrowed.append(group)
             elif isinstance(where, str):
                 continue
-            group.show_too(index, module, where)
+            group.show_also(index, module, where)

@@ -1,9 +1,9 @@
-"""Lets torch's own code that looks for torch's FSDP find this one too, by itself.
+"""Makes torch's own code that checks for torch's FSDP recognize fullshard too, without a call by the user.
 
-Names in modules of torch get values that know both libraries: for ``get_state_dict()`` and its kin, for stages of
-pipelines, which then reduce once a step, and for ``replicate()``, which leaves alone what is sharded. Owns the moment
-too. Once something is sharded, modules that are there are changed, and others when somebody imports them, which nothing
-here does.
+Names in some modules of torch get values that support both libraries: for ``get_state_dict()`` and similar functions,
+for pipeline stages, which then reduce once a step, and for ``replicate()``, which then skips sharded modules. Owns also
+the time of the change: when something is first sharded, for modules that are imported by then, and for other modules
+when they are imported. Nothing here imports them.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ from fullshard.wrapper.meshes import HYBRID
 
 
 class _Both(type):
-    """A class that stands for both wrappers. Its static methods are those of the one that the given model has."""
+    """A class that represents both wrappers. Its static methods call those of the wrapper that the given model uses."""
 
-    theirs: Any
+    torch_class: Any
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.theirs, FullyShardedDataParallel))
+        return isinstance(instance, (cls.torch_class, FullyShardedDataParallel))
 
     def __getattr__(cls, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
             model = next(each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module))
             ours = FullyShardedDataParallel.fsdp_modules(model)
-            return getattr(FullyShardedDataParallel if ours else cls.theirs, name)(*args, **kwargs)
+            return getattr(FullyShardedDataParallel if ours else cls.torch_class, name)(*args, **kwargs)
 
         return method
 
 
-def _state_of(theirs: Any, module: nn.Module) -> Any:
-    """What a stage asks either ``fully_shard`` for. Ours tells it how to reduce what micro-batches added up."""
+def _state_of(torch_class: Any, module: nn.Module) -> Any:
+    """The state that a pipeline stage gets from ``fully_shard.state``. Ours has the function that reduces the gradients
+    that micro-batches accumulated."""
     if (unit := unit_of(module)) is None:
-        return theirs.state(module)
+        return torch_class.state(module)
     reduce = partial(_reduce, unit.schedule or unit.start())
     return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=()), _root_post_backward_final_callback=reduce)
 
 
 def _reduce(schedule: Schedule) -> None:
-    """A backward in which nothing is computed: when it ends, the gradients that wait are reduced."""
+    """Run a backward that computes nothing. When it ends, the waiting gradients are reduced."""
 
     def begin(_: torch.Tensor) -> None:
         schedule.begin_backward()
         for group in schedule.groups():
-            for index, param in enumerate(group.params):  # of which a stage may have computed the gradient by hand
+            for index, param in enumerate(group.params):  # a stage may have computed its gradient itself
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     group.gradients.receive(weakref.ref(group), index, param.unsharded)
 
@@ -73,7 +74,7 @@ def _reduce(schedule: Schedule) -> None:
 
 
 def _names_of(old: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any) -> set[str]:
-    """The names of what lies in a parameter of a model. Torch knows one flat parameter a module, and we several."""
+    """The original names in a parameter of a model. In torch a module has one flat parameter; ours may have several."""
     names, (_, _, last) = old(model, name, *args, **kwargs), name.rpartition(".")
     if last.startswith(f"{FLAT_NAME}_") and isinstance(flat := model.get_parameter(name), FlatParameter):
         names = {path.removesuffix(last) + inside for path in names for inside in flat._fqns}
@@ -81,7 +82,8 @@ def _names_of(old: Callable[..., set[str]], model: nn.Module, name: str, *args: 
 
 
 def _unflatten(old: Callable[..., Any], optimizer: Optimizer, flat: dict[str, Any], info: Any) -> Any:
-    """Torch asks the optimizer which states there are; it has none for a parameter of which this rank has nothing."""
+    """Torch takes the names of states from the optimizer, which has none for a parameter without elements on this rank.
+    So give it these names from the state dict."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         for name in info.fqn_param_mapping[param] if param.numel() == 0 and not optimizer.state.get(param) else ():
             keys = [key.split(f"state.{name}.", 1)[1] for key in flat if key.startswith(f"state.{name}.")]
@@ -95,14 +97,14 @@ def _registry(old: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     return {**(old(module) or {}), "fully_shard": None} if is_ours else old(module)
 
 
-#: Not in every release: before 2.13 state dicts looked for no process group, from 2.15 on stages call methods of ours.
+#: Names that some releases lack: before 2.13 state dicts needed no process group; from 2.15 on stages call our methods.
 _NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
-#: By module of torch: names in it, and the function that makes the new value of each from the old one.
+#: For each module of torch, its names to replace, each with the function that makes the new value from the old one.
 _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
     "torch.distributed._composable.replicate": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed._composable.replicate_with_fsdp": {"_get_registry": lambda old: partial(_registry, old)},
     "torch.distributed.checkpoint.state_dict": {
-        "FSDP": lambda theirs: _Both("FullyShardedDataParallel", (), {"theirs": theirs}),
+        "FSDP": lambda torch_class: _Both("FullyShardedDataParallel", (), {"torch_class": torch_class}),
         "HYBRID_SHARDING_STRATEGIES": lambda old: [*old, *HYBRID],
         "_get_fqns": lambda old: partial(_names_of, old),
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
@@ -130,7 +132,7 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
 
 
 class _Finder:
-    """Finds modules of ``_NAMES`` as everybody does, and replaces the names once they were executed."""
+    """An import hook: after a module of ``_NAMES`` is executed, its names are replaced."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -152,10 +154,10 @@ def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 @cache
 def install() -> None:
-    """Give the names their new values, once and for all."""
+    """Replace the names, once in a process."""
     sys.meta_path.insert(0, _Finder())
     for name in _NAMES.keys() & sys.modules.keys():
-        _replace(importlib.import_module(name), _NAMES[name])  # which waits for a thread that executes it now
+        _replace(importlib.import_module(name), _NAMES[name])  # import_module waits if another thread executes it
 
 
 @when_sharded

@@ -21,10 +21,11 @@ from fullshard.comm.backend_memory import process_group_memory, symmetric_memory
 from fullshard.comm.collective import CollectiveTransport
 from fullshard.comm.waits import waiting
 from fullshard.device import mark_now
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
-from fullshard.schedule.schedule import Observer, Schedule
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.step_log import Observer
 from fullshard.schedule.unit import Unit, unit_of
 from fullshard.torch_private import allocating_backend
 
@@ -38,7 +39,7 @@ def sharded_class(cls: type) -> type:
 class _Handle:
     """Communication that was started, and what it completes. Waiting twice is harmless."""
 
-    def __init__(self, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
 
     def wait(self) -> None:
@@ -89,9 +90,8 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the unsharded parameters and show the sharded ones. Not recursive."""
-        unit = _unit(self)
-        for group in unit.groups:
-            unit.schedule.reshard(group) if unit.schedule is not None else group.reshard()
+        for group in _unit(self).groups:
+            group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters as forward would (in ``param_dtype``, if set). Not recursive.
@@ -106,10 +106,10 @@ class FSDPModule:
         schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
             if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
-                group.check_in()
-                group.clock.written = mark_now(group.device)
-            schedule.gather(group) if schedule is not None else group.unshard()
-        return UnshardHandle(functools.partial(_wait_for_unshard, unit))._if(async_op)
+                group.notice_changes()
+                group.step.written = mark_now(group.device)
+            group.unshard()
+        return UnshardHandle(lambda: [*map(ParamGroup.wait_for_unshard, unit.groups)])._if(async_op)
 
     def reset_iter_state(self) -> None:
         """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
@@ -138,7 +138,7 @@ class FSDPModule:
         _expect_bool("set_manual_backward_finalization", enabled)
         schedule = _root_schedule(self, "set_manual_backward_finalization")
         if schedule is not None:
-            schedule.finalization.choose(enabled)
+            schedule.check_finalization(enabled)
         _unit(self).finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -161,17 +161,17 @@ class FSDPModule:
         """
         _expect_bool("finalize_backward", async_op)
         schedule = _root_schedule(self, "finalize_backward")
-        wait = schedule.finalize() if schedule is not None and schedule.step > 0 else None
+        wait = schedule.finalize() if schedule is not None and schedule.step.forwards > 0 else None
         return GradientReductionHandle(wait)._if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
         sync = requires_gradient_sync
-        _set(self, recurse, "set_requires_gradient_sync", reduce_gradients=sync, all_reduce_gradients=sync)
+        _switch(self, recurse, "set_requires_gradient_sync", gradients=sync, gradients_of_replicas=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
-        _set(self, recurse, "set_requires_all_reduce", all_reduce_gradients=requires_all_reduce)
+        _switch(self, recurse, "set_requires_all_reduce", gradients_of_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data.
@@ -239,14 +239,14 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
-                group.options.reshard_after_forward = reshard_after_forward and group.data.shard_group is not None
-                group.options.post_forward_mesh = None
+                options, reshards = group.options, reshard_after_forward and group.data.shard_group is not None
+                options.strategy, options.post_forward_mesh = options.strategy.switched(after_forward=reshards), None
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
-        _set(self, recurse, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
+        _switch(self, recurse, "set_reshard_after_backward", after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
@@ -352,9 +352,7 @@ class FSDPModule:
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
         """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
-        observers = _schedule(self).observers
-        observers.append(observer)
-        return lambda: observers.remove(observer)
+        return _schedule(self).log.add_observer(observer)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):  # type: ignore[arg-type]
@@ -365,7 +363,7 @@ class FSDPModule:
         for unit in _units(self, recurse=True):  # before any module is copied: tied ones lead from group to group
             for group in (*unit.groups, *unit.borrowed):
                 group.reshard()
-                group.check_in()
+                group.notice_changes()
                 for param in group.params:
                     param.copy_values(memo)
         twin = object.__new__(type(self))
@@ -391,7 +389,7 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
     yield
     unit.emptied += [(inner._buffers.get(name), inner, name, path) for inner, name, path in on_meta]
     for group in unit.groups:
-        group.take_over(group.module_params.take_in())
+        group.adopt_parameters(group.module_params.adopt_replaced())
     for param, gradient in zip(params, gradients, strict=True):
         if gradient is not None:
             param.sharded.grad = gradient.to(param.sharded.device)
@@ -427,7 +425,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     for schedule in schedules[1:]:
         schedule.comm = schedules[0].comm
         for group in schedule.groups():
-            group.join(schedule.comm)
+            group.use_comm_context(schedule.comm)
         schedule.size_slots()
 
 
@@ -444,9 +442,12 @@ def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
             setattr(group.options, option, value)
 
 
-def _wait_for_unshard(unit: Unit) -> None:
-    for group in unit.groups:
-        unit.schedule.unshard(group) if unit.schedule is not None else group.wait_for_unshard()
+def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
+    """Switch columns of the strategies of such groups."""
+    for on in columns.values():
+        _expect_bool(method, on)
+    for group in _groups(module, recurse):
+        group.options.strategy = group.options.strategy.switched(**columns)
 
 
 def _root_schedule(module: Any, method: str) -> Schedule | None:
@@ -481,7 +482,7 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
     return [unit for unit in dict.fromkeys(units) if unit is not None]
 
 
-def _groups(module: Any, recurse: bool) -> list[Group]:
+def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
     return [group for unit in _units(module, recurse) for group in unit.groups]
 
 
@@ -491,7 +492,7 @@ def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
     return list(dict.fromkeys(_unit(module) for module in modules))
 
 
-def _native_groups(module: Any, method: str) -> list[Group]:
+def _native_groups(module: Any, method: str) -> list[ParamGroup]:
     """The groups of a module, if the user has not brought their communication."""
     groups = _unit(module).groups
     if any(group.has_custom_communication for group in groups):

@@ -1,7 +1,7 @@
-"""Different tensors in one memory: sharding would separate them, since it moves parameters away.
+"""Different tensors that share memory: sharding would separate them, because it copies parameters into other memory.
 
-Owns the search for them. ``Parameter(other.data)`` would no longer follow ``other``, nor a buffer of ``param.data`` its
-parameter. No error would say so later: the weights would differ from those of unsharded training.
+Owns the search for them. After sharding, ``Parameter(other.data)`` would no longer follow ``other``, and a buffer of
+``param.data`` would no longer follow its parameter. Training would continue with wrong weights, without an error.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from fullshard.torch_private import plain_parts
 
 
 class Span(NamedTuple):
-    """The bytes in which a parameter or buffer of a module lies, or lay before it was sharded."""
+    """The bytes of a parameter or buffer of a module, now or before it was sharded."""
 
     start: int
     stop: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    #: Tells the storage from a later one at its address.
+    #: Distinguishes the storage from a later one at the same address.
     storage: weakref.ref[torch.UntypedStorage]
     module: nn.Module
     name: str
     is_trained: bool
 
     def overlaps(self, other: Span) -> bool:
-        """Whether both have a byte, where ``other`` begins before this one stops."""
+        """Whether both contain a common byte. ``other`` must begin before this one stops."""
         taken = torch.zeros(max(self.stop, other.stop) - self.start, dtype=torch.bool, device="cpu")
         taken.as_strided(self.shape, self.strides, 0).fill_(True)
         return bool(taken.as_strided(other.shape, other.strides, other.start - self.start).any())
 
 
 def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor]) -> list[Span]:
-    """The spans of ``params``, which are about to be sharded. A ValueError if in ``modules`` a trained parameter and
-    another tensor, sharded already or not, lie in one memory."""
+    """Returns the spans of ``params``, which are about to be sharded. Raises ValueError if a trained parameter in
+    ``modules`` shares memory with another tensor, sharded already or not."""
     names = {module: name for root in modules for name, module in root.named_modules()}
     units = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit is not None]
     found = {

@@ -91,12 +91,12 @@ class MixedPrecisionPolicy(Checked):
         Raises:
             ValueError: the function returned a dtype that is neither the parameter's own nor ``param_dtype``.
         """
-        said = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
-        if said is None or said == self.param_dtype:
+        chosen = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if chosen is None or chosen == self.param_dtype:
             return None
         what = f"what param_dtype_override_fn returned for parameter '{name}'"
         wanted = f"None, param_dtype ({self.param_dtype}) or its own dtype, {param.dtype}"
-        expect(said == param.dtype, what, said, wanted, ValueError)
+        expect(chosen == param.dtype, what, chosen, wanted, ValueError)
         return param.dtype if param.is_floating_point() else None
 
 

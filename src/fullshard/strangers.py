@@ -1,7 +1,8 @@
-"""Strangers: trainable parameters of a sharded model that no group has, as where the root was forgotten.
+"""Strangers: trainable parameters of a sharded model that belong to no group, for example because ``fully_shard`` was
+not called on the root.
 
-Nobody reduces their gradients, so each rank trains a copy of its own, and the copies drift apart without an error. Owns
-the search for them in a model, and the search for the model of an optimizer's parameters, which do not know it.
+Their gradients are not reduced, so each rank trains its own copy, and the copies drift apart without an error. Owns the
+search for them in a model. Owns also the search for the model to which an optimizer's parameters belong.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
 
-#: So many names are told.
+#: The most names in a message.
 _NAMED = 6
 
 
-def known_to(groups: Iterable[Group]) -> set[int]:
-    """The ids of the parameters of groups, and of what modules show of them in any state."""
+def known_to(groups: Iterable[ParamGroup]) -> set[int]:
+    """The ids of the parameters of groups: sharded, unsharded, and as modules show them."""
     shown = (each for group in groups for param in group.params for each in (param.sharded, param.unsharded))
     return {*map(id, shown), *(id(param) for group in groups for param in group.sharded)}
 
 
 def strangers_in(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a model, by name, that neither a group has nor the user has ignored.
+    """The trainable parameters of a model, by name, that belong to no group and are not ignored.
 
-    Not among them: parameters that ``DistributedDataParallel`` or ``replicate`` has, and DTensors on a mesh of ranks
-    with different data, over which DTensor reduces gradients itself. A model on one rank has none.
+    Parameters of ``DistributedDataParallel`` or ``replicate`` are left out, and so are DTensors on a mesh over ranks
+    with different data, because DTensor reduces their gradients. On one rank there are none.
     """
     units = units_in(model)
     groups = [group for unit in units for group in unit.groups]
@@ -55,14 +56,14 @@ def strangers_in(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _replicated(modules: Iterable[nn.Module]) -> set[int]:
-    """The ids of the parameters that ``DistributedDataParallel`` or ``replicate`` has, of some modules."""
+    """The ids of the parameters in ``modules`` that ``DistributedDataParallel`` or ``replicate`` manages."""
     found = [*modules]
-    theirs = [module for module in found if isinstance(module, nn.parallel.DistributedDataParallel)]
-    return {id(param) for module in (*theirs, *replicated(found)) for param in module.parameters()}
+    replicas = [module for module in found if isinstance(module, nn.parallel.DistributedDataParallel)]
+    return {id(param) for module in (*replicas, *replicated(found)) for param in module.parameters()}
 
 
 def explain_strangers(model: nn.Module, names: Sequence[str]) -> tuple[str, str]:
-    """What is wrong with strangers of a model, and what to do."""
+    """Two sentences about strangers of a model: the problem, and what to do."""
     cls = type(model).__name__
     is_wrapped = any(group.is_flat for unit in units_in(model) for group in unit.groups)
     call = (
@@ -79,28 +80,28 @@ def explain_strangers(model: nn.Module, names: Sequence[str]) -> tuple[str, str]
 
 
 def strangers_of(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
-    """Explain which of ``params``, which no group has, stand beside sharded modules in one model.
+    """Explain which of ``params``, none of which belongs to a group, are strangers of a model with sharded modules.
 
-    A parameter does not know its module, so this looks at all modules that there are. It leaves out parameters inside
-    of sharded modules, where they are ignored or were told of by the first forward, and models without any.
+    A parameter does not know its module, so this searches all existing modules. It leaves out models without sharded
+    modules, and parameters inside of sharded modules: those are ignored, or the first forward has warned about them.
     """
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     sharded = [module for module in modules if unit_of(module) is not None]
     inside = {inner for module in sharded for inner in module.modules()}
     known = {id(param) for module in sharded for param in module.parameters()} | _replicated(modules)
-    wanted = {id(param) for param in params} - known
+    remaining = {id(param) for param in params} - known
     around = [module for module in modules if module not in inside and not inside.isdisjoint(module.modules())]
-    while wanted:
+    while remaining:
         found = {
-            model: {id(param): name for name, param in strangers_in(model).items() if id(param) in wanted}
+            model: {id(param): name for name, param in strangers_in(model).items() if id(param) in remaining}
             for model in around
         }
-        # The smallest of those that have most of them, and that runs: what is around it belongs to a framework.
+        # Of the models with the most strangers, the smallest that has a forward: modules around it are a framework's.
         model = max(found, key=lambda each: (len(found[each]), _runs(each), -len([*each.modules()])), default=None)
         if model is None or not found[model]:
             return
         yield explain_strangers(model, [*found[model].values()])
-        wanted.difference_update(found[model])
+        remaining.difference_update(found[model])
 
 
 def _runs(module: nn.Module) -> bool:

@@ -48,7 +48,7 @@ def altered_spec(
     placements: Sequence[Placement] | None = None,
     dtype: torch.dtype | None = None,
 ) -> DTensorSpec:
-    """``spec`` of a tensor of the same shape, placed otherwise or of another dtype."""
+    """``spec`` with a different dtype or placement, for a tensor of the same shape."""
     meta = spec.tensor_meta
     assert meta is not None
     placements = spec.placements if placements is None else placements
@@ -61,24 +61,24 @@ local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 #: A DTensor that holds a local tensor itself and not a view of it: ``make_dtensor(local, spec)``. The public way,
 #: ``DTensor.from_local``, is slower; so is its ``__init__``, which does nothing.
 make_dtensor: Callable[[torch.Tensor, DTensorSpec], DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
-#: While it is entered, attributes of DTensors are read in half the time: nobody looks for ``__torch_function__``.
+#: A context in which attributes of DTensors are read in half the time, as ``__torch_function__`` is not looked up.
 PlainAttributes: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
-    """Where a piece lies, as the metadata of ``torch.distributed.checkpoint`` says it."""
+    """The position of a piece, in the form of ``torch.distributed.checkpoint``'s metadata."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let a DTensor hold another local tensor of the same shape: parameters keep their identity."""
+    """Replace the local tensor of a DTensor by another of the same shape. The DTensor stays the same object."""
     tensor._local_tensor = local
 
 
 def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
-    """Let a parameter, which stays the same object, hold other data, of a subclass or on another device too.
+    """Replace the data of a parameter, also by data of a subclass or on another device. It stays the same object.
 
     A device of others may refuse ``param.data = data`` from the CPU: then the parameter swaps contents with a new one.
     """
@@ -111,12 +111,12 @@ def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
     return True
 
 
-#: Where an optimizer has the hooks around its step: what stands in for it must not call them a second time.
+#: The attributes with the hooks of an optimizer's step: its substitute must not call them a second time.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def reorder(hook: RemovableHandle, last: bool) -> None:
-    """Let a hook run after, or before, all others of its kind; torch has a public way for other kinds only."""
+    """Make a hook run after, or before, all others of its kind. Torch has no public way for hooks of optimizers."""
     hooks = hook.hooks_dict_ref()
     assert hooks is not None
     hooks.move_to_end(hook.id, last)
@@ -132,7 +132,7 @@ flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
-#: Hooks that a user registered on a tensor, if any: they go with a parameter to the one that takes its place.
+#: Hooks that a user registered on a tensor, if any. They move from a parameter to the one that replaces it.
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
 #: Those of ``register_post_accumulate_grad_hook``; we set gradients, so we call them.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
@@ -153,7 +153,7 @@ def chosen_grad_dtype(param: torch.Tensor) -> GradDtype:
 
 
 def choose_grad_dtype(param: torch.Tensor, chosen: GradDtype) -> None:
-    """Assign the choice for another parameter; autograd and assignments of gradients heed it."""
+    """Assign the ``grad_dtype`` that was chosen for another parameter. Autograd enforces it."""
     if chosen != "own":
         param.grad_dtype = None if chosen == "any" else chosen
 
@@ -345,13 +345,13 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 def timeout_of(process_group: Any) -> float:
-    """Seconds after which a process group gives up; there is no public way to ask. 30 minutes if it does not say."""
+    """The timeout of a process group in seconds, for which there is no public function. 30 minutes if it is unknown."""
     options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
 
 
-#: The store by which the ranks of the default process group met.
+#: The store with which the default process group was initialized.
 default_store: Callable[[], Any] = dist.distributed_c10d._get_default_store
 
 
@@ -370,9 +370,10 @@ compiler_callback: Callable[[], object] = get_eval_frame_callback
 
 
 @contextmanager
-def pretended_world(size: int, rank: int) -> Iterator[None]:
-    """Pretend that this process is one rank of ``size``; collectives move nothing. At the end the caches of torch that
-    have meshes are emptied: a real mesh of the same ranks equals a pretended one, and would get its process groups."""
+def simulated_world(size: int, rank: int) -> Iterator[None]:
+    """A context in which this process is one rank of a simulated world of ``size`` ranks. Collectives move nothing. At
+    the end, torch's caches of meshes are cleared: a real mesh equals a simulated one with the same ranks, and would get
+    its process groups."""
     import torch.distributed.tensor.debug as debug
     import torch.testing._internal.distributed.fake_pg  # makes the backend known  # noqa: F401
 

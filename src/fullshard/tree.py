@@ -1,15 +1,15 @@
 """Tensors inside whatever a forward takes and returns: nested containers, dataclasses, registered objects.
 
-:func:`map_tensors` replaces them and :func:`tensors` lists them; casting and moving are two such maps. What holds no
-tensor that changes is handed back as it is, the same object, and nothing is written into: a container with a changed
-tensor is rebuilt, and so is what encloses it. Walked into are::
+:func:`map_tensors` replaces them and :func:`tensors` lists them. Casts and copies to a device are such maps. No
+container is written to. A container with a replaced tensor is rebuilt, and so are the containers around it; all others
+are returned as they are, the same objects. These containers are searched::
 
     tuple, list, dict, dataclass, UserDict,    rebuilt as an object of the same class with all its attributes but the
     UserList, and classes derived from them    values of a cached_property, without calling its constructor
     registered with pytree                     rebuilt by its registered functions, which have the last word
     PackedSequence                             rebuilt by its constructor; ``batch_sizes``, always on the CPU, is kept
 
-Everything else is a leaf, sets and modules among it. :func:`reachable_tensors` looks further, to see, not to replace.
+Everything else is a leaf, also sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
     """``tree`` with every tensor replaced by ``fn(tensor)``; ``tree`` itself if ``fn`` returned each tensor itself.
 
-    A tensor that appears several times is given to ``fn`` once, and containers that appear several times stay one
-    container; cycles are followed and come out as cycles.
+    ``fn`` is called once for each tensor, even if it occurs several times. A container that occurs several times stays
+    one container, and a cycle stays a cycle.
     """
     if isinstance(tree, Tensor):
         return fn(tree)  # type: ignore[return-value]
@@ -59,7 +59,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 def tensors(tree: object) -> list[Tensor]:
-    """The tensors in ``tree`` in the order in which they are met, each once."""
+    """The tensors in ``tree`` in order, each once."""
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
     if flat is not None:
         return list(flat)
@@ -69,22 +69,22 @@ def tensors(tree: object) -> list[Tensor]:
 
 
 def reachable_tensors(tree: object) -> list[Tensor]:
-    """The tensors in ``tree``, those in sets and in attributes of plain objects among them. Such tensors can be seen
-    and not replaced. Modules, functions and classes are passed by, and so is what lies behind more than
-    :data:`_MOST_OBJECTS` objects: a result may refer to all of a program."""
+    """The tensors in ``tree``, including those in sets and in attributes of plain objects, which cannot be replaced.
+    Modules, functions and classes are skipped. The search ends after :data:`_MOST_OBJECTS` objects, because a result
+    may refer to the whole program."""
     flat = (tree,) if isinstance(tree, Tensor) else _flat_tensors(tree)
     if flat is not None:
         return list(flat)
     found: list[Tensor] = []
-    met: dict[int, Any] = {}
+    visited: dict[int, Any] = {}
     waiting: list[Any] = [tree]
     for node in waiting:
-        if type(node) in _PASSED_BY or id(node) in met or isinstance(node, (nn.Module, type)):
+        if type(node) in _PASSED_BY or id(node) in visited or isinstance(node, (nn.Module, type)):
             continue
-        met[id(node)] = node
+        visited[id(node)] = node
         if isinstance(node, Tensor):
             found.append(node)
-        elif len(met) <= _MOST_OBJECTS:
+        elif len(visited) <= _MOST_OBJECTS:
             kind = _kind(type(node))
             if kind is not None:
                 waiting += kind.open(node)[0]
@@ -103,7 +103,7 @@ def cast_floating(tree: T, dtype: torch.dtype | None) -> T:
 
 
 def to_device(tree: T, device: torch.device | str | int) -> T:
-    """``tree`` with its tensors on ``device``; a tensor that lies there already is left as it is."""
+    """``tree`` with its tensors on ``device``. A tensor that is already there stays the same object."""
     target = torch.device(device)
     return map_tensors(lambda tensor: tensor if tensor.device == target else tensor.to(target), tree)
 
@@ -119,10 +119,12 @@ def _flat_tensors(tree: Any) -> tuple[Tensor, ...] | None:
 
 
 class _Kind(NamedTuple):
-    """How the containers of one class come apart and together. ``open`` gives the values to walk and whatever else
-    ``build`` needs to know. Where it ``fills``, ``build`` is given an empty object of the class, so that a container
-    can be referred to before it is complete; otherwise it is given the old container and makes a new one, and there are
-    no such references."""
+    """How containers of one class are taken apart and rebuilt.
+
+    ``open`` returns the values inside, and a context for ``build``. With ``fills``, ``build`` fills an empty object of
+    the class, so that a cycle can refer to the container before it is complete. Otherwise ``build`` makes a new
+    container from the old one.
+    """
 
     open: Callable[[Any], tuple[Iterable[Any], Any]]
     build: Callable[[Any, list[Any], Any], Any]
@@ -130,7 +132,7 @@ class _Kind(NamedTuple):
 
 
 class _Walk:
-    """One walk over a tree: what was already mapped, and which containers are being walked right now."""
+    """One walk over a tree: the objects that were mapped, and the containers in which the walk is at present."""
 
     __slots__ = ("changed", "done", "fn", "under_way")
 
@@ -174,7 +176,8 @@ class _Walk:
 
 
 def _kind(cls: type) -> _Kind | None:
-    """``None`` for a leaf. Registrations are looked up each time, because they may come at any time."""
+    """The kind of a class; ``None`` for a leaf. Registered classes are looked up each time, as new ones may be
+    added."""
     return _BUILTIN_KINDS.get(cls) or (_REGISTERED if cls in PYTREE_NODES else _derived_kind(cls))
 
 
@@ -189,21 +192,21 @@ def _derived_kind(cls: type) -> _Kind | None:
 
 
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
-    """Values of the items, if it is a list or a dict, then those of the attributes; and how an empty object gets each.
-    Methods that the class overrides are passed by, so that what is stored is seen."""
-    places: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
+    """The items of a list or dict, then the attributes; and for each a function that sets it in an empty object.
+    Methods that the class overrides are not called, so that the stored values are seen."""
+    slots: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
     if isinstance(node, list):
-        places += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
+        slots += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
     elif isinstance(node, dict):
         base: Any = OrderedDict if isinstance(node, OrderedDict) else dict
-        places += [(base.__setitem__, key, value) for key, value in base.items(node)]
-    places += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
-    return [value for _, _, value in places], places
+        slots += [(base.__setitem__, key, value) for key, value in base.items(node)]
+    slots += [(object.__setattr__, name, value) for name, value in _attributes(node)]  # of frozen dataclasses too
+    return [value for _, _, value in slots], slots
 
 
-def _fill_object(blank: Any, new: list[Any], places: Any) -> Any:
-    for (put, key, _), value in zip(places, new, strict=True):
-        put(blank, key, value)
+def _fill_object(blank: Any, new: list[Any], slots: Any) -> Any:
+    for (setter, key, _), value in zip(slots, new, strict=True):
+        setter(blank, key, value)
     return blank
 
 

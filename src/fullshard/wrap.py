@@ -163,17 +163,17 @@ def targets(
     ignored_params: Iterable[nn.Parameter] = (),
     class_overrides: Mapping[type[nn.Module], Overrides] | None = None,
 ) -> Chosen:
-    """The submodules that ``policy`` picks, children before their parents, each with the keywords it wants differently.
+    """The submodules that ``policy`` chooses, children before their parents, each with the keywords that differ for it.
 
-    A module in several places appears once, and the root not at all: the caller handles it.
+    A shared module appears once. The root is left out, because the caller wraps it.
 
     Args:
-        root_module: the module whose submodules are looked at.
-        policy: as in this file's docstring; PyTorch's objects are known by their ``_run_policy``.
-        ignored_modules: not considered, nor anything below them; their parameters do not count as elements.
+        root_module: the module whose submodules are searched.
+        policy: see this file's docstring. PyTorch's policy objects are recognized by their ``_run_policy``.
+        ignored_modules: modules that are skipped, with everything inside. Their parameters do not count as elements.
         ignored_params: further parameters that do not count.
-        class_overrides: classes whose modules are wrapped whatever the policy says, with these keywords on top: how
-            mixed precision leaves batch norm out.
+        class_overrides: classes whose modules are always wrapped, with these keywords in addition. So mixed precision
+            leaves out batch norm.
 
     Raises:
         TypeError: ``policy`` is neither such an object nor a function.
@@ -189,7 +189,7 @@ def targets(
     if hasattr(policy, "_run_policy"):
         chosen = policy._run_policy(root_module, skipped, {})
         policy = partial(lambda_auto_wrap_policy, lambda_fn=chosen.__contains__)
-    visited: dict[tuple[nn.Module, bool], set[nn.Parameter]] = {}  # by whether the policy is asked; what targets took
+    visited: dict[tuple[nn.Module, bool], set[nn.Parameter]] = {}  # parameters of targets inside
 
     def is_wanted(module: nn.Module, recurse: bool, params: set[nn.Parameter]) -> bool:
         numel = sum(param.numel() for param in params if not is_lazy(param))
@@ -201,7 +201,7 @@ def targets(
         visited[module, asks] = taken = set()
         own = set(module.parameters()) - uncounted
         asks = asks and is_wanted(module, True, own)
-        for child in module.children():  # some are wrapped even where the policy does not look
+        for child in module.children():  # overrides apply even where the policy does not recurse
             if child not in skipped:
                 taken |= visit(child, asks)
         overrides = [keywords for cls, keywords in (class_overrides or {}).items() if isinstance(module, cls)]
@@ -246,7 +246,8 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as :func:`enable_wrap` says, but for these keywords; as it is outside of that context."""
+    """Wraps ``module`` as :func:`enable_wrap` says, except for these keywords. Outside of that context it returns
+    ``module`` unchanged."""
     wrapper = _wrapping.get()
     return module if wrapper is None else wrapper(module, **wrap_overrides)
 
@@ -286,13 +287,13 @@ def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
     while True:
         families: dict[nn.Module, list[nn.Module]] = {}  # containers, each with its candidates
         waiting, seen = [model], {model}
-        for module in waiting:  # which grows
+        for module in waiting:  # waiting grows in the loop
             for child in _children(module):
                 if child not in seen:
                     seen.add(child)
                     is_candidate = isinstance(module, _CONTAINERS) and child not in opened and may_be_block(child)
                     (families.setdefault(module, []) if is_candidate else waiting).append(child)
-        counts = Counter(_look(member) for members in families.values() for member in members)
+        counts = Counter(_class_tree(member) for members in families.values() for member in members)
         to_open = {each for family in families.items() for each in _members_to_open(*family, counts, may_be_block)}
         if not to_open:
             blocks = {member for members in families.values() for member in members}
@@ -303,12 +304,12 @@ def _find_blocks(model: nn.Module, may_be_block: Predicate) -> list[nn.Module]:
 def _members_to_open(
     container: nn.Module, members: list[nn.Module], counts: Counter[tuple[object, ...]], may_be_block: Predicate
 ) -> set[nn.Module]:
-    """Those of a container's candidates that are no blocks themselves."""
-    repeating = [member for member in members if counts[_look(member)] > 1]
+    """The candidates of a container that are not blocks, and must be searched inside."""
+    repeating = [member for member in members if counts[_class_tree(member)] > 1]
     is_mixed_list = repeating and not isinstance(container, nn.Sequential)
     to_open = set() if is_mixed_list else set(members).difference(repeating)
-    for look in set(map(_look, members)):
-        alike = [member for member in members if _look(member) == look]
+    for class_tree in set(map(_class_tree, members)):
+        alike = [member for member in members if _class_tree(member) == class_tree]
         if _are_stages(alike, may_be_block):
             to_open.update(alike)
     has_names = isinstance(container, nn.ModuleDict) and len({re.sub(r"\d+", "", name) for name in container}) > 1
@@ -321,7 +322,7 @@ def _members_to_open(
 
 
 def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
-    """Whether members of one class are each hardly more than a list of blocks, of a width that no other of them has."""
+    """Whether members of one class are stages: each is little more than a list of blocks, and their widths differ."""
     widths: list[set[object]] = []
     numel_inside, is_chain = 0, False
     for stage in alike:
@@ -330,20 +331,20 @@ def _are_stages(alike: list[nn.Module], may_be_block: Predicate) -> bool:
         if not inside:
             return False
         widths.append({_signature(child) for child in inside})
-        is_chain |= max(Counter(map(_look, inside)).values()) > 1
+        is_chain |= max(Counter(map(_class_tree, inside)).values()) > 1
         numel_inside += sum(map(_numel, inside))
     are_disjoint = len(set().union(*widths)) == sum(map(len, widths))
     return is_chain and are_disjoint and numel_inside >= _STAGE_SHARE * sum(map(_numel, alike))
 
 
-def _look(module: nn.Module) -> tuple[object, ...]:
+def _class_tree(module: nn.Module) -> tuple[object, ...]:
     """A key that is equal for modules that repeat: their class, or for a bare Sequential its members."""
     cls = type_before_parametrizations(module)
-    return (cls, *map(_look, _children(module))) if cls is nn.Sequential else (cls,)
+    return (cls, *map(_class_tree, _children(module))) if cls is nn.Sequential else (cls,)
 
 
 def _signature(module: nn.Module) -> tuple[object, ...]:
-    return (*_look(module), *((name, param.shape) for name, param in module.named_parameters()))
+    return (*_class_tree(module), *((name, param.shape) for name, param in module.named_parameters()))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -357,8 +358,8 @@ def _numel(module: nn.Module) -> int:
 
 
 def _may_be_block(ndim: int, plain: bool, module: nn.Module) -> bool:
-    """Whether it can be called and has a parameter of ``ndim`` dims or more; a layer of torch.nn only where ``plain``.
-    A module of the user's own may compute with its own parameters."""
+    """Whether a module may be a block: it has a forward, and a parameter of ``ndim`` dims or more. A layer of torch.nn
+    may be one only if ``plain``."""
     is_from_torch = type_before_parametrizations(module).__module__.startswith("torch.nn.")
     if type(module).forward is nn.Module.forward or (is_from_torch and not plain and not _children(module)):
         return False

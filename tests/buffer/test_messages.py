@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fullshard.buffer.messages import Messages, Rows, straight_in
+from fullshard.buffer.messages import Messages, Rows, zero_copy_in
 from fullshard.buffer.plan import ParamShape, Plan, make_plan
 from tests.comm.cases import ODD, STRAIGHT, Shapes, cut
 
@@ -22,8 +22,8 @@ def whole(plan: Plan, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-@pytest.mark.parametrize("shapes", [EVEN, ODD, STRAIGHT], ids=["even", "odd", "straight"])
-def test_messages_have_the_chunks_of_shards_without_the_straight_ones(size: int, shapes: Shapes) -> None:
+@pytest.mark.parametrize("shapes", [EVEN, ODD, STRAIGHT], ids=["even", "odd", "zero-copy"])
+def test_messages_have_the_chunks_of_shards_without_the_zero_copy_ones(size: int, shapes: Shapes) -> None:
     plans = [plan_of(shapes, size), plan_of(EVEN, size)]
     messages = Messages(plans, DTYPES, [0, 1], as_bytes=True)
     fulls = [whole(plan, dtype) for plan, dtype in zip(plans, DTYPES, strict=True)]
@@ -38,7 +38,7 @@ def test_messages_have_the_chunks_of_shards_without_the_straight_ones(size: int,
                 for at, param in zip(plan.full_offsets, plan.params, strict=True)
             ]
             for index, (start, chunk) in enumerate(cut(plan, values, rank)):
-                if index not in plan.straight:
+                if index not in plan.zero_copy:
                     assert torch.equal(section[start : start + chunk.numel()], chunk)
 
 
@@ -58,19 +58,21 @@ def test_one_operation_fills_messages_and_one_cuts_them(size: int) -> None:
         assert torch.equal(full[start : start + param.numel].view(param.shape), params[i])
 
 
-def test_straight_parameters_travel_in_the_order_of_sections_and_of_plans() -> None:
+def test_zero_copy_parameters_travel_in_the_order_of_sections_and_of_plans() -> None:
     plans = [plan_of(STRAIGHT, 2), plan_of(EVEN, 2), plan_of(STRAIGHT, 2).messages]
-    found = straight_in(plans)
+    found = zero_copy_in(plans)
     assert [(each.section, each.param) for each in found] == [
-        (section, param) for section in (0, 2) for param in plans[section].straight
+        (section, param) for section in (0, 2) for param in plans[section].zero_copy
     ]
     assert [each.number for each in found] == list(range(len(found)))
     assert all((each.whole is None) == (each.section == 2) for each in found)
     messages = Messages(plans, [torch.float32] * 3, [1, 2], as_bytes=False)
-    assert {each.section for each in messages.straight} == {2}
+    assert {each.section for each in messages.zero_copy} == {2}
     shards = [torch.arange(plan.shard_numel) for plan in plans]
     _, _, *chunks, first = messages.parts(shards)
-    assert all(torch.equal(chunk, shards[2][each.chunk]) for chunk, each in zip(chunks, messages.straight, strict=True))
+    assert all(
+        torch.equal(chunk, shards[2][each.chunk]) for chunk, each in zip(chunks, messages.zero_copy, strict=True)
+    )
     assert first is shards[1]
 
 

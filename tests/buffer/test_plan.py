@@ -207,7 +207,7 @@ def test_the_pieces_of_all_ranks_are_those_of_each_rank(plan: Plan, apart: int) 
     for piece in plan.pieces_of_all(pitch):
         piece.of_shard(shards).copy_(piece.of_full(full))
         piece.of_shard(times).add_(1)
-    assert int(times.sum()) == sum(plan.held(rank) for rank in range(plan.world_size))
+    assert int(times.sum()) == sum(plan.owned_numel(rank) for rank in range(plan.world_size))
     assert times.le(1).all()
     assert shards[-1] == -1
     for rank, shard in some_shards(plan, full):
@@ -220,7 +220,7 @@ def test_a_part_lies_in_its_place_in_the_shard(plan: Plan) -> None:
     full = torch.arange(plan.full_numel)
     for rank, shard in some_shards(plan, full):
         for index, (param, offset) in enumerate(zip(plan.params, plan.full_offsets, strict=True)):
-            begin, shape = plan.place(index, rank)
+            begin, shape = plan.locate_chunk(index, rank)
             held = shard[begin : begin + torch.Size(shape).numel()]
             whole = full[offset : offset + param.numel]
             if plan.layout == "flat":
@@ -267,7 +267,7 @@ def test_a_shard_of_even_holds_the_chunks_of_torch(plan: Plan) -> None:
                 expected = chunks[rank] if rank < len(chunks) else whole.narrow(param.dim, 0, 0)
             start = plan.shard_offsets[index]
             assert torch.equal(shard[start : start + expected.numel()], expected.flatten())
-            assert plan.place(index, rank)[1] == tuple(expected.shape)
+            assert plan.locate_chunk(index, rank)[1] == tuple(expected.shape)
 
 
 @unhurried
@@ -314,7 +314,7 @@ def test_equal_arguments_give_the_same_plan(plan: Plan) -> None:
 def test_the_example_of_the_docstring() -> None:
     params = [ParamShape("a", (4, 5)), ParamShape("b", (3, 5)), ParamShape("c", (2, 5))]
     even = make_plan(params, 2)
-    assert [even.place(1, rank)[1] for rank in range(2)] == [(2, 5), (1, 5)]
+    assert [even.locate_chunk(1, rank)[1] for rank in range(2)] == [(2, 5), (1, 5)]
     assert even.full_offsets == (0, 32, 48)
     assert even.shard_offsets == (0, 12, 24)
     assert even.pieces(1) == (
@@ -355,17 +355,17 @@ def test_mistakes_are_named() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8, 64])
-def test_smaller_parameters_are_straight_where_all_of_them_move_in_one_launch(world_size: int) -> None:
+def test_smaller_parameters_are_zero_copy_where_all_of_them_move_in_one_launch(world_size: int) -> None:
     """If they have what a channel gets at least, and no more of them come than there are channels."""
 
-    def straight(*sizes: int, together: bool = True) -> tuple[int, ...]:
-        return make_plan([ParamShape("p", (size,)) for size in sizes], world_size, together=together).straight
+    def zero_copy(*sizes: int, together: bool = True) -> tuple[int, ...]:
+        return make_plan([ParamShape("p", (size,)) for size in sizes], world_size, together=together).zero_copy
 
     some = (2**14, 64, 2**14 - 64, 2**15, 2**14 + 1)
-    assert straight(*some) == ((0, 3) if world_size > 1 else ())
-    assert straight(*some, together=False) == ()
-    assert len(straight(*[2**14] * 16)) == (16 if world_size > 1 else 0)
-    assert straight(*[2**14] * 17) == ()
-    assert straight(2**14, 2**23) == straight(2**14, 2**23, together=False) == ((1,) if world_size > 1 else ())
+    assert zero_copy(*some) == ((0, 3) if world_size > 1 else ())
+    assert zero_copy(*some, together=False) == ()
+    assert len(zero_copy(*[2**14] * 16)) == (16 if world_size > 1 else 0)
+    assert zero_copy(*[2**14] * 17) == ()
+    assert zero_copy(2**14, 2**23) == zero_copy(2**14, 2**23, together=False) == ((1,) if world_size > 1 else ())
     plan = make_plan([ParamShape("p", (size,)) for size in some], world_size, together=True)
-    assert plan.select([3, 1]).straight == ((0,) if world_size > 1 else ())
+    assert plan.select([3, 1]).zero_copy == ((0,) if world_size > 1 else ())

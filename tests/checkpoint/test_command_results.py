@@ -49,7 +49,7 @@ def test_what_dcp_wrote_last_comes_first(tmp_path: Path, capsys: pytest.CaptureF
 def test_an_import_is_told_of_no_later_save(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(1000)}, tmp_path / "one.pt")
     told: list[int] = []
-    import_model(tmp_path / "one.pt", tmp_path / "saves", tell=told.append)
+    import_model(tmp_path / "one.pt", tmp_path / "saves", report=told.append)
     written = sum(told)
     assert written >= 4000
     checkpoint.save(tmp_path / "saves", torch.nn.Linear(20, 20))

@@ -75,7 +75,7 @@ def test_the_disk_begins_before_a_file_ends(tmp_path: Path, monkeypatch: pytest.
     def begin(file: int, start: Any, nbytes: Any, how: int) -> None:
         told.append((start.value, nbytes.value))
 
-    monkeypatch.setattr("fullshard.checkpoint.blocks._begin", begin)
+    monkeypatch.setattr("fullshard.checkpoint.blocks._start_writeback", begin)
     writer = BlockWriter(tmp_path / "file")
     writer.write(bytes(100))
     writer.write(bytes(2 * _AHEAD))

@@ -178,7 +178,7 @@ def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_d
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 2}
-    assert [("what rank 1 has is taken" in str(each.message)) for each in warned] == [True] * (world.rank == 0)
+    assert [("the copy of rank 1 is read" in str(each.message)) for each in warned] == [True] * (world.rank == 0)
     assert_all(model, 2)
     if world.rank == 1:
         flip(path / "__0_0.distcp", at + 4)

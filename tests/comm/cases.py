@@ -234,7 +234,6 @@ def gather(
     transport: Transport, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int = 0
 ) -> Pending:
     """One gather along a route of its own."""
-    assert process_group is not None
     return transport.gather_route(transfers, process_group, tag).start()
 
 
@@ -246,7 +245,6 @@ def reduce(
     reduction: Reduction,
 ) -> Pending:
     """One reduction along a route of its own."""
-    assert process_group is not None
     route = transport.reduce_route(transfers, process_group, tag)
     return route.start([transfer.shard for transfer in transfers], reduction)
 

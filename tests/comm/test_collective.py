@@ -225,7 +225,7 @@ def test_a_section_that_is_the_shards_end_to_end_moves_without_a_copy(
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-def test_straight_parameters_move_where_they_lie(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_copy_parameters_move_where_they_lie(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside them one message has the rest. The copies are those of the rest alone."""
     recorder = Recorder(monkeypatch)
     rows = 64 * 3

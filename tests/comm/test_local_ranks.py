@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Counters, Segment
-from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
+from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from tests.harness import RankPool, World, ranks
 
 #: Where a rank is that trains nothing, also if an earlier test in its process did.
@@ -23,7 +23,7 @@ NO_PASS = "(before its first forward|outside of training)"
 
 
 def local_ranks(process_group: Any = None) -> LocalRanks:
-    met = meet(process_group or dist.group.WORLD)
+    met = find_local_ranks(process_group or dist.group.WORLD)
     assert isinstance(met, LocalRanks), met
     return met
 
@@ -41,7 +41,7 @@ def reserved(nbytes: int = 4096) -> Shared:
 
 def shared(among: LocalRanks, nbytes: int = 4096) -> Shared:
     found = reserved(nbytes)
-    assert among.share(*found)
+    assert among.map_together(*found)
     return found
 
 
@@ -80,11 +80,11 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == unlucky:
             patch.setattr(what, refuse)
-        met = among.share(*found)
+        met = among.map_together(*found)
     assert met == (what == "os.memfd_create" and unlucky == 2), "only rank 0 makes a segment"
     assert mine.tolist() == [world.rank]
     if not met:
-        assert among.share(*found), "and the next time they do"
+        assert among.map_together(*found), "and the next time they do"
     dist.barrier()
     for each in found:
         assert each.tensor(0, world.size, torch.int64).tolist() == list(range(world.size))
@@ -93,9 +93,9 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
 @ranks(2)
 def test_nothing_to_share_and_different_sizes(world: World) -> None:
     among = local_ranks()
-    assert not among.share(None)
+    assert not among.map_together(None)
     with pytest.raises(ValueError, match="rank 1 needs 0 bytes for what rank 0 keeps in 4096: build the same model"):
-        among.share(*([None] if world.rank else reserved()))
+        among.map_together(*([None] if world.rank else reserved()))
 
 
 @ranks(3)

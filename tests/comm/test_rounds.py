@@ -71,7 +71,7 @@ def test_every_element_travels_once(
     plans, itemsizes = chosen
     for owner in range(plans[0].world_size):
         rounds = plan_rounds(plans, itemsizes, owner, LARGE, capacity, direction)
-        pieces = [piece for one in rounds for piece in (*one.straight, *(piece for piece, _ in staged(one)))]
+        pieces = [piece for one in rounds for piece in (*one.unstaged, *(piece for piece, _ in staged(one)))]
         travelling = [element for piece in pieces for element in elements(plans, piece)]
         assert Counter(travelling) == Counter(owned(plans, owner, direction == "reduce"))
 
@@ -103,7 +103,7 @@ def test_only_what_is_large_has_a_message_of_its_own(
 ) -> None:
     plans, itemsizes = chosen
     for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, direction):
-        alone = [*one.straight, *(piece for piece, _ in one.whole)]
+        alone = [*one.unstaged, *(piece for piece, _ in one.whole)]
         small = [piece for piece in alone if piece.numel * itemsizes[piece.section] < LARGE]
         assert len(small) <= (0 if one.packed else 1), "only one that has nothing to be packed with"
 
@@ -115,7 +115,7 @@ def test_a_gather_stages_no_large_contiguous_piece(chosen: tuple[tuple[Plan, ...
     for one in plan_rounds(plans, itemsizes, 0, LARGE, 2**40, "gather"):
         assert not any(piece.is_run for piece, _ in one.whole)
         assert all(piece.numel * itemsizes[piece.section] < LARGE for piece, _ in one.packed)
-        assert all(piece.is_run for piece in one.straight)
+        assert all(piece.is_run for piece in one.unstaged)
 
 
 @each_direction
@@ -124,5 +124,5 @@ def test_a_transformer_block_takes_few_messages(direction: Direction) -> None:
     shapes = [(1024, 1024), (1024,), (3072, 1024), (3072,), (4096, 1024), (4096,), (1024, 4096), (1024,), (1024,)]
     plan = make_plan([ParamShape("p", shape) for shape in shapes], 2)
     (one,) = plan_rounds((plan,), (4,), 0, LARGE, 2**30, direction)
-    assert len(one.straight) + len(one.whole) == 4
+    assert len(one.unstaged) + len(one.whole) == 4
     assert len(one.packed) == 5

@@ -52,7 +52,7 @@ SHAPES = {
     "tiny": TINY,
     "wide": WIDE,
     "scalars": SCALARS,
-    "straight": STRAIGHT,
+    "zero-copy": STRAIGHT,
     "none": (),
 }
 
@@ -352,6 +352,91 @@ def test_no_transfers_are_nothing_to_do(world: World, transport_name: str) -> No
     gather(transport, [], group(), 0).finish()
     complete(reduce(transport, [], group(), 1, Reduction()))
     assert transport.allocate(48, torch.device("cpu")).numel() == 48
+
+
+@ranks(2)
+@each_reducing_transport
+@each_layout
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_a_rank_without_others_gathers_its_shard(
+    world: World, transport_name: str, layout: LayoutName, shapes: str
+) -> None:
+    """As in a mesh that only replicates: the shard is the whole."""
+    case = Case(layout, (Section(torch.float32, SHAPES[shapes]), Section(torch.float64, ODD)))
+    transfers = transfers_of(case, 1)
+    fill_shards(case, transfers, 0)
+    route = make(transport_name).gather_route(transfers, None, tag=0)
+    assert (route.staging, route.sent) == (0, 0)
+    for _ in range(2):
+        versions = [(transfer.full._version, transfer.shard._version) for transfer in transfers]
+        route.start().finish()
+        assert_gathered(case, transfers, 0)
+        assert [(transfer.full._version, transfer.shard._version) for transfer in transfers] == versions
+        for transfer in transfers:
+            transfer.full.fill_(math.nan)
+
+
+@ranks(1)
+@each_transport
+def test_a_rank_without_others_gathers_into_another_dtype_and_without_autograd(
+    world: World, transport_name: str
+) -> None:
+    case = Case("even", mixed(ODD))
+    (stored,) = transfers_of(case, 1)
+    fill_shards(case, [stored], 0)
+    shard = stored.shard.clone().requires_grad_()
+    computed = type(stored)(stored.plan, torch.empty(stored.plan.full_numel, dtype=torch.bfloat16), shard)
+    with torch.inference_mode():
+        route = make(transport_name).gather_route([computed], None, tag=0)
+    route.start().finish()
+    assert not computed.full.requires_grad
+    assert torch.equal(computed.full.nan_to_num(), stored.shard.bfloat16().nan_to_num())
+
+
+@ranks(2)
+@each_reducing_transport
+@each_layout
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_the_values_of_a_rank_without_others_are_the_sum(
+    world: World, transport_name: str, layout: LayoutName, shapes: str
+) -> None:
+    case = Case(layout, (Section(torch.float32, SHAPES[shapes]), Section(torch.float64, ODD)))
+    transfers = transfers_of(case, 1)
+    route = make(transport_name).reduce_route(transfers, None, tag=0)
+    assert (route.staging, route.sent) == (0, 0)
+    for reduction in (Reduction(), Reduction(3.0), Reduction(2.0, sum_only=True)):
+        fill_fulls(case, transfers, 0)
+        given = [transfer.full.clone() for transfer in transfers]
+        transfers = [type(each)(each.plan, each.full, torch.full_like(each.shard, math.nan)) for each in transfers]
+        complete(route.start([transfer.shard for transfer in transfers], reduction))
+        assert_reduced(case, transfers, 0, reduction.divisor)
+        for transfer, before in zip(transfers, given, strict=True):
+            assert torch.equal(transfer.full.nan_to_num(), before.nan_to_num())
+
+
+@ranks(1)
+@each_transport
+def test_a_selection_of_the_parameters_of_one_rank_is_gathered_and_reduced(world: World, transport_name: str) -> None:
+    transport, case = make(transport_name), Case("even", (Section(torch.float32, ODD + LARGE),))
+    (whole,) = transfers_of(case, 1)
+    fill_fulls(case, [whole], 0)
+    plan = whole.plan.select([1, 3, 5, 11])
+    reduced = type(whole)(plan, whole.full, torch.full((plan.shard_numel,), math.nan, dtype=torch.bfloat16))
+    reduce(transport, [reduced], None, 0, Reduction(4.0)).finish()
+    values = [case.values(0)[0][index] for index in (1, 3, 5, 11)]
+    for start, expected in cut(plan, values, 0):
+        assert torch.equal(reduced.shard[start : start + expected.numel()], (expected / 4).bfloat16())
+    gathered = type(whole)(plan, torch.full_like(whole.full, math.nan), reduced.shard)
+    gather(transport, [gathered], None).finish()
+    for start, value in zip(plan.full_offsets, values, strict=True):
+        assert torch.equal(gathered.full[start : start + value.numel()], (value.flatten() / 4).bfloat16().float())
+
+
+@ranks(1)
+def test_a_plan_for_several_ranks_is_refused_by_one_without_others(world: World) -> None:
+    (transfer,) = transfers_of(Case("even", mixed(ODD)), 2)
+    with pytest.raises(ValueError, match=r"'p0' is for 2 ranks, but this rank has no others: make a plan for 1"):
+        gather(make("p2p"), [transfer], None)
 
 
 def test_an_alias_follows_the_memory_and_counts_its_own_versions() -> None:

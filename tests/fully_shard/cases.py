@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import fullshard
 from fullshard.buffer.slots import SlotPool
-from fullshard.group.group import Group
-from fullshard.schedule.schedule import Event
+from fullshard.group.param_group import ParamGroup
+from fullshard.schedule.step_log import Event
 from fullshard.schedule.unit import unit_of
 from tests.harness import World
 from tests.harness.compare import LIBRARIES, TOLERANCE, LocalShard, deviation, each_block, kept
@@ -141,7 +141,7 @@ class Recorder:
         return [f"{event.action} {event.group.replace('blocks.', '') or 'root'}" for event in events]
 
 
-def groups_of(module: nn.Module) -> list[Group]:
+def groups_of(module: nn.Module) -> list[ParamGroup]:
     """All groups of the sharded modules in `module`, in the order of its modules."""
     units = dict.fromkeys(unit for child in module.modules() if (unit := unit_of(child)) is not None)
     return [group for unit in units for group in unit.groups]

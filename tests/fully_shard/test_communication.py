@@ -464,7 +464,7 @@ def test_a_gradient_that_others_still_read_is_not_reduced_in_its_memory(world: W
     fullshard.fully_shard(model)
     x = torch.zeros(1, 512, 256, requires_grad=True)
     shifted = model[0](x)
-    shifted.register_hook(lambda _: groups_of(model[1])[0].comm.reductions.keep_at_most(0))
+    shifted.register_hook(lambda _: groups_of(model[1])[0].comm.reductions.wait_for_oldest())
     (model[1](shifted) * (world.rank + 1)).sum().backward()
     assert x.grad is not None
     assert (x.grad == world.rank + 1).all()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fullshard
+from fullshard.group.strategy import Placement
 from fullshard.wrap import ModuleWrapPolicy
 from tests.fully_shard.cases import (
     BOTH,
@@ -188,7 +189,7 @@ def test_the_options_of_found_blocks_are_those_of_the_call(world: World) -> None
         model, reshard_after_forward=False, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16)
     )
     for group in groups_of(model):
-        assert group.options.reshard_after_forward is False
+        assert group.options.strategy.after_forward is Placement.REPLICATED
         assert group.options.mp_policy.param_dtype is torch.bfloat16
 
 

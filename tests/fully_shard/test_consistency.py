@@ -16,8 +16,8 @@ import fullshard
 from fullshard.comm import process_group
 from fullshard.comm.waits import WAITS
 from fullshard.device import Lane
-from fullshard.group.context import Clock
-from fullshard.schedule.passes import Consistency, Passes, _Comparison
+from fullshard.group.step import Step
+from fullshard.schedule.step_log import StepLog, _Comparison
 from tests.fully_shard.cases import environment, inputs
 from tests.fully_shard.test_communication import CountingReduceScatter
 from tests.harness import World, ranks
@@ -204,23 +204,23 @@ def test_a_rank_at_the_end_of_a_forward_has_parted_from_one_that_gathers_more(wo
 
 def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
     """A rank that looks for the difference waits for the others, which may wait for its part of a sum meanwhile."""
-    consistency = Consistency(torch.device("cpu"), Passes(Clock()))
+    log = StepLog(torch.device("cpu"), Step())
 
     class Differs(_Comparison):
         def is_there(self) -> bool:
             return True
 
         def check(self) -> None:
-            told.update(consistency.passes(None, 4, 0))
+            told.update(log.passes(None, 0))
             raise RuntimeError("the ranks did not run the same")
 
     told: dict[str, dict[str, str]] = {}
     process_group: Any = SimpleNamespace(group_name="all")
-    consistency._under_way.append(Differs([], "backward", 3, process_group, 7))
+    log._under_way.append(Differs([], "backward", 3, process_group, 7))
     with pytest.raises(RuntimeError, match="did not run the same"):
-        consistency.check()
+        log.check()
     assert told == {"all 0 7": {"0": "a backward after 3 steps of optimizers", "1": "the end of the backward"}}
-    assert consistency.passes(None, 4, 0) == {}
+    assert log.passes(None, 0) == {}
 
 
 @ranks(2)

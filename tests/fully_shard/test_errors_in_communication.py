@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 
 import fullshard
 from fullshard.buffer.slots import SHARED
-from fullshard.group.context import State
+from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import assert_close, groups_of, inputs, local, shard_mlp, slots_in_use
 from tests.fully_shard.test_communication import CountingAllGather, CountingReduceScatter
 from tests.fully_shard.test_extensions import Gathered, Kept, build
@@ -51,7 +51,7 @@ class Training:
     def check_is_idle(self) -> None:
         """Nothing that a gather or a reduction takes is in use."""
         for group in groups_of(self.model):
-            assert group.state is State.SHARDED, group
+            assert group.full.state is State.SHARDED, group
             for pool in group.comm.pools.values():
                 assert slots_in_use(pool) == 0, group
         assert _leased() == self.leased, "staging was not given back"
@@ -127,8 +127,8 @@ CASES = [
 POINTS: dict[str, tuple[str, When]] = {
     "a slot is made": ("fullshard.buffer.slots:SlotPool.make", "before"),
     "a slot is taken": ("fullshard.buffer.slots:SlotBuffer.take", "before"),
-    "the shard is staged": ("fullshard.group.memory:foreach_copy", "before"),
-    "the shard was staged": ("fullshard.group.memory:Memory.stage", "after"),
+    "the shard is staged": ("fullshard.group.shard:foreach_copy", "before"),
+    "the shard was staged": ("fullshard.group.shard:ShardBuffer.stage", "after"),
     "a route is made": ("fullshard.comm.transport:Transport.gather_route", "before"),
     "staging is leased": ("fullshard.buffer.slots:Staging.lease", "before"),
     "collectives are bound": ("fullshard.comm.collective:_CollectiveRoute._bind", "before"),
@@ -144,8 +144,8 @@ POINTS: dict[str, tuple[str, When]] = {
     "an extension starts": ("fullshard.group.extension:_Extended.start", "before"),
     "leaves are made": ("fullshard.group.full_buffer:FullBuffer._make_leaves", "before"),
     "leaves are known": ("fullshard.group.full_buffer:register", "before"),
-    "values have arrived": ("fullshard.group.full_buffer:FullBuffer.arrive", "before"),
-    "a reduction is planned": ("fullshard.group.gradients:Gradients._choose", "before"),
+    "values have arrived": ("fullshard.group.full_buffer:FullBuffer.wait_for_gather", "before"),
+    "a reduction is planned": ("fullshard.group.gradients:Gradients._plan_reduction", "before"),
     "a reduction starts": ("fullshard.group.reduction:PendingReduction.start", "before"),
     "a reduction has ended": ("fullshard.group.reduction:PendingReduction.accumulate", "before"),
 }

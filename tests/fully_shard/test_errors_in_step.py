@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 import fullshard
-from fullshard.group.context import State
+from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import (
     BOTH,
     OURS,
@@ -165,7 +166,7 @@ def test_reset_leaves_every_group_sharded_and_every_slot_free(world: World) -> N
     fail_in_backward(model.blocks[1][1], lambda: model(inputs()).sum().backward())
     model.reset_iter_state()
     for group in groups_of(model):
-        assert group.state is State.SHARDED
+        assert group.full.state is State.SHARDED
         assert slots_in_use(group.parameter_pool) == 0
         assert slots_in_use(group.gradient_pool) == 0
 
@@ -307,3 +308,20 @@ def test_what_is_refused_after_an_error_says_what_to_call_and_where(world: World
     with fullshard.summon_full_params(model):
         pass
     assert_close(model(inputs()), seeded(MLP)(inputs()), "output")
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["host", "p2p"])
+def test_a_forward_that_was_refused_before_it_began_needs_no_reset(world: World, transport: str) -> None:
+    os.environ["FULLSHARD_TRANSPORT"] = transport
+    pair = twins(world, lambda: seeded(MLP))
+    pair.step()
+    linear = next(each for each in pair.sharded.modules() if isinstance(each, nn.Linear))
+    weight = linear._parameters["weight"]
+    assert isinstance(weight, DTensor)
+    linear._parameters["weight"] = nn.Parameter(DTensor.from_local(torch.zeros(1), weight.device_mesh, [Shard(0)]))
+    with pytest.raises(RuntimeError, match="was replaced by a DTensor whose local shape is"):
+        pair.sharded(inputs())
+    linear._parameters["weight"] = weight
+    for _ in range(2):
+        pair.step()

@@ -51,7 +51,7 @@ class Meter:
 
 def sharded_bytes(model: nn.Module) -> int:
     """What the memory takes in which this rank's parts of the parameters lie."""
-    return sum(group.memory.views[0].untyped_storage().nbytes() for group in groups_of(model))
+    return sum(group.shard.views[0].untyped_storage().nbytes() for group in groups_of(model))
 
 
 @ranks(2, transport="p2p")
@@ -62,11 +62,11 @@ def test_at_rest_there_are_only_the_shards(world: World) -> None:
     whole = COUNT * (WIDTH * WIDTH + WIDTH) * 4
     padding = COUNT * 64 * 2
     assert whole / world.size <= sharded_bytes(model.blocks) <= whole / world.size + padding
-    assert sharded_bytes(model.blocks) == sum(group.memory.nbytes for group in groups)
+    assert sharded_bytes(model.blocks) == sum(group.shard.nbytes for group in groups)
     parts = {p.to_local().untyped_storage() for p in model.parameters()}  # type: ignore[attr-defined]
     assert sum(part.nbytes() for part in parts) == whole / world.size
     for group in groups:
-        memory = group.memory.views[0].untyped_storage()
+        memory = group.shard.views[0].untyped_storage()
         ends = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())
         assert all(param.local.data_ptr() in ends for param in group.params)
     assert all(pool.nbytes_free == slots_in_use(pool) == 0 for group in groups for pool in group.comm.pools.values())
@@ -207,11 +207,11 @@ def test_a_step_of_one_rank_has_the_same_bounds(world: World) -> None:
 def test_large_gradients_do_not_wait_to_be_cast_or_added(world: World, bias: bool) -> None:
     """Those that move where they lie would exist twice when the backward of their module ends."""
     waited: list[int] = []
-    settle = Gradients.settle
+    copy_waiting = Gradients.copy_waiting
 
     def look(self: Gradients) -> None:
         waited.append(sum(grad.nbytes for grad in self._waiting.values()))
-        settle(self)
+        copy_waiting(self)
 
     def step(dtype: torch.dtype | None, reductions: tuple[bool, ...]) -> None:
         policy = fullshard.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -222,7 +222,7 @@ def test_large_gradients_do_not_wait_to_be_cast_or_added(world: World, bias: boo
             model.set_requires_gradient_sync(reduces)
             model(torch.randn(3, 512)).sum().backward()
 
-    with mock.patch.object(Gradients, "settle", look):
+    with mock.patch.object(Gradients, "copy_waiting", look):
         step(torch.bfloat16, (True,))
         assert max(waited) < 512 * 512 * 2
         step(None, (False, False))

@@ -36,7 +36,7 @@ def test_shapes_padding_and_bytes_of_shards(size: int, rank: int) -> None:
             mine = max(0, min(rows, parameter.shape[0] - rank * rows))
             assert local(parameter).shape == (mine, *parameter.shape[1:])
             used += rows * parameter.shape[1:].numel() * 4
-        assert used <= group.memory.nbytes <= used + 3 * (ALIGNMENT - 1) * 4 + 63
+        assert used <= group.shard.nbytes <= used + 3 * (ALIGNMENT - 1) * 4 + 63
 
 
 @pytest.mark.parametrize("size", [8, 1024])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
+from fullshard.report.facts import facts_of
 from tests.fully_shard.cases import BOTH, Library, Recorder, Twins, are_sharded, assert_close, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept
@@ -194,6 +195,18 @@ def test_set_reshard_after_forward(world: World, fsdp: Library, recurse: bool) -
     model(inputs())
     assert not isinstance(model.scale, DTensor)
     assert are_sharded(model.blocks) is not recurse
+
+
+@ranks(4)
+def test_set_reshard_after_forward_replaces_a_smaller_mesh(world: World) -> None:
+    model = shard_mlp(reshard_after_forward=2)
+    recorder = Recorder(model, "rest")
+    model(inputs())
+    assert recorder.take()
+    model.set_reshard_after_forward(True)
+    model(inputs())
+    assert not recorder.take()
+    assert all(group.post_forward is None for group in facts_of(model).groups)
 
 
 @ranks(1)
@@ -433,6 +446,16 @@ def test_a_removed_observer_hears_nothing(world: World) -> None:
     recorder.stop()
     model(inputs())
     assert recorder.take() == []
+
+
+@ranks(1)
+def test_an_observer_that_removes_itself_keeps_no_other_from_hearing(world: World) -> None:
+    model = shard_mlp()
+    heard: list[str] = []
+    stop = model.add_observer(lambda event: stop())
+    model.add_observer(lambda event: heard.append(event.action))
+    model(inputs())
+    assert heard[0] == "gather"
 
 
 def test_twins_notice_a_difference() -> None:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
+from fullshard.comm.waits import WAITS
 from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
@@ -520,14 +521,14 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
 
 @ranks(2, transport="host")
 def test_gradients_stay_until_a_slow_rank_has_read_them(world: World) -> None:
-    def read(transport: HostTransport, reading: Any) -> None:
-        time.sleep(0.03)
-        read_at_once(transport, reading)
+    def read(transport: HostTransport, rank: int, reading: Any) -> Any:
+        time.sleep(0.02)
+        return read_at_once(transport, rank, reading)
 
-    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._read
+    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._slot_of
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(HostTransport, "_read", read)
+            patch.setattr(HostTransport, "_slot_of", read)
         for _ in range(2):
             pair.step()
 
@@ -568,7 +569,7 @@ def test_many_groups_need_few_files(world: World) -> None:
     model.forward = model.blocks.forward
     each_block()(fullshard, model)
     model(torch.ones(1, 2)).sum().backward()
-    assert all(group.memory.shared is not None for group in groups_of(model.blocks))
+    assert all(group.shard.shared is not None for group in groups_of(model.blocks))
     assert open_files() - before < 10
 
 
@@ -610,7 +611,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
         fullshard.fully_shard(part)
     for _ in range(2):
         assert torch.equal(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
-        assert not groups_of(model.inner)[0].clock.reading, "the forward has ended, and ranks may write again"
+        assert not groups_of(model.inner)[0].step.now.reads_shared, "the forward has ended, and ranks may write again"
 
 
 @ranks(2, transport="host")
@@ -664,3 +665,15 @@ def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@ranks(2, transport="host")
+def test_a_rank_knows_at_which_group_it_is_where_nothing_is_sent(world: World) -> None:
+    model = shard_mlp()
+    doing: list[str] = []
+    for block in model.blocks[:2]:
+        block.register_forward_hook(lambda *_: doing.append(WAITS.position().doing))
+        block.register_full_backward_hook(lambda *_: doing.append(WAITS.position().doing))
+    model(inputs().requires_grad_()).sum().backward()
+    where = [text.rpartition(", at ")[2] for text in doing]
+    assert where == ["'blocks.0'", "'blocks.1'", "'blocks.1'", "'blocks.0'"]

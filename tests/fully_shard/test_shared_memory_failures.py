@@ -27,7 +27,7 @@ from tests.harness.models import MLP, seeded
 
 
 def shared(model: nn.Module) -> list[bool]:
-    return [group.memory.shared is not None for group in groups_of(model)]
+    return [group.shard.shared is not None for group in groups_of(model)]
 
 
 # -- lost ranks ------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_state_dicts_hold_no_view_of_more_than_a_group(world: World) -> None:
     for value in model.state_dict().values():
         held = local(value).untyped_storage()
         assert held._cdata not in full
-        assert held.nbytes() <= max(group.memory.nbytes for group in groups_of(model))
+        assert held.nbytes() <= max(group.shard.nbytes for group in groups_of(model))
 
 
 @ranks(2)

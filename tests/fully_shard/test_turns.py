@@ -70,7 +70,7 @@ def test_ranks_take_in_new_memory_one_after_the_other(world: World, transport: s
                 each.sub_(0.1 * each.grad)
                 each.grad = None
     if transport == "host":
-        assert all(group.memory.shared is not None for group in groups_of(model))
+        assert all(group.shard.shared is not None for group in groups_of(model))
     if how != "assign":
         assert alias.data_ptr() == parameters[0].to_local().data_ptr(), "what was taken before stays what it is"
     assert_close(model(x), reference(x), "output")

@@ -15,39 +15,37 @@ from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.transport import Reduction
 from fullshard.device import PASSED, Done
 from fullshard.group import reduction as reduction_module
-from fullshard.group.full_buffer import GatheredBuffer
+from fullshard.group.full_buffer import GatheredBuffer, State
 from fullshard.group.gradients import Gradients
-from fullshard.group.group import Group
-from fullshard.group.memory import SharedChunks
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.reduction import PendingReduction
+from fullshard.group.shard import SharedChunks
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
     """A group is shown before its gather has ended."""
-    wait = Group.wait_for_unshard
+    wait = ParamGroup.wait_for_unshard
 
     def show_at_once(self: Any) -> None:
-        if self._gather is not None:
-            gather, self._gather = self._gather, PASSED
-            self._late = gather
+        self._late, self.full._gathered = self.full._gathered, PASSED
         wait(self)
 
-    patch.setattr(Group, "wait_for_unshard", show_at_once)
+    patch.setattr(ParamGroup, "wait_for_unshard", show_at_once)
 
 
 def _stale_slot(patch: pytest.MonkeyPatch) -> None:
     """Values that are still in a slot are used again, whatever was written since."""
-    fill = GatheredBuffer.fill
+    gather = GatheredBuffer.gather
 
     def reuse(self: Any) -> Any:
         if self.buffer.slot is None:
-            return fill(self)
+            return gather(self)
+        self.change_state(State.GATHERING)
         self.buffer.take()
-        return None
 
-    patch.setattr(GatheredBuffer, "fill", reuse)
+    patch.setattr(GatheredBuffer, "gather", reuse)
 
 
 def _forgotten_divisor(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +70,7 @@ def _forgotten_replicas(patch: pytest.MonkeyPatch) -> None:
 
 def _early_reshard(patch: pytest.MonkeyPatch) -> None:
     """A group is resharded when one of its units has ended, whoever else still reads it."""
-    patch.setattr(Group, "users", property(lambda self: set(), lambda self, users: None), raising=False)
+    patch.setattr(ParamGroup, "users", property(lambda self: set(), lambda self, users: None), raising=False)
 
 
 def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
@@ -89,12 +87,12 @@ def _gradients_of_the_unused(patch: pytest.MonkeyPatch) -> None:
 def _lost_partial_sums(patch: pytest.MonkeyPatch) -> None:
     """What was accumulated before the last micro-batch is forgotten."""
 
-    def settle(self: Any) -> None:
+    def forget(self: Any) -> None:
         self._arrived.clear()
         original(self)
 
-    original = Gradients.settle
-    patch.setattr(Gradients, "settle", settle)
+    original = Gradients.copy_waiting
+    patch.setattr(Gradients, "copy_waiting", forget)
 
 
 def _lasting_writes(patch: pytest.MonkeyPatch) -> None:

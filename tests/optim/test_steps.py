@@ -61,7 +61,7 @@ def test_an_optimizer_is_known_by_its_parameters_and_not_by_their_number(world: 
     (before, *_), (other, *_) = ([group.writes for group in groups_of(model)] for model in (second, first))
     train(second, optimizer)
     assert groups_of(second)[0].writes > before
-    assert groups_of(second)[0].clock.steps == 3
+    assert groups_of(second)[0].step.optimizer_steps == 3
     assert groups_of(first)[0].writes == other
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_is_sharded_after_a_step_is_found(world: World) -> None:
     train(model, optimizer)
     model = FSDP(model, use_orig_params=True)
     train(model, optimizer)
-    assert groups_of(model)[0].clock.steps == 3
+    assert groups_of(model)[0].step.optimizer_steps == 3
 
 
 @ranks(2)

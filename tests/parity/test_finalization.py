@@ -6,6 +6,7 @@ compared with unsharded training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import fullshard
 from tests.fully_shard.cases import Recorder, Twins, are_sharded, groups_of, inputs, shard_mlp
@@ -301,6 +302,43 @@ def test_an_error_in_finalization_needs_a_reset(world: World) -> None:
     for parameter in model.parameters():
         parameter.grad = None
     Twins(world, model, seeded(MLP)).step()
+
+
+class TwoStages(nn.Module):
+    """Trains its first stage inside of its forward, as a pipeline in one module does, and returns the second's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = seeded(MLP), seeded(lambda: MLP((3, 5, 3)), seed=1)
+
+    def forward(self, x: Tensor, finalize: Callable[[], object]) -> Tensor:
+        output = self.first(x)
+        output.square().mean().backward()
+        finalize()
+        return self.second(output.detach()).square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_in_a_forward_it_does_not_end_the_forward(world: World, async_op: bool) -> None:
+    model, reference = seeded(TwoStages), seeded(TwoStages)
+    for stage in (model.first, model.second):
+        fullshard.fully_shard(stage, reshard_after_forward=True)
+    sharded: Any = fullshard.fully_shard(model)
+    sharded.set_manual_backward_finalization(True)
+    recorder = Recorder(sharded)
+    for step in (1, 2):
+        sharded(inputs(world.rank), partial(finalize, sharded, async_op)).backward()
+        assert {event.step for event in recorder.events} == {step}
+        recorder.take()
+        finalize(sharded, async_op)
+        recorder.take()
+        for rank in range(world.size):
+            (reference(inputs(rank), lambda: None) / world.size).backward()
+        found = dict(sharded.named_parameters())
+        for name, parameter in reference.named_parameters():
+            scale = world.size if name.startswith("first") else 1  # its loss is not divided by the number of ranks
+            assert torch.allclose(whole(found[name].grad), parameter.grad / scale, atol=1e-6)  # type: ignore[operator]
 
 
 def test_switches_that_are_none_are_refused() -> None:

@@ -72,10 +72,10 @@ def test_one_of_many_keeps_its_memory_and_lets_go_of_it(world: World) -> None:
         pair.step()
         pair.sharded.free_buffers()
         assert address_of(kept) == where
-    if group.memory.shared is None:
+    if group.shard.shared is None:
         assert group.parameter_pool.nbytes_free == 0
     kept.set_keep_unsharded_storage(False)
-    if group.memory.shared is None:
+    if group.shard.shared is None:
         assert group.parameter_pool.nbytes_free >= group.full.buffer.nbytes
     for _ in range(2):
         pair.step()

@@ -16,7 +16,7 @@ import fullshard
 from fullshard.comm import collective
 from fullshard.device import CPU, Lane
 from fullshard.group.gradients import Gradients
-from fullshard.schedule import passes
+from fullshard.schedule import step_log
 from fullshard.torch_private import all_gather_single
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
@@ -136,7 +136,7 @@ def test_the_computation_waits_for_no_comparison_of_passes(world: World) -> None
         found.append(streams.current(CPU).stream_id)
         return all_gather_single(*args, **kwargs)
 
-    with pretended("checked") as streams, mock.patch.object(passes, "all_gather_single", look):
+    with pretended("checked") as streams, mock.patch.object(step_log, "all_gather_single", look):
         model = seeded(lambda: blocks(6))
         each_block()(fullshard, model)
         for _ in range(2):

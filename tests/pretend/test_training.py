@@ -72,7 +72,7 @@ def an_extension_beside_groups_that_stay(world: World) -> None:
     assert test_extensions.losses(world, model) == pytest.approx(expected, rel=1e-5)
 
 
-def straight_parameters(world: World) -> None:
+def zero_copy_parameters(world: World) -> None:
     """Weights move where they lie, beside a message of biases; gradients stay where autograd made them meanwhile."""
 
     def set_up(model: Any, micro: int) -> None:
@@ -125,7 +125,7 @@ WAYS: dict[str, Callable[[World], None]] = {
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
     "extensions": partial(test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
-    "straight parameters": straight_parameters,
+    "zero-copy parameters": zero_copy_parameters,
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),
     "kept storage": partial(test_kept_storage.test_training_is_as_without, reshard=True),
     "bf16": partial(test_precision.test_bf16_parameters_reduced_in_fp32, optimizer=sgd),

@@ -1,1 +1,1 @@
-"""Tests of what is foretold and what is recorded."""
+"""Tests of what is predicted and what is recorded."""

@@ -16,9 +16,9 @@ from torch import nn
 
 import fullshard
 from fullshard import cli
-from fullshard.report.attending import Attendance
-from fullshard.report.doctor import Told, diagnosis_of, judge, told_in
-from fullshard.report.environment import _LOOKS, Check, Facts, _judge_pairs, _rounds
+from fullshard.report.doctor import ProcessLog, diagnosis_of, judge, read_logs
+from fullshard.report.environment import _CHECKS, Check, Facts, _judge_pairs, _rounds
+from fullshard.report.rank_observer import RankObserver
 from tests.fully_shard.cases import inputs
 from tests.harness import World, ranks
 from tests.harness.models import MLP
@@ -27,8 +27,8 @@ from tests.report.cases import trained
 
 def attended(world: World, folder: Path, fault: str) -> dict[str, Any]:
     """Train on both ranks, of which rank 1 has a fault; what is found, by name."""
-    attendance = Attendance(folder, steps=4)
-    attendance.begin()
+    observer = RankObserver(folder, steps=4)
+    observer.begin()
     torch.manual_seed(world.rank if fault == "seed" else 0)
     model = MLP()
     for block in model.blocks:
@@ -41,9 +41,9 @@ def attended(world: World, folder: Path, fault: str) -> dict[str, Any]:
             with torch.no_grad():
                 next(model.parameters()).to_local().fill_(torch.nan)  # type: ignore[union-attr]
         train(step)
-    attendance.ended()
+    observer.report_end()
     dist.barrier()
-    return {check.name: check for check in diagnosis_of(judge(told_in(folder), 0)).checks}
+    return {check.name: check for check in diagnosis_of(judge(read_logs(folder), 0)).checks}
 
 
 @ranks(2)
@@ -69,6 +69,15 @@ def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> Non
         assert "is nan at index" in found["finite values"].text
 
 
+@ranks(2)
+def test_a_rank_reports_which_pass_it_begins(world: World, tmp_path: Path) -> None:
+    """Before it waits for the others there: it may be the last position that it reports."""
+    attended(world, tmp_path, "none")
+    positions = [line["text"] for each in read_logs(tmp_path) for line in each.of("position")]
+    assert sum(text.startswith("in the forward of step 1 ") for text in positions) == world.size
+    assert sum(text.startswith("in the backward of step 1 ") for text in positions) == world.size
+
+
 def problems_of(model: Any) -> list[Any]:
     """What is wrong with a model, whatever else runs on this machine."""
     return [each for each in fullshard.doctor(model).problems if each.name != "other programs"]
@@ -87,7 +96,7 @@ def test_a_program_asks_for_itself(world: World) -> None:
     sharded = fullshard.doctor(model)
     assert "values that are not finite in 'weight'" in str(sharded)
     assert sharded.problems
-    assert "initial values: " not in str(sharded).partition("Looked at")[0]
+    assert "initial values: " not in str(sharded).partition("\nChecked:")[0]
     model(inputs(width=3))
 
 
@@ -103,21 +112,21 @@ def test_a_program_that_forgot_the_root_is_told(world: World) -> None:
     assert not problems_of(model)
 
 
-def told(rank: int, *lines: dict[str, Any]) -> Told:
-    known = [{"kind": "begin", "pid": rank, "ranks": 2}, {"kind": "place", "text": "in the forward of step 3"}]
-    return Told([{"rank": str(rank), "time": 1.0 + rank, **line} for line in (*known, *lines)])
+def told(rank: int, *lines: dict[str, Any]) -> ProcessLog:
+    known = [{"kind": "begin", "pid": rank, "ranks": 2}, {"kind": "position", "text": "in the forward of step 3"}]
+    return ProcessLog([{"rank": str(rank), "time": 1.0 + rank, **line} for line in (*known, *lines)])
 
 
 def test_of_errors_the_first_that_is_its_own_is_named() -> None:
-    own = {"kind": "error", "text": "ValueError: bad batch", "place": "in the forward of step 3", "is_first": True}
-    lost = {"kind": "error", "text": "LostRankError: rank 0 lost rank 1", "place": "there", "is_first": False}
+    own = {"kind": "error", "text": "ValueError: bad batch", "position": "in the forward of step 3", "is_first": True}
+    lost = {"kind": "error", "text": "LostRankError: rank 0 lost rank 1", "position": "there", "is_first": False}
     (job,) = [check for check in judge([told(0, lost), told(1, own)], 1) if check.name == "job"]
     assert job.text == "Rank 1 failed first, in the forward of step 3: ValueError: bad batch"
     (job,) = [check for check in judge([told(0, lost), told(1)], 1) if check.name == "job"]
-    assert "ended without a word: rank 1 was last in the forward of step 3" in job.text
-    launcher = Told([{"kind": "begin", "rank": "0", "pid": 7, "ranks": 1}, {**own, "rank": "0", "time": 0.0}])
+    assert "ended without a message: rank 1 was last in the forward of step 3" in job.text
+    launcher = ProcessLog([{"kind": "begin", "rank": "0", "pid": 7, "ranks": 1}, {**own, "rank": "0", "time": 0.0}])
     (job,) = [check for check in judge([launcher, told(0), told(1)], 1) if check.name == "job"]
-    assert "ended without a word" in job.text
+    assert "ended without a message" in job.text
     torchrun = "api.py:1024] failed (exitcode: -9) local_rank: 1 (pid: 1) of binary: python"
     (job,) = [check for check in judge([told(0), told(1)], 1, errors=torchrun) if check.name == "job"]
     assert "rank 0" not in job.text
@@ -138,10 +147,10 @@ def test_a_slow_pair_of_ranks_is_named() -> None:
     pairs = {(a, b): (1e-4, 1e9 if 3 not in (a, b) else 1e8) for a in range(6) for b in range(a + 1, 6)}
     (check,) = _judge_pairs(pairs, 6)
     assert check.result == "warning"
-    assert check.advice == "Look at the host and the network of rank 3."
+    assert check.advice == "Check the host and the network of rank 3."
     for size in (2, 5, 8):
-        met = [pair for pairs in _rounds(size) for pair in pairs]
-        assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+        paired = [pair for pairs in _rounds(size) for pair in pairs]
+        assert sorted(paired) == [(a, b) for a in range(size) for b in range(a + 1, size)]
 
 
 def facts(rank: int, host: str = "a", **known: Any) -> Facts:
@@ -149,7 +158,7 @@ def facts(rank: int, host: str = "a", **known: Any) -> Facts:
 
 
 def looked_at(*every: Facts) -> dict[str, Check]:
-    return {check.name: check for look in _LOOKS for check in look(every)}
+    return {check.name: check for run in _CHECKS for check in run(every)}
 
 
 def test_the_cores_of_ranks_are_counted_together() -> None:
@@ -230,7 +239,7 @@ SAID = {
     "none": {},
     "seed": {"initial values": "The ranks begin with different values"},
     "error": {"job": "Rank 1 failed first, between the passes of step 4"},
-    "killed": {"job": "a rank ended without a word: rank 1"},
+    "killed": {"job": "a rank ended without a message: rank 1"},
     "hang": {"job": "was ended: rank 0 was last"},
 }
 

@@ -57,9 +57,9 @@ def test_the_medians_of_pairs_are_told_with_their_units() -> None:
 def test_slow_pairs_are_told_the_slowest_first_and_one_rank_is_blamed_for_several_alone() -> None:
     (check,) = _judge_pairs(pairs_of(6, ((0, 1),)), 6)
     assert "the slowest first: 0 and 1 (100 us, 0.10 GB/s)." in check.text
-    assert check.advice == "Look at their hosts and network."
+    assert check.advice == "Check their hosts and network."
     (check,) = _judge_pairs(pairs_of(6, ((0, 1), (2, 3))), 6)
     assert "the slowest first: 2 and 3 (100 us, 0.05 GB/s); 0 and 1 (100 us, 0.10 GB/s)." in check.text
-    assert check.advice == "Look at their hosts and network."
+    assert check.advice == "Check their hosts and network."
     (check,) = _judge_pairs(pairs_of(6, ((0, 1), (1, 3))), 6)
-    assert check.advice == "Look at the host and the network of rank 1."
+    assert check.advice == "Check the host and the network of rank 1."

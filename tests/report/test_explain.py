@@ -1,4 +1,4 @@
-"""What `explain` foretells is what a step then does: bytes sent, memory kept, the order, on all transports."""
+"""What `explain` predicts is what a step then does: bytes sent, memory kept, the order, on all transports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(model: nn.Module, world: World, number: int) -> None:
 
 
 def check(model: nn.Module, world: World, peers: int | None = None) -> None:
-    """Compare what is foretold with what a step sends and keeps."""
+    """Compare what is predicted with what a step sends and keeps."""
     before = explain(model)
     step(model, world, 0)
     model.free_buffers()  # type: ignore[operator]
@@ -67,13 +67,13 @@ def check(model: nn.Module, world: World, peers: int | None = None) -> None:
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("front_end", ["fully_shard", "wrapper"])
-def test_a_step_sends_and_keeps_what_was_foretold(world: World, transport: str, front_end: str) -> None:
+def test_a_step_sends_and_keeps_what_was_predicted(world: World, transport: str, front_end: str) -> None:
     check(sharded(front_end, transport), world)
 
 
 @ranks(2)
 @pytest.mark.parametrize("way", ["bf16", "keep", "no prefetch"])
-def test_settings_change_what_is_foretold(world: World, way: str) -> None:
+def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mp_policy": low} if way == "bf16" else {"reshard_after_forward": way != "keep"}
     model = sharded("fully_shard", "p2p", **options)
@@ -85,7 +85,7 @@ def test_settings_change_what_is_foretold(world: World, way: str) -> None:
 @ranks(4)
 @pytest.mark.parametrize("way", ["hybrid", "post-forward mesh", "NO_SHARD"])
 @pytest.mark.slow
-def test_meshes_change_what_is_foretold(world: World, way: str) -> None:
+def test_meshes_change_what_is_predicted(world: World, way: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if way == "NO_SHARD":
         strategy = fullshard.ShardingStrategy.NO_SHARD

@@ -12,7 +12,7 @@ from tests.report.cases import MS, by_hand
 def test_the_shares_of_a_step_add_up_to_it() -> None:
     of = shares(by_hand(0))
     assert of.step == 100 * MS
-    assert (of.computing, of.waiting, of.moving) == (30 * MS, 50 * MS, 0)
+    assert (of.computing, of.waiting, of.copying) == (30 * MS, 50 * MS, 0)
     assert (of.optimizer, of.outside) == (10 * MS, 10 * MS)
 
 

@@ -73,7 +73,7 @@ def test_a_recording_has_so_many_steps_of_training_by_the_numbers_of_the_user(wo
     assert rank.steps()[101][1] == last
     of_all = shares(rank)
     assert of_all.optimizer > 0
-    parts = of_all.computing + of_all.moving + of_all.waiting + of_all.optimizer + of_all.outside
+    parts = of_all.computing + of_all.copying + of_all.waiting + of_all.optimizer + of_all.outside
     assert parts == pytest.approx(of_all.step, rel=0.01)
 
 
@@ -135,7 +135,7 @@ def test_a_recording_is_saved_and_read_again(world: World, tmp_path: Path) -> No
     assert [rank.rank for rank in read.ranks] == [0, 1]
     if world.rank == 0:
         first = min(rank.spans[0].start for rank in recording.ranks)
-        assert read.ranks == [rank.moved(first) for rank in recording.ranks]
+        assert read.ranks == [rank.shifted(first) for rank in recording.ranks]
         assert [finding.kind for finding in read.findings()] == [finding.kind for finding in recording.findings()]
 
 

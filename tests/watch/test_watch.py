@@ -29,7 +29,7 @@ from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, waiting
 from fullshard.watch import connections, reports, watch
 from fullshard.watch.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.watch.reports import Report, Reports
-from fullshard.watch.watch import Watch, call_of_torch, joining
+from fullshard.watch.watch import Watch, call_of_torch, waiting_for_thread
 from tests.harness import World, ranks
 from tests.harness.faults import Fault
 
@@ -76,7 +76,7 @@ def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
 def test_a_rank_whose_connections_are_gone_still_reports(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers may have ended already."""
     monkeypatch.setattr(watch, "connected_sockets", lambda: iter(()))
-    watcher._tell(Wait("a gather", dist.group.WORLD), 50.0)
+    watcher._update_report(Wait("a gather", dist.group.WORLD), 50.0)
     assert (watcher._mine.waits, watcher._mine.quiet) == ("a gather", 50.0)
 
 
@@ -189,10 +189,10 @@ def test_a_long_wait_of_a_thread_beside_training_is_told_and_ends_nothing(
 ) -> None:
     watcher._warn_after = 2.5
     with a_thread_that_waits() as thread:
-        watcher._look()
+        watcher._check_wait()
         watcher._beside[thread].since -= 3
-        watcher._look()
-        watcher._look()
+        watcher._check_wait()
+        watcher._check_wait()
         assert (watcher._mine.waits, WAITS.verdict) == ("", None)
     assert [each.message.partition("; ")[2] for each in caplog.records] == [
         "a thread beside training has waited 3 s for a comparison. "
@@ -201,10 +201,10 @@ def test_a_long_wait_of_a_thread_beside_training_is_told_and_ends_nothing(
 
 def test_training_waits_for_what_the_thread_waits_for_that_it_joins(watcher: Watch) -> None:
     with a_thread_that_waits() as thread:
-        with joining(thread):
-            watcher._look()
+        with waiting_for_thread(thread):
+            watcher._check_wait()
             assert (watcher._mine.waits, watcher._mine.beside) == ("a comparison", "")
-        watcher._look()
+        watcher._check_wait()
         assert watcher._mine.waits == ""
 
 
@@ -317,7 +317,7 @@ def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, sto
 def test_a_rank_tells_its_connections_before_anything_is_wrong(watcher: Watch) -> None:
     """If it is killed, and a process that it forked lives on, nobody else closes them."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
-        watcher._look()
+        watcher._check_wait()
         assert any(each[0].endswith(f":{here.getsockname()[1]}") for each in watcher._mine.connections)
 
 
@@ -340,7 +340,7 @@ def test_the_clocks_of_other_hosts_do_not_count(watcher: Watch, store: Any, monk
     theirs.write()
     monkeypatch.undo()
     assert 1 in watcher._reports.read([1])
-    watcher._look()
+    watcher._check_wait()
     later = Watch(store)._reports  # of an attempt that finds the reports of this one
     assert 1 not in later.read([1])
     assert 1 not in later.read([1])
@@ -360,18 +360,18 @@ def test_a_verdict_is_over_with_the_wait_that_it_was_about(watcher: Watch, monke
     """A program may catch the error, and wait for long while another rank writes what it has."""
     monkeypatch.setattr(os, "_exit", lambda _: pytest.fail("the process was ended"))
     with waiting("a gather", dist.group.WORLD):
-        watcher._look()
+        watcher._check_wait()
         watcher._seen.since -= 3
         monkeypatch.setattr(watcher, "_judge", lambda *_: "a proof")
-        watcher._look()
+        watcher._check_wait()
         assert (WAITS.verdict, watcher._mine.verdict) == ("a proof", "a proof")
     monkeypatch.setattr(watcher, "_judge", lambda *_: None)
     with waiting("an emergency save", dist.group.WORLD):
         assert WAITS.verdict is None
-        watcher._look()
+        watcher._check_wait()
         watcher._judged -= 60
         watcher._seen.since -= 50
-        watcher._look()
+        watcher._check_wait()
         assert (WAITS.verdict, watcher._mine.verdict) == (None, "")
 
 
@@ -385,10 +385,10 @@ def test_a_verdict_that_comes_too_late_is_not_about_the_next_wait(
         return "a proof"
 
     with waiting("a gather", dist.group.WORLD):
-        watcher._look()
+        watcher._check_wait()
         watcher._seen.since -= 3
         monkeypatch.setattr(watcher, "_judge", judge)
-        watcher._look()
+        watcher._check_wait()
         assert WAITS.verdict is None
 
 
@@ -409,10 +409,10 @@ def test_ranks_that_parted_are_told_once(watcher: Watch, monkeypatch: pytest.Mon
     seen = []
     for what in ("a gather", "an emergency save"):
         with waiting(what, dist.group.WORLD):
-            watcher._look()
+            watcher._check_wait()
             watcher._seen.since -= 3
             watcher._judged -= 60
-            watcher._look()
+            watcher._check_wait()
             seen.append(WAITS.verdict)
     assert "The ranks do not run the same" in (seen[0] or "")
     assert seen[1] is None
@@ -421,16 +421,16 @@ def test_ranks_that_parted_are_told_once(watcher: Watch, monkeypatch: pytest.Mon
 def test_a_new_wait_is_told_soon_where_the_store_is_a_file(watcher: Watch, tmp_path: Path) -> None:
     """A file grows with each report, so that a rank that does not wait makes few."""
     watch = Watch(dist.FileStore(str(tmp_path / "store"), 1))
-    watch._look()
-    watch._look()
+    watch._check_wait()
+    watch._check_wait()
     assert watch._mine.beat == 1
     with waiting("a gather", dist.group.WORLD):
-        watch._look()
+        watch._check_wait()
         beats = []
         for _ in range(60):  # seconds
             watch._seen.since -= 1
             watch._mine.written -= 1
-            watch._look()
+            watch._check_wait()
             beats.append(watch._mine.beat)
     assert (beats[0], beats[1]) == (1, 2)
     assert beats[-1] < 12

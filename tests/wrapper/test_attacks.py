@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.group.context import State
-from fullshard.group.full_buffer import RELEASED
+from fullshard.group.full_buffer import RELEASED, State
 from tests.fully_shard.cases import groups_of
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import Precision, deviation, whole_gradients
@@ -178,7 +177,7 @@ def test_a_module_that_ran_alone_before_reshards_inside_of_another(api: str) -> 
         outer = shard(nn.Sequential(inner, nn.Linear(6, 6)))
         outer(batch(0))
         group = inner._unit.groups[0] if api == "wrapper" else groups_of(inner)[0]
-        assert group.state is State.SHARDED
+        assert group.full.state is State.SHARDED
 
 
 class Failing(MLP):

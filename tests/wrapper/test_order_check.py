@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fullshard
-from fullshard.schedule import schedule
+from fullshard.schedule import step_log
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 
@@ -83,7 +83,7 @@ def test_nothing_is_compared_unless_asked_for(world: World, api: str) -> None:
         raise AssertionError("a gather was compared")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "verify_next", compares)
+        patch.setattr(step_log, "verify_next", compares)
         sharded(api)(torch.ones(2, 4)).sum().backward()
         with debugging(), pytest.raises(AssertionError, match="was compared"):
             sharded(api)(torch.ones(2, 4))

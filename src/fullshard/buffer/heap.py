@@ -34,15 +34,15 @@ def keep_freed(owner: object, nbytes: int) -> None:
     """Let the heap, if it is glibc's and the user has not decided, keep so much freed memory while ``owner`` lives."""
     if any(name in os.environ for name in _SETTINGS) or not set_option(MMAP_THRESHOLD, _LARGEST_PIECE):
         return
-    weakref.finalize(owner, _forget, id(owner)).atexit = False
+    weakref.finalize(owner, _forget_owner, id(owner)).atexit = False
     _asked[id(owner)] = min(nbytes, _LARGEST_INT)
-    _settle()
+    _set_threshold()
 
 
-def _forget(owner: int) -> None:
+def _forget_owner(owner: int) -> None:
     global _is_over
     _asked.pop(owner, None)
-    _settle()
+    _set_threshold()
     if not _asked:  # the memory of the last tree is freed after this, as a rule when cycles are collected
         _is_over = True
         if _after_collection not in gc.callbacks:
@@ -56,7 +56,7 @@ def _after_collection(phase: str, info: object) -> None:
         return_freed()
 
 
-def _settle() -> None:
+def _set_threshold() -> None:
     global kept
     wanted = max(_asked.values(), default=0)
     if wanted != kept and set_option(TRIM_THRESHOLD, max(wanted, KEPT_BY_ITSELF)):

@@ -1,9 +1,9 @@
 """The messages of all ranks: how the sections of a group lie in the one tensor that a collective moves.
 
-A message is a rank's chunks, section after section. Owns the order of chunks and gaps in it, that of the *straight*
+A message is a rank's chunks, section after section. Owns the order of chunks and gaps in it, that of the *zero-copy*
 parameters, which travel beside the messages, and the copies between messages and whole parameters::
 
-    shard of rank r    a_r b_r . s_r | c_r                        two sections; s is straight, '.' is a gap
+    shard of rank r    a_r b_r . s_r | c_r                        two sections; s is zero-copy, '.' is a gap
     messages           a_0 b_0 . c_0 | a_1 b_1 . c_1 | ...        rank-major
     full buffers       a_0 a_1 ... b_0 b_1 ... | c_0 c_1 ...      parameter-major
 
@@ -31,8 +31,8 @@ _dtype_of = attrgetter("dtype")
 _LARGEST_ITEM = 16  # bytes: each rank's message begins where an element of any dtype may
 
 
-class Straight(NamedTuple):
-    """A straight parameter of some sections: its section, and its position in the plan."""
+class ZeroCopy(NamedTuple):
+    """A zero-copy parameter of some sections: its section, and its position in the plan."""
 
     section: int
     param: int
@@ -42,15 +42,15 @@ class Straight(NamedTuple):
     number: int
 
 
-def straight_in(plans: Iterable[Plan]) -> list[Straight]:
-    """The straight parameters of sections, in the order in which they travel."""
-    found = list[Straight]()
+def zero_copy_in(plans: Iterable[Plan]) -> list[ZeroCopy]:
+    """The zero-copy parameters of sections, in the order in which they travel."""
+    found = list[ZeroCopy]()
     for section, plan in enumerate(plans):
-        for param in plan.straight:
+        for param in plan.zero_copy:
             numel, start, full_start = plan.params[param].numel, plan.shard_offsets[param], plan.full_offsets[param]
             whole = None if plan.is_messages else slice(full_start, full_start + numel)
             numel //= plan.world_size
-            found.append(Straight(section, param, slice(start, start + numel), whole, numel, len(found)))
+            found.append(ZeroCopy(section, param, slice(start, start + numel), whole, numel, len(found)))
     return found
 
 
@@ -64,7 +64,7 @@ def _row(plan: Plan, pitch: int) -> list[tuple[int, int]]:
     row, end = list[tuple[int, int]](), 0
     for at, (param, start) in enumerate(zip(plan.params, plan.shard_offsets, strict=True)):
         numel = math.prod(param.chunk_shape(0, plan.world_size))
-        if numel and at not in plan.straight:
+        if numel and at not in plan.zero_copy:
             row += [(-1, start - end)] * (end < start) + [(at, numel)]
             end = start + numel
     return row + [(-1, pitch - end)] * (end < pitch)
@@ -101,7 +101,7 @@ class Messages:
         dtype: what the collective sees: bytes if that is asked for, or if there are several dtypes.
         numel: elements of one message.
         is_full: whether the full buffer is the messages of all ranks end to end, and no copy is needed.
-        straight: what moves beside the messages; ``is_single``: whether one tensor moves in all.
+        zero-copy: what moves beside the messages; ``is_single``: whether one tensor moves in all.
         own_bytes: of this rank in all that moves.
     """
 
@@ -116,17 +116,17 @@ class Messages:
             self.dtype = torch.uint8
             self._nbytes += 0 if self.is_full else -self._nbytes % _LARGEST_ITEM
         self.numel = self._nbytes // self.dtype.itemsize
-        self.straight = [each for each in straight_in(plans) if each.section in members]
-        straight = [[each.numel for each in self.straight if each.section == i] for i in members]
-        self._cuts = [[numel, *others] for numel, others in zip(self._numels, straight, strict=True)]
-        self.is_single = (self.numel > 0) + len(self.straight) == 1
-        self.own_bytes = self._nbytes + sum(each.numel * dtypes[each.section].itemsize for each in self.straight)
+        self.zero_copy = [each for each in zero_copy_in(plans) if each.section in members]
+        zero_copy = [[each.numel for each in self.zero_copy if each.section == i] for i in members]
+        self._cuts = [[numel, *others] for numel, others in zip(self._numels, zero_copy, strict=True)]
+        self.is_single = (self.numel > 0) + len(self.zero_copy) == 1
+        self.own_bytes = self._nbytes + sum(each.numel * dtypes[each.section].itemsize for each in self.zero_copy)
 
     def sections(self, message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return views(message.view(torch.uint8), self._numels, self._dtypes)
 
     def parts(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The front of each member's shard, with all that is packed; each straight chunk; the first shard, whole."""
+        """The front of each member's shard, with all that is packed; each zero-copy chunk; the first shard, whole."""
         parts = list(map(torch.unsafe_split_with_sizes, map(shards.__getitem__, self.members), self._cuts))
         return [*(part[0] for part in parts), *chain(*(part[1:] for part in parts)), shards[self.members[0]]]
 

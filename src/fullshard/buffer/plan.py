@@ -17,8 +17,8 @@ Together these are a list of strided copies, each a :class:`Piece`. Two layouts 
     shard of 1     b1 b2 c0 c1 ..                   shard r is full[r * shard_numel : (r + 1) * shard_numel]
 
 If b has rows of 5 elements, it takes 10 in each shard (12 with the alignment), of which rank 1 uses 5. If a, which is
-the chunks of the ranks end to end, is large, it is *straight*: a collective can read and write it where it lies.
-Straight chunks come last in a shard, behind the *packed* ones, which travel together.
+the chunks of the ranks end to end, is large, it is *zero-copy*: a collective can read and write it where it lies.
+Zero-copy chunks come last in a shard, behind the *packed* ones, which travel together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets and sources, f
 ALIGNMENT = 16
 #: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
-#: Elements of a chunk from which a parameter may be straight: 256 KiB of fp32. Small ones are cheaper to copy.
+#: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
 STRAIGHT = 2**16
 #: The same of a whole parameter where several collectives are one launch, if it is also a part of all parameters as
 #: large as one of so many. NCCL divides the bytes of a launch over about 16 channels, and gives no channel less than 32
@@ -150,16 +150,16 @@ class Plan:
     shard_offsets: tuple[int, ...]  # the same in every shard; empty in *flat*
     shard_numel: int  # the same for every rank
     alignment: int
-    least_straight: int  # elements of a parameter from which it is large
-    straight: tuple[int, ...] = ()  # the straight parameters, in the order of shards, where they come last
-    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is straight
+    least_zero_copy: int  # elements of a parameter from which it is large
+    zero_copy: tuple[int, ...] = ()  # the zero-copy parameters, in the order of shards, where they come last
+    is_messages: bool = False  # whether the full buffer has the shards of all ranks end to end, but what is zero-copy
 
     @property
     def end(self) -> int:
         """Where in the full buffer the last parameter ends; what follows is padding."""
         return self.full_offsets[-1] + self.params[-1].numel if self.params else 0
 
-    def held(self, rank: int) -> int:
+    def owned_numel(self, rank: int) -> int:
         """Elements of the full buffer that ``rank`` owns."""
         return sum(piece.numel for piece in self.pieces(rank))
 
@@ -192,8 +192,8 @@ class Plan:
 
     @property
     def packed(self) -> Plan:
-        """The plan of the parameters that are not straight: its shard is the front of this one's."""
-        return self.select(i for i in range(len(self.params)) if i not in self.straight) if self.straight else self
+        """The plan of the parameters that are not zero-copy: its shard is the front of this one's."""
+        return self.select(i for i in range(len(self.params)) if i not in self.zero_copy) if self.zero_copy else self
 
     @property
     def messages(self) -> Plan:
@@ -201,7 +201,7 @@ class Plan:
         numel = self.packed.shard_numel
         return replace(self, full_offsets=self.shard_offsets, full_numel=self.world_size * numel, is_messages=True)
 
-    def place(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
+    def locate_chunk(self, index: int, rank: int) -> tuple[int, tuple[int, ...]]:
         """Where in its shard ``rank`` holds its part of parameter ``index``, and the shape of that part. In *flat* that
         is a run of elements, or all of the parameter where one rank keeps everything."""
         param = self.params[index]
@@ -246,7 +246,7 @@ def make_plan(
     """Lay out ``params``, in the order in which they lie, over ``world_size`` ranks.
 
     Each parameter in the full buffer, and the shard of each rank (*even*), begins on a multiple of ``alignment``, which
-    is in elements. Straight ones may be smaller if they move ``together``, in one launch.
+    is in elements. Zero-copy ones may be smaller if they move ``together``, in one launch.
     """
     if world_size < 1:
         raise ValueError(f"a plan needs at least one rank, got world_size={world_size}")
@@ -259,7 +259,7 @@ def make_plan(
 def _make_plan(
     params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
 ) -> Plan:
-    full_offsets, full_numel = _place((param.numel for param in params), alignment)
+    full_offsets, full_numel = _end_to_end((param.numel for param in params), alignment)
     least = STRAIGHT * world_size
     if together:
         least = min(least, max(STRAIGHT_TOGETHER, full_numel // MOST_TOGETHER))
@@ -277,21 +277,21 @@ def _cut(plan: Plan) -> Plan:
     """The plan with the shards of *even*; that of a single rank is the full buffer, if it has all parameters."""
     alignment = math.gcd(CHUNK_ALIGNMENT, plan.alignment) if plan.world_size > 1 else plan.alignment
     numels = [math.prod(param.chunk_shape(0, plan.world_size)) for param in plan.params]
-    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_straight and plan.is_whole(param)]
-    straight = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
-    packed = [i for i in range(len(numels)) if i not in straight]
-    fronts, end = _place((numels[i] for i in packed), alignment)
-    backs, shard_numel = _place((numels[i] for i in straight), plan.alignment, _align(end, plan.alignment))
-    starts = dict(zip([*packed, *straight], fronts + backs, strict=True))
+    large = [i for i, param in enumerate(plan.params) if param.numel >= plan.least_zero_copy and plan.is_whole(param)]
+    zero_copy = [i for i in large if plan.world_size > 1 and numels[i] % plan.alignment == 0]
+    packed = [i for i in range(len(numels)) if i not in zero_copy]
+    fronts, end = _end_to_end((numels[i] for i in packed), alignment)
+    backs, shard_numel = _end_to_end((numels[i] for i in zero_copy), plan.alignment, _align(end, plan.alignment))
+    starts = dict(zip([*packed, *zero_copy], fronts + backs, strict=True))
     return replace(
         plan,
         shard_offsets=tuple(map(starts.__getitem__, range(len(numels)))),
         shard_numel=shard_numel,  # aligned, so that the next rank's begins on a boundary too
-        straight=tuple(straight),
+        zero_copy=tuple(zero_copy),
     )
 
 
-def _place(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
+def _end_to_end(numels: Iterable[int], alignment: int, start: int = 0) -> tuple[tuple[int, ...], int]:
     """Where each begins, on multiples of ``alignment`` from ``start`` on, and where the last ends."""
     ends = list(accumulate(numels, lambda end, numel: _align(end + numel, alignment), initial=start))
     return tuple(ends[:-1]), ends[-1]

@@ -94,7 +94,7 @@ class Pages:
         self.own: Sequence[tuple[int, int]] = ()
         self._copy: Pages | None = None
 
-    def move_to(self, other: Pages) -> None:
+    def replace(self, other: Pages) -> None:
         """Take the place of ``other``, of the same size."""
         _checked(_libc().mremap(self.start, self.nbytes, self.nbytes, _MOVE, other.start))
 
@@ -109,7 +109,7 @@ class Pages:
         if copy is not None:
             copy.unmap()
 
-    def keep(self) -> None:
+    def copy_for_children(self) -> None:
         """Copy the parts that a forked child must see. Children that are forked one after the other share a copy."""
         copy = self._copy
         if copy is None or any(_libc().memcmp(copy.start + at, self.start + at, nbytes) for at, nbytes in self.own):
@@ -123,11 +123,11 @@ class Pages:
         for at, nbytes in self.own:
             ctypes.memmove(other.start + at, self.start + at, nbytes)
 
-    def part(self) -> None:
+    def make_private(self) -> None:
         """Become memory of this process alone, in a forked child. If no copy could be made, a read ends the child."""
         if self.is_shared or self.own:
             other = self._copy or Pages(-1, self.nbytes, _OF_PROCESS, 0 if self.own else _ACCESS)
-            other.move_to(self)
+            other.replace(self)
             self._copy, self.is_shared = None, False
 
 
@@ -144,12 +144,12 @@ def _checked(start: int | None) -> int:
 
 def _before_fork() -> None:
     for pages in tuple(_mapped.values()):
-        pages.keep()
+        pages.copy_for_children()
 
 
 def _in_child() -> None:
     for pages in tuple(_mapped.values()):
-        pages.part()
+        pages.make_private()
     _copied.clear()
 
 
@@ -211,7 +211,7 @@ class Segment:
     def become(self, other: Segment) -> None:
         """Move the tensors, and this process's own parts, to the memory of ``other``, in which no tensor may lie."""
         self.pages.copy_own(other.pages)
-        other.pages.move_to(self.pages)
+        other.pages.replace(self.pages)
         other._end.detach()
         _mapped.pop(other.pages.start, None)
         self.address, self.pages.is_shared = other.address, other.pages.is_shared

@@ -74,7 +74,7 @@ class SlotPool:
         dropped = self.nbytes_free
         for slot in self.free:
             if slot.holder is not None:
-                slot.holder.lose()
+                slot.holder.give_up_slot()
         self.free.clear()
         for buffer in self.buffers:
             buffer.forget_address()
@@ -140,7 +140,7 @@ class SlotBuffer:
             holder.slot = None
         else:
             if holder is not None:
-                holder.lose()
+                holder.give_up_slot()
             if self._size not in (0, slot.nbytes):  # an address in a slot of another size
                 self._empty()
             swap_memory(self._storage, slot.storage)
@@ -159,20 +159,19 @@ class SlotBuffer:
             if not self.keeps_memory:
                 self.pool.free.append(self.slot)
 
-    def lose(self) -> None:
+    def give_up_slot(self) -> None:
         """Give up the slot to another buffer. A stale read finds the old address, or torch refuses it."""
         slot, self.slot = self.slot, None
-        if slot is None:
-            return
+        assert slot is not None
         slot.holder = None
         slot.storage = alias_storage(self._storage)
         swap_memory(self._storage, slot.storage)
 
-    def move(self, pool: SlotPool) -> None:
+    def change_pool(self, pool: SlotPool) -> None:
         """Take slots from another pool from now on; one that is in use stays until it is given back."""
         if not self.in_use and pool is not self.pool:
             if (slot := self.slot) is not None and not self.keeps_memory:
-                self.lose()
+                self.give_up_slot()
                 self.pool.free.remove(slot)
                 self.pool.free.insert(0, slot)
             self.pool = pool
@@ -193,17 +192,17 @@ class SlotBuffer:
 
 
 class Lease:
-    """A buffer that belongs to one exchange until it goes back to its ``place``: ``memory`` and what follows it there.
+    """A buffer that belongs to one exchange until it is given back: ``memory`` and what follows it in its storage.
 
     Views that were made of a buffer stay right in later leases of it, also when it has grown in between, and may be
     kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
     """
 
-    def __init__(self, memory: torch.Tensor, index: int = -1, place: object = None) -> None:
+    def __init__(self, memory: torch.Tensor, index: int = -1, kind: object = None) -> None:
         self.storage = memory.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.index = index
-        self.place = place
+        self.kind = kind  # the device, the stream and the size class of those that take turns
         self.device = memory.device
         self._start = memory.storage_offset() * memory.itemsize
 
@@ -227,16 +226,16 @@ class Staging:
     def lease(self, nbytes: int, device: torch.device) -> Lease:
         """A buffer of at least ``nbytes``, contents undefined. It is used and given back on the current stream only."""
         # Small ones are kept apart, or each buffer would grow as it serves a large exchange beside a small one.
-        place: object = nbytes <= _SMALL
+        kind: object = nbytes <= _SMALL
         if device not in HOSTS:
-            place = device, current_stream(device).stream_id, place
-        free = self.free[place]
+            kind = device, current_stream(device).stream_id, kind
+        free = self.free[kind]
         if free:
             # The first one, so that an exchange gets in every step the buffer for which it has views.
             _, lease = heapq.heappop(free)
         else:
             with torch.inference_mode(False):
-                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, place)
+                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, kind)
             self._made += 1
         if lease.nbytes < nbytes:
             lease.storage.resize_(0)  # or what is in it would be copied
@@ -245,7 +244,7 @@ class Staging:
         return lease
 
     def give_back(self, lease: Lease) -> None:
-        heapq.heappush(self.free[lease.place], (lease.index, lease))
+        heapq.heappush(self.free[lease.kind], (lease.index, lease))
 
     @property
     def nbytes_free(self) -> int:

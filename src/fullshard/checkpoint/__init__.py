@@ -1,6 +1,6 @@
 """Checkpoints that are never lost: :func:`save` and :func:`load` of a sharded model, its optimizer and other state.
 
-Above both front ends. ``reader`` alone serves programs that have neither ranks nor a model.
+Works with both front ends. Programs without ranks and without a model can use ``reader`` alone.
 """
 
 from fullshard.checkpoint.background import finish as finish

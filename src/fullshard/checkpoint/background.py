@@ -1,4 +1,4 @@
-"""The save that is written beside training: its thread, the memory that it is written from, and what became of it."""
+"""The save that is written in the background: its thread, the memory it is written from, and its result."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint.blocks import CheckpointError
-from fullshard.watch.watch import joining
+from fullshard.watch.watch import waiting_for_thread
 
 
 class Background:
-    """The one save that is written beside training, and the memory that it is written from."""
+    """The one save that is written in the background, and the memory it is written from."""
 
     _thread: threading.Thread | None = None
     _path: Path | None = None
@@ -37,7 +37,7 @@ class Background:
     def finish(cls) -> Path | None:
         thread, cls._thread = cls._thread, None
         if thread is not None:
-            with joining(thread):
+            with waiting_for_thread(thread):
                 thread.join()
         (path, cls._path), (error, cls._error) = (cls._path, None), (cls._error, None)
         if error is not None:
@@ -46,7 +46,7 @@ class Background:
 
     @classmethod
     def memory(cls, nbytes: int, pin: bool) -> torch.Tensor:
-        """Memory of the host, the same for each save: its pages are there already."""
+        """Host memory that is reused by each save, so that its pages exist already."""
         if cls._arena.numel() < nbytes or cls._arena.is_pinned() != pin:
             cls._arena = torch.empty(0, dtype=torch.uint8)
             cls._arena = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
@@ -56,16 +56,16 @@ class Background:
     def give_memory_back(cls) -> None:
         if cls._arena.is_pinned():
             cls._arena = torch.empty(0, dtype=torch.uint8)
-            torch.accelerator.empty_host_cache()  # where torch keeps what is pinned
+            torch.accelerator.empty_host_cache()  # torch caches pinned memory there
         cls._arena = torch.empty(0, dtype=torch.uint8)
 
 
 def finish() -> Path | None:
-    """Waits for the save that is being written in the background, if there is one, and returns its directory. The
-    memory from which it was written, which saves keep for the next one, is given back.
+    """Waits for the save in the background, if there is one, and returns its directory. It also frees the memory from
+    which saves are written, which they otherwise keep for the next save.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: the save failed.
     """
     try:
         return Background.finish()
@@ -75,7 +75,7 @@ def finish() -> Path | None:
 
 @atexit.register
 def _report() -> None:
-    """A program that ends without another call is told on the way out."""
+    """Reports a failed save when the program ends, if no other call has raised its error."""
     try:
         Background.finish()
     except CheckpointError as error:

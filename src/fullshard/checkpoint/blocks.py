@@ -1,7 +1,7 @@
-"""Files in blocks, each with a checksum: bytes are checked as they are read, and only the blocks that are needed.
+"""Files in blocks with checksums: a read checks exactly the blocks that it needs.
 
-A checksum is XXH3 of :data:`BLOCK` bytes, while they are in the cache of the processor, and costs a fraction of their
-copy. Nothing here knows what the bytes mean.
+The checksum of a block is XXH3 of its :data:`BLOCK` bytes. It is computed while they are in the processor's cache, and
+costs a fraction of copying them. Nothing here knows what the bytes mean.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from pathlib import Path
 import torch
 import xxhash
 
-#: Bytes of a block; the last one of a file may be shorter.
+#: Bytes of a block. The last block of a file may be shorter.
 BLOCK = 1 << 18
-#: Bytes from which a buffer is written as it is; smaller ones are joined before, which costs less than to handle each.
+#: Buffers of this many bytes are written directly. Smaller ones are collected first, because a call for each costs
+#: more.
 _LARGE = 1 << 16
-#: Bytes of which the system is told to begin to write them to the disk, so that the end of a file waits for less.
+#: After this many bytes, the kernel is asked to start writing them to the disk, so that ``fsync`` waits less at the
+#: end.
 _AHEAD = 32 * BLOCK
-_begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_start_writeback = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
-#: Is called, by writers that this thread makes, with the bytes that were written.
-TELL: ContextVar[Callable[[int], object]] = ContextVar("TELL", default=lambda _: None)
+#: A function that writers of this thread call with the number of bytes written.
+ON_WRITTEN: ContextVar[Callable[[int], object]] = ContextVar("ON_WRITTEN", default=lambda _: None)
 
 
 def printable(text: str) -> str:
-    """A text in one line, for a terminal or a log: what is not printable, such as escape sequences, is replaced."""
+    """A text as one line for a terminal or a log. Unprintable characters, such as escape sequences, are replaced."""
     return "".join(each if each.isprintable() else " " if each == "\n" else "?" for each in text)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. The message may hold names of a file from strangers."""
+    """A checkpoint could not be written or read. The message may contain names from an untrusted file."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A checkpoint is not whole, or not what was written: the message names the file and the tensor."""
+    """A checkpoint is incomplete or was changed after it was written. The message names the file and the tensor."""
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Keeps Python from looking for garbage: among ten thousands of objects that stay, it takes half of the time."""
+    """Disables Python's garbage collection. With tens of thousands of live objects it would take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,8 +63,8 @@ def without_collections() -> Iterator[None]:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Opens a file to read; returns its descriptor and its size. A BrokenCheckpoint if there is no regular file: a pipe
-    or a device would be read for ever."""
+    """Opens a file for reading, and returns its descriptor and its size. Raises BrokenCheckpoint if it is not a regular
+    file: reading a pipe or a device might never end."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         found = os.fstat(file)
@@ -75,7 +77,7 @@ def open_regular(path: Path) -> tuple[int, int]:
 
 
 def read_regular(path: Path) -> bytes:
-    """All of a file without holes, such as a manifest."""
+    """Reads a whole file that must have no holes, such as a manifest."""
     opened, size = open_regular(path)
     with open(opened, "rb") as file:
         if size and os.lseek(opened, 0, os.SEEK_HOLE) < size:
@@ -92,7 +94,7 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU. The tensor has to outlive it."""
+    """The memory of a contiguous tensor on the CPU. The tensor must live longer than the view."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return memoryview(_array(tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -110,7 +112,7 @@ def _memory(nbytes: int) -> tuple[memoryview, int]:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory, and those above it that are not there; their names are on the disk when it returns."""
+    """Makes a directory and its missing parents. Their names are on the disk when it returns."""
     if not path.is_dir():
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
@@ -127,15 +129,15 @@ def force_names(directory: Path) -> None:
 
 
 class BlockWriter:
-    """Writes a new file from one end to the other, in large calls; :meth:`close` forces it to the disk. ``checksums``
-    are those of the blocks, whole once the file is closed, and ``size`` the bytes that are in the file."""
+    """Writes a new file sequentially, in large calls. :meth:`close` forces it to the disk. ``checksums`` are those of
+    the blocks, complete once the file is closed. ``size`` is the number of bytes in the file."""
 
     def __init__(self, path: Path) -> None:
         self.checksums = list[str]()
-        self._hash = xxhash.xxh3_64()  # of the block that is being written
-        self.size, self._room = 0, BLOCK  # and the bytes that its last block lacks
-        self._small, self._address, self._held = *_memory(BLOCK), 0  # small parts, to be written in one call
-        self._tell = TELL.get()
+        self._hash = xxhash.xxh3_64()  # hash of the current block
+        self.size, self._room = 0, BLOCK  # _room: bytes that still fit into the current block
+        self._small, self._address, self._buffered = *_memory(BLOCK), 0  # buffer in which small parts are collected
+        self._on_written = ON_WRITTEN.get()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
@@ -145,30 +147,30 @@ class BlockWriter:
             self._write(memoryview(data))
             return
         while data:
-            part = data[: self._room - self._held]
-            self._small[self._held : self._held + len(part)] = part
-            self._held += len(part)
-            if self._held == self._room:
+            part = data[: self._room - self._buffered]
+            self._small[self._buffered : self._buffered + len(part)] = part
+            self._buffered += len(part)
+            if self._buffered == self._room:
                 self._write_small()
             data = data[len(part) :]
 
     def write_tensors(self, tensors: Iterable[tuple[bytes, torch.Tensor]]) -> None:
-        """Adds the values of tensors, each behind some bytes."""
+        """Adds the values of tensors. Before each tensor it adds the bytes that are given with it."""
         for before, tensor in tensors:
             length, nbytes, plain = len(before), tensor.nbytes, tensor.is_cpu and tensor.is_contiguous()
-            at = self._held + length
+            at = self._buffered + length
             if plain and nbytes < _LARGE and at + nbytes < self._room:
-                self._small[self._held : at] = before
+                self._small[self._buffered : at] = before
                 ctypes.memmove(self._address + at, tensor.data_ptr(), nbytes)
-                self._held = at + nbytes
+                self._buffered = at + nbytes
             else:
                 self.write(before)
                 whole = tensor if plain else tensor.cpu().contiguous()
                 self.write(bytes_of(whole))
 
     def _write_small(self) -> None:
-        held, self._held = self._held, 0
-        self._write(self._small[:held])
+        buffered, self._buffered = self._buffered, 0
+        self._write(self._small[:buffered])
 
     def _write(self, data: memoryview) -> None:
         while data:
@@ -177,7 +179,7 @@ class BlockWriter:
             data = data[len(part) :]
             while part:
                 written = os.write(self._file, part)
-                self._tell(written)
+                self._on_written(written)
                 self.size += written
                 part = part[written:]
             self._room = BLOCK - self.size % BLOCK
@@ -185,7 +187,7 @@ class BlockWriter:
                 self._end_block()
 
     def close(self) -> None:
-        """Ends the file; it is on the disk when this returns."""
+        """Completes the file. It is on the disk when this returns."""
         self._write_small()
         if self._room < BLOCK:
             self._end_block()
@@ -193,7 +195,7 @@ class BlockWriter:
         self.abandon()
 
     def abandon(self) -> None:
-        """Closes the file as it is."""
+        """Closes the file without completing it."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
@@ -201,17 +203,17 @@ class BlockWriter:
     def _end_block(self) -> None:
         self.checksums.append(self._hash.hexdigest())
         self._hash.reset()
-        if self.size % _AHEAD == 0 and _begin is not None:  # SYNC_FILE_RANGE_WRITE, which Linux alone has
-            _begin(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
+        if self.size % _AHEAD == 0 and _start_writeback is not None:  # SYNC_FILE_RANGE_WRITE exists only on Linux
+            _start_writeback(self._file, ctypes.c_int64(self.size - _AHEAD), ctypes.c_int64(_AHEAD), 2)
 
 
 class BlockReader:
-    """Reads a file, and checks every block of which something is read, if its checksums are known. A BrokenCheckpoint
-    if the file is not there or has not ``size`` bytes, or if a block is not what was written."""
+    """Reads a file. If checksums are known, checks each block of which it reads a part. Raises BrokenCheckpoint if the
+    file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
-        self._first, self._last = 0, 0  # byte of the block that was read last, in parts, and the memory where it lies
+        self._first, self._last = 0, 0  # range of bytes of the block that is in memory
         self._memory, self._address = memoryview(b""), 0
         self._file = -1
         self._file, found = open_regular(path)
@@ -220,7 +222,7 @@ class BlockReader:
             raise BrokenCheckpoint(f"{path} has {found} bytes, and {size} were written")
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fills ``target`` with what the file has from byte ``start`` on."""
+        """Fills ``target`` with the bytes of the file from ``start`` on."""
         if not 0 <= start <= start + len(target) <= self.size:
             raise BrokenCheckpoint(f"{self.path} has no bytes {start} to {start + len(target)}")
         while target:
@@ -234,23 +236,23 @@ class BlockReader:
             target, start = target[len(part) :], start + len(part)
 
     def read_to(self, tensor: torch.Tensor, start: int) -> None:
-        """Fills a contiguous tensor on the CPU. Small ones lie in the same block as the one before."""
+        """Fills a contiguous tensor on the CPU. A small tensor is often in the block that was read last."""
         nbytes = tensor.nbytes
         if self._first <= start and start + nbytes <= self._last:
             ctypes.memmove(tensor.data_ptr(), self._address + start - self._first, nbytes)
         else:
             self.read_into(bytes_of(tensor), start)
 
-    def check(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[tuple[int, int]]:
-        """Reads all of it; yields first and last byte of each block that is not what was written. ``tell`` is called
-        with the bytes of each block that was read."""
+    def check(self, report: Callable[[int], object] = lambda _: None) -> Iterator[tuple[int, int]]:
+        """Reads the whole file, and yields the first and last byte of each block with a wrong checksum. Calls
+        ``report`` with the size of each block that was read."""
         scratch = memoryview(bytearray(min(BLOCK, self.size)))
         for start in range(0, self.size, BLOCK):
             try:
                 self._read(start // BLOCK, scratch[: self.size - start])
             except BrokenCheckpoint:
                 yield start, min(start + BLOCK, self.size)
-            tell(min(BLOCK, self.size - start))
+            report(min(BLOCK, self.size - start))
 
     def close(self) -> None:
         file, self._file = self._file, -1
@@ -258,26 +260,26 @@ class BlockReader:
             os.close(file)
 
     def _block(self, number: int, length: int) -> memoryview:
-        """A block that is needed in parts: small tensors lie in one."""
+        """Reads a block into memory, for reads of parts of it: several small tensors share a block."""
         if not self._first <= number * BLOCK < self._last:
             if not self._memory:
                 self._memory, self._address = _memory(min(BLOCK, self.size))
-            self._last = 0  # until it is there
+            self._last = 0  # nothing is in memory if the read fails
             self._read(number, self._memory[:length])
             self._first, self._last = number * BLOCK, number * BLOCK + length
         return self._memory[:length]
 
     def _read(self, number: int, block: memoryview) -> None:
         """Fills ``block`` with a block of the file, and compares it with its checksum."""
-        start, rest = number * BLOCK, block
-        while rest:
+        start, remaining = number * BLOCK, block
+        while remaining:
             try:
-                count = os.preadv(self._file, [rest], start + len(block) - len(rest))
+                count = os.preadv(self._file, [remaining], start + len(block) - len(remaining))
             except OSError as error:
                 raise BrokenCheckpoint(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
             if count == 0:
                 raise BrokenCheckpoint(f"{self.path} ended while it was read")
-            rest = rest[count:]
+            remaining = remaining[count:]
         self._compare(number, block)
 
     def _compare(self, number: int, block: memoryview) -> None:

@@ -27,9 +27,9 @@ from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, im
 from fullshard.checkpoint.display import (
     parse_size,
     print_json,
+    print_lines,
     print_table,
     progress,
-    say,
     size_of,
     value_of,
 )
@@ -38,7 +38,7 @@ from fullshard.checkpoint.reader import Checkpoint, checkpoints, is_checkpoint
 from fullshard.report.text import dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
-#: Names that are listed of what only one checkpoint has.
+#: The most names that are listed of tensors that only one checkpoint has.
 _MOST = 20
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -84,21 +84,21 @@ def _run(function: Callable[[argparse.Namespace], int], options: argparse.Namesp
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as shells say it
     except (WrongUse, CheckpointError, OSError) as error:
-        _say(str(error))
+        _print_error(str(error))
         return 2 if isinstance(error, WrongUse) else 1
 
 
 def _list(options: argparse.Namespace) -> int:
     """Lists the checkpoints of a directory, the newest first.
 
-    It looks at what describes them, and at the sizes of files: verify reads everything.
+    It checks only descriptions and file sizes; verify reads everything.
     """
     found = []
     for path in _saves(options.dir, unfinished=True):
         with contextlib.suppress(FileNotFoundError):  # another job has removed it
             found.append(_summary(path))
     if not found:
-        return _list(options)  # there is a newer one
+        return _list(options)  # another job removed them, so there is a newer one
     if options.json:
         print_json(found)
     else:
@@ -136,9 +136,9 @@ def _show(options: argparse.Namespace) -> int:
         model = set(checkpoint.model.values())
         for name, entry in checkpoint.tensors.items():
             groups.setdefault(_group(checkpoint, name, model), {})[name] = entry
-    told: dict[str, Any] = {"path": str(checkpoint.path), "time": time}
+    summary: dict[str, Any] = {"path": str(checkpoint.path), "time": time}
     if manifest.versions:
-        told |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
+        summary |= {"step": manifest.step, "ranks": manifest.world_size, "frozen": manifest.frozen} | manifest.versions
     if options.json:
         tensors = {
             name: {
@@ -147,10 +147,10 @@ def _show(options: argparse.Namespace) -> int:
             }
             for group, entries in groups.items() for name, entry in entries.items()
         }  # fmt: skip
-        print_json(told | {"tensors": tensors, "values": values})
+        print_json(summary | {"tensors": tensors, "values": values})
         return 0
-    for key, value in told.items():
-        say(f"{key:<10} {value}")
+    for key, value in summary.items():
+        print_lines(f"{key:<10} {value}")
     if not manifest.versions:
         print("written by DCP: without checksums")
     for group, entries in sorted(groups.items()):
@@ -160,7 +160,7 @@ def _show(options: argparse.Namespace) -> int:
             for name, entry in entries.items()
         ]
         print_table(("tensor", "dtype", "shape", ">size", "placement"), rows)
-        distinct = {tuple(entry.pieces): entry for entry in entries.values()}.values()  # what is tied lies there once
+        distinct = {tuple(entry.pieces): entry for entry in entries.values()}.values()  # tied tensors are stored once
         numel = sum(math.prod(entry.shape) for entry in distinct)
         print(f"{len(entries)} tensors, {numel:,} elements, {size_of(sum(entry.nbytes for entry in distinct))}")
     if values:
@@ -182,8 +182,8 @@ def _verify(options: argparse.Namespace) -> int:
                 files = checkpoint.manifest.files
                 checked |= {"checksums": bool(checkpoint.manifest.versions), "files": len(files)}
                 checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
-                with progress(f"verify {path.name}", checked["bytes"]) as tell:
-                    checked["defects"] += checkpoint.verify(tell)
+                with progress(f"verify {path.name}", checked["bytes"]) as report:
+                    checked["defects"] += checkpoint.verify(report)
         except BrokenCheckpoint as error:
             if not path.exists():
                 continue  # another job has removed it
@@ -192,12 +192,12 @@ def _verify(options: argparse.Namespace) -> int:
         if options.json:
             continue
         if checked["defects"]:
-            say(f"{path}: broken", *(f"  {defect}" for defect in checked["defects"]))
+            print_lines(f"{path}: broken", *(f"  {defect}" for defect in checked["defects"]))
         else:
             how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-            say(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+            print_lines(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
     if not found:
-        return _verify(options)  # there is a newer one
+        return _verify(options)  # another job removed them, so there is a newer one
     if options.json:
         print_json(found)
     return int(any(checked["defects"] for checked in found))
@@ -211,14 +211,14 @@ def _export(options: argparse.Namespace) -> int:
     with _open(options.dir, options.step) as checkpoint:
         size = sum(checkpoint.tensors[name].nbytes for name in checkpoint.model.values())
         if not checkpoint.manifest.frozen:
-            _say(f"{checkpoint.path} was saved without frozen parameters: they are not in {options.out}")
-        with progress("export", size) as tell:
-            files = export(checkpoint, options.out, options.format, options.dtype, options.max_shard_size, tell)
+            _print_error(f"{checkpoint.path} was saved without frozen parameters: they are not in {options.out}")
+        with progress("export", size) as report:
+            files = export(checkpoint, options.out, options.format, options.dtype, options.max_shard_size, report)
         if options.json:
             print_json({"path": str(checkpoint.path), "files": [str(file) for file in files]})
         else:
-            say(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
-            say(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files))
+            print_lines(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
+            print_lines(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files))
     return 0
 
 
@@ -229,16 +229,16 @@ def _import(options: argparse.Namespace) -> int:
     """
     if number_of(options.dir.name):
         raise WrongUse(f"{options.dir} is a name of one checkpoint: give the directory of all, and --step")
-    with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as tell:
-        path, left_out = import_model(options.source, options.dir, options.step, tell)
+    with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as report:
+        path, left_out = import_model(options.source, options.dir, options.step, report)
     for name in left_out:
-        _say(f"'{name}' of {options.source} is no tensor, and is left out")
+        _print_error(f"'{name}' of {options.source} is no tensor, and is left out")
     with Checkpoint(path) as checkpoint:
         size = sum(file.size for file in checkpoint.manifest.files.values())
         if options.json:
             print_json({"path": str(path), "tensors": len(checkpoint.tensors), "bytes": size, "left_out": left_out})
         else:
-            say(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
+            print_lines(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
     return 0
 
 
@@ -249,45 +249,45 @@ def _diff(options: argparse.Namespace) -> int:
     """
     with contextlib.ExitStack() as opened:
         a, b = (opened.enter_context(_open(each)) for each in (options.a, options.b))
-        tell = opened.enter_context(progress("diff", sum(entry.nbytes for entry in a.tensors.values())))
-        told = compare(a, b, tell)
-    differs = any(each for key, each in told.items() if key != "equal")
+        report = opened.enter_context(progress("diff", sum(entry.nbytes for entry in a.tensors.values())))
+        differences = compare(a, b, report)
+    differs = any(each for key, each in differences.items() if key != "equal")
     if options.json:
-        for each in told["differing"]:  # JSON has no infinity
+        for each in differences["differing"]:  # JSON has no infinity
             each.update({key: str(each[key]) for key in ("max", "mean") if math.isinf(each[key])})
-        print_json({"a": str(a.path), "b": str(b.path), **told})
+        print_json({"a": str(a.path), "b": str(b.path), **differences})
         return int(differs)
-    say(f"A  {a.path}", f"B  {b.path}")
+    print_lines(f"A  {a.path}", f"B  {b.path}")
     for key, title in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
-        if told[key]:
+        if differences[key]:
             print()
-            print_table((title,), [(name,) for name in told[key][:_MOST]])
-            if more := told[key][_MOST:]:
+            print_table((title,), [(name,) for name in differences[key][:_MOST]])
+            if more := differences[key][_MOST:]:
                 print(f"and {len(more)} more: --json names all")
-    if told["other_shape"]:
+    if differences["other_shape"]:
         print("\nof other shapes")
-        rows = [(each["name"], shape_text(each["a"]), shape_text(each["b"])) for each in told["other_shape"]]
+        rows = [(each["name"], shape_text(each["a"]), shape_text(each["b"])) for each in differences["other_shape"]]
         print_table(("tensor", "in A", "in B"), rows)
-    if told["differing"]:
+    if differences["differing"]:
         print("\ndifferent, the largest difference first")
         table = [
             (each["name"], " | ".join(dict.fromkeys(each["dtypes"])), f"{each['max']:.3g}", f"{each['mean']:.3g}")
-            for each in told["differing"]
+            for each in differences["differing"]
         ]
         print_table(("tensor", "dtype", ">max |A-B|", ">mean |A-B|"), table)
-    if told["values"]:
+    if differences["values"]:
         print("\nother values")
-        rows = [(each["name"], reprlib.repr(each["a"]), reprlib.repr(each["b"])) for each in told["values"]]
+        rows = [(each["name"], reprlib.repr(each["a"]), reprlib.repr(each["b"])) for each in differences["values"]]
         print_table(("name", "in A", "in B"), rows)
-    print(f"\n{told['equal']} tensors are equal")
+    print(f"\n{differences['equal']} tensors are equal")
     return int(differs)
 
 
 def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
-    """The checkpoints of a directory, the newest first; those of DCP only if there are no others."""
+    """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
-    found = checkpoints(directory) or checkpoints(directory)  # one listing may miss what is renamed meanwhile
+    found = checkpoints(directory) or checkpoints(directory)  # a listing may miss a directory that is being renamed
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
     if unfinished:
@@ -303,20 +303,20 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
 
 
 def _open(directory: Path, step: int | None = None) -> Checkpoint:
-    """The newest checkpoint that is whole."""
+    """Opens the newest checkpoint that is whole."""
     *newer, last = _saves(directory, step)
     for path in newer:
         try:
             return Checkpoint(path)
         except BrokenCheckpoint as error:
             if path.exists():  # otherwise another job has removed it
-                _say(f"{path} is passed over, because it is not whole: {error}")
+                _print_error(f"{path} is passed over, because it is not whole: {error}")
     try:
         return Checkpoint(last)
     except BrokenCheckpoint:
         if last.exists():
             raise
-    return _open(directory, step)  # there is a newer one
+    return _open(directory, step)  # another job removed it, so there is a newer one
 
 
 def _group(checkpoint: Checkpoint, name: str, model: set[str]) -> str:
@@ -358,5 +358,5 @@ def _parse_count(text: str) -> int:
     return int(text)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"fullshard checkpoint: {printable(text)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What of two checkpoints differs: names, shapes, dtypes, values. A pair of tensors is in memory at a time."""
+"""The differences between two checkpoints: names, shapes, dtypes, values. Holds one pair of tensors at a time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fullshard.report.text import dtype_name
 _RUN = 1 << 22
 
 
-def compare(a: Checkpoint, b: Checkpoint, tell: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
-    """What of two checkpoints differs, the largest difference first. Tensors of models are found whoever wrote them.
-    ``tell`` is called with the bytes of each tensor that was compared."""
+def compare(a: Checkpoint, b: Checkpoint, report: Callable[[int], object] = lambda _: None) -> dict[str, Any]:
+    """The differences between two checkpoints, the largest first. Tensors of a model are compared by their names in the
+    model, whether fullshard or DCP wrote them. ``report`` is called with the bytes of each compared tensor."""
     names: list[dict[str, str]] = []
     for each in (a, b):
         model = {stored: f"model.{name}" for name, stored in each.model.items()}
@@ -37,7 +37,7 @@ def compare(a: Checkpoint, b: Checkpoint, tell: Callable[[int], object] = lambda
             if most or one.dtype != other.dtype:
                 dtypes = [dtype_name(one.dtype), dtype_name(other.dtype)]
                 differing.append({"name": name, "dtypes": dtypes, "max": most, "mean": mean})
-        tell(one.nbytes)
+        report(one.nbytes)
     objects = a.manifest.objects, b.manifest.objects
     return {
         "only_in_a": sorted(({*names[0]} - {*names[1]}) | ({*objects[0]} - {*objects[1]})),
@@ -54,7 +54,7 @@ def compare(a: Checkpoint, b: Checkpoint, tell: Callable[[int], object] = lambda
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """The largest and the mean absolute difference; a NaN or an infinity on one side alone is infinitely far away."""
+    """The largest and the mean absolute difference. They are infinite if only one side has a NaN or an infinity."""
     most = total = 0.0
     for one, other in zip(a.reshape(-1).split(_RUN), b.reshape(-1).split(_RUN), strict=True):
         if one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
@@ -73,7 +73,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
 
 
 def _have_same(a: Checkpoint, b: Checkpoint, name: str) -> bool:
-    """Whether values are the same; bytes that other versions of torch wrote may differ."""
+    """Whether values are equal, even if different versions of torch wrote them as different bytes."""
     try:
         return dcp.saved(a.value(name), name) == dcp.saved(b.value(name), name)
     except (BrokenCheckpoint, TypeError):  # nested too deeply to be written

@@ -1,15 +1,15 @@
-"""What of a model, an optimizer and other objects goes into a checkpoint, and back: boxes of tensors, and values.
+"""The contents of a checkpoint: which tensors and values of a model, an optimizer and other objects are saved.
 
 The names are those of ``torch.distributed.checkpoint.state_dict``, without any wrappers::
 
     model.<name>                         parameters, persistent buffers, extra state
-    optimizer.state.<name>.<key>         the optimizer's state of a parameter; of lists and dicts, what is in them
+    optimizer.state.<name>.<key>         optimizer state of a parameter; for lists and dicts, their items
     optimizer.outlines.<name>.<key>      such a list or dict, with None in place of tensors
-    optimizer.param_groups.<n>.<option>  its options, and the names of its parameters
-    state.<name>.<n>                     what ranks gave under a name of their own
-    sharded.<name>.<path>                DTensors in that
-    <name>.<attribute>                   a tensor inside of a tensor subclass, cut as that is
-    <name>.<attribute>.[0:32,0:64]       the same where its shape is another: of the part that a rank has
+    optimizer.param_groups.<n>.<option>  options of a parameter group, and the names of its parameters
+    state.<name>.<n>                     further state that users gave to save(), by name
+    sharded.<name>.<path>                DTensors in that state
+    <name>.<attribute>                   a tensor inside of a tensor subclass, if it is cut like the subclass
+    <name>.<attribute>.[0:32,0:64]       the same if its shape differs: one tensor for each rank's part
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
-from fullshard.wrapper.optim_state import Found, Place, expect, shown_parameters
+from fullshard.wrapper.optim_state import GroupParameters, OriginalParameter, expect, shown_parameters
 from fullshard.wrapper.state_dict import in_place
 
-#: In what stands for a tensor subclass in the state of an optimizer: its class.
+#: Key for the class of a tensor subclass, in the dict that replaces it in an outline.
 _KIND = "a tensor subclass"
 State = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -45,12 +45,13 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Contents:
-    """What this rank has of a checkpoint.
+    """This rank's part of a checkpoint.
 
     Attributes:
-        boxes: of tensors, and ``tensors``: the values of each, in the memory in which they are used.
-        values: what is no tensor, on ranks that speak for it; the layout says who else does.
-        paths: of each name, the keys that lead there in a nested state dict.
+        boxes: boxes of tensors.
+        tensors: the values of each box. They share the memory of the model and the optimizer.
+        values: values that are not tensors, on the ranks that may write them; the layout names those ranks.
+        paths: for each name, the keys that lead to it in a nested state dict.
     """
 
     boxes: list[Box] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Contents:
     paths: dict[str, Path] = field(default_factory=dict)
 
     def add(self, paths: Mapping[str, Path], value: Any, layout: Layout | None = None) -> None:
-        """Adds what is to be saved under each name: a tensor, laid out like a parameter or not, or a value."""
+        """Adds a tensor or another value, to be saved under all these names. A tensor may have a parameter's layout."""
         if isinstance(value, torch.Tensor):
             layout, local = layout or layout_of(value), local_tensor(value)
             if type(local) is not torch.Tensor and is_traceable_subclass(local) and layout.order is None:
@@ -72,24 +73,26 @@ class Contents:
         self.paths |= paths
 
     def is_partial(self, ranks: int) -> bool:
-        """Whether something lies over fewer ranks than that."""
+        """Whether a tensor is distributed over fewer ranks than that."""
         return any(box.copies.among < ranks for box in self.boxes)
 
-    def held_by_others(self, ranks: int) -> list[str]:
-        """What this rank holds, and some of ``ranks`` may hold too that are not known here: what is whole, as buffers
-        are, which pipelines have on some ranks only; and what lies over fewer ranks, as parameters do that tensor
-        parallel did not cut."""
+    def keys_with_other_holders(self, ranks: int) -> list[str]:
+        """Keys of what this rank holds, and what others of ``ranks`` may hold without this rank's knowledge.
+
+        These are whole tensors, such as buffers, which with pipelines only some ranks have; and tensors over fewer
+        ranks, such as parameters that tensor parallel did not cut.
+        """
         copies = {name: layout.copies for name, (_, layout) in self.values.items()}
         names = {name for name, each in copies.items() if each.ranks == "all" or each.among < ranks}
         return sorted(names | {key for box in self.boxes if (key := box.key(ranks))})
 
     def _add_inner(self, paths: list[Path], local: Any, layout: Layout) -> None:
-        """Adds the tensors of which a subclass is made; what has its shape and dtype goes by its name."""
+        """Adds the inner tensors of a subclass. The one with the shape and dtype of the subclass gets its name."""
         attributes, inner = inner_tensors(local)
-        stated = paths[0][0] == "optimizer"  # which says by itself what it is
+        is_optimizer_state = paths[0][0] == "optimizer"  # its outline names the class
         alike = [name for name in attributes if _kind(inner[name]) == _kind(local)]
         for name in attributes:
-            is_itself = not stated and name == next(iter(alike), None)
+            is_itself = not is_optimizer_state and name == next(iter(alike), None)
             inside = paths if is_itself else [(*path, name) for path in paths]
             if inner[name].shape == local.shape:
                 self.add(named(*inside), inner[name], layout)
@@ -119,57 +122,57 @@ def _box_name(box: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 
 class Known(NamedTuple):
-    """The layout of a parameter, and its names in the plain model, without anything around its modules."""
+    """The layout of a parameter, and its names in the plain model, without wrappers."""
 
     layout: Layout
     names: list[str]
 
 
 class Parameters:
-    """The parameters of a model, as optimizers have them, with what this rank holds of each original one.
+    """The parameters of a model as optimizers have them, and this rank's part of each original parameter.
 
     Attributes:
-        found: the parameters by groups. What is known of a group stays there for the next time.
-        shown: for each parameter that an optimizer may have, the original ones that lie in it.
-        known: by place, what is known of each.
+        found: the parameters of each group. They are kept for the next save.
+        shown: for each parameter that an optimizer may have, the original parameters in it.
+        known: the layout and the names of each original parameter.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.found = model, list[Found]()
+        self.model, self.found = model, list[GroupParameters]()
         self.shown = shown_parameters(model, self.found)
-        self.known: dict[Place, Known] = {}
+        self.known: dict[OriginalParameter, Known] = {}
         for found in self.found:
             if found.saved is None:
                 found.saved = self._known_of(found), None, []
             self.known |= found.saved[0]
 
-    def _known_of(self, found: Found) -> dict[Place, Known]:
-        known, everywhere = dict[Place, Known](), dict[nn.Parameter, list[str]]()
+    def _known_of(self, found: GroupParameters) -> dict[OriginalParameter, Known]:
+        known, everywhere = dict[OriginalParameter, Known](), dict[nn.Parameter, list[str]]()
         prefixes = {module: _clean(f"{path}*")[:-1] for module, path in found.paths.items() if path is not None}
         if found.shown and not prefixes:  # they belong to no group
             for name, param in self.model.named_parameters(remove_duplicate=False):
                 everywhere.setdefault(param, []).append(_clean(name))
-        for param, places in found.shown.items():
-            for place in places:
-                at = () if place.param is None else place.param.locations
+        for param, originals in found.shown.items():
+            for original in originals:
+                at = () if original.param is None else original.param.locations
                 names = [prefixes[each.module] + each.name for each in at if each.module in prefixes]
-                names = list(dict.fromkeys(names or everywhere.get(param, [place.name])))
-                known[place] = Known(layout_of(place.param or param), names)
+                names = list(dict.fromkeys(names or everywhere.get(param, [original.name])))
+                known[original] = Known(layout_of(original.param or param), names)
         return known
 
     def collect(self, contents: Contents, frozen: bool) -> None:
-        """Adds the parameters; the frozen ones if ``frozen``."""
+        """Adds the parameters, frozen ones only if ``frozen``."""
         for found in self.found:
             known, part, holders = found.saved
             if part is None or not frozen:
                 part, holders = Contents(), []
-                for param, places in found.shown.items():
-                    for place in places if frozen or param.requires_grad else ():
-                        held = param if place.param is None else place.param.held
+                for param, originals in found.shown.items():
+                    for original in originals if frozen or param.requires_grad else ():
+                        held = param if original.param is None else original.param.values
                         if held.is_meta:
-                            raise CheckpointError(f"'{place.name}' is on the meta device: call to_empty() first")
-                        paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in known[place].names}
-                        part.add(paths, held, known[place].layout)
+                            raise CheckpointError(f"'{original.name}' is on the meta device: call to_empty() first")
+                        paths: dict[str, Path] = {f"model.{name}": ("model", name) for name in known[original].names}
+                        part.add(paths, held, known[original].layout)
                         holders += [param] * (len(part.boxes) - len(holders))
                 if frozen and all(map(is_, map(local_tensor, holders), part.tensors)):
                     part.tensors.clear()  # which may be others the next time
@@ -179,18 +182,25 @@ class Parameters:
             contents.paths |= part.paths
 
     def collect_state(self, contents: Contents, states: Mapping[Any, State], everyone: bool = False) -> None:
-        """Adds states of an optimizer; ``everyone``: also values that belong to all of a parameter, on all ranks."""
+        """Adds the state of an optimizer. Values that belong to a whole parameter are added on one rank, or, with
+        ``everyone``, on all ranks."""
         expect(self.shown, states)
         for param, state in states.items():
-            for place in self.shown[param]:
+            for original in self.shown[param]:
                 for key, value in state.items():
-                    path = ("optimizer", "state", self.known[place].names[0], key)
-                    self._collect_value(contents, param, place, path, value, everyone)
+                    path = ("optimizer", "state", self.known[original].names[0], key)
+                    self._collect_value(contents, param, original, path, value, everyone)
 
     def _collect_value(
-        self, contents: Contents, param: nn.Parameter, place: Place, path: Path, value: Any, everyone: bool
+        self,
+        contents: Contents,
+        param: nn.Parameter,
+        original: OriginalParameter,
+        path: Path,
+        value: Any,
+        everyone: bool,
     ) -> None:
-        layout = self.known[place].layout
+        layout = self.known[original].layout
         if isinstance(value, DTensor) or is_traceable_subclass(value):
             is_alike = not isinstance(value, DTensor) or (
                 isinstance(param, DTensor) and spec_of(value) is spec_of(param)
@@ -201,19 +211,19 @@ class Parameters:
                 return
         elif isinstance(value, torch.Tensor) and (value.ndim > 0 or param.ndim == 0):
             if value.shape == param.shape:
-                part = place.param.part_in(value) if isinstance(param, FlatParameter) else value
+                part = original.param.part_in(value) if isinstance(param, FlatParameter) else value
                 contents.add(named(path), part, layout)
                 return
             is_whole = layout.boxes == (((0,) * len(layout.shape), layout.shape),)  # state may then have any shape
             if isinstance(param, FlatParameter) or not is_whole:
                 raise ValueError(
-                    f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{place.name}' has the shape "
-                    f"{tuple(value.shape)}, and what this rank has of the parameter {tuple(param.shape)}: it cannot be "
-                    f"saved, as nobody knows what it would be on other ranks"
+                    f"the state '{'.'.join(map(str, path[3:]))}' of parameter '{original.name}' has the shape "
+                    f"{tuple(value.shape)}, but this rank's part of the parameter has the shape {tuple(param.shape)}: "
+                    f"it cannot be saved, because its shape on other ranks is unknown"
                 )
         elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(True for _ in tensors(value))):
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                self._collect_value(contents, param, place, (*path, key), each, everyone)
+                self._collect_value(contents, param, original, (*path, key), each, everyone)
             if len(path) > 4:
                 return
             path, value = ("optimizer", "outlines", *path[2:]), _outline(value)
@@ -229,13 +239,13 @@ class Parameters:
 
     def names_in(self, options: State) -> list[str]:
         expect(self.shown, options["params"])
-        return [self.known[place].names[0] for param in options["params"] for place in self.shown[param]]
+        return [self.known[original].names[0] for param in options["params"] for original in self.shown[param]]
 
-    def rest(self) -> State:
-        """What the model has beside parameters: persistent buffers, extra state, what hooks add."""
+    def other_values(self) -> State:
+        """The model's state that is not parameters: persistent buffers, extra state, and what hooks add."""
         is_wrapped = _is_wrapped(self.model)
         with in_place(self.model):
-            saved = self.model.state_dict(keep_vars=not is_wrapped)  # which takes half the time
+            saved = self.model.state_dict(keep_vars=not is_wrapped)  # keep_vars takes half the time
         known = {name for each in self.known.values() for name in each.names}
         return {
             name: value
@@ -245,15 +255,15 @@ class Parameters:
             and not (is_wrapped and name.rpartition(".")[2].startswith(FLAT_NAME))
         }
 
-    def load_rest(self, rest: State) -> None:
-        """Takes over what :meth:`rest` gave, with other values."""
+    def load_other_values(self, other_values: State) -> None:
+        """Loads values for the names of :meth:`other_values` into the model."""
         if not _is_wrapped(self.model):
-            if rest:
-                self.model.load_state_dict(rest, strict=False)
+            if other_values:
+                self.model.load_state_dict(other_values, strict=False)
             return
         buffers = {_clean(name): buffer for name, buffer in self.model.named_buffers(remove_duplicate=False)}
         modules = {_clean(name): module for name, module in self.model.named_modules()}
-        for name, value in rest.items():
+        for name, value in other_values.items():
             path, _, last = name.rpartition(".")
             if name in buffers:
                 with torch.no_grad():
@@ -264,14 +274,14 @@ class Parameters:
                 warn(f"'{name}' is in the checkpoint, and no buffer of the wrapped model: it is left as it is")
 
     def written(self) -> None:
-        """Tells the groups that their shards were written to."""
-        for group in {place.group for place in self.known if place.group is not None}:
+        """Counts a write to the shards of all groups."""
+        for group in {original.group for original in self.known if original.group is not None}:
             group.writes += 1
 
 
 def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint) -> dict[nn.Parameter, State]:
-    """For each parameter of an optimizer the state that a checkpoint has of it, with tensors to read into: those
-    that the optimizer has already, if they have the same shape and dtype."""
+    """For each parameter of an optimizer, the state that a checkpoint has for it, with tensors to read into. The
+    optimizer's own tensors are used if they have the same shape and dtype."""
     saved: dict[str, dict[str, str]] = {}
     prefix, known = "optimizer.state.", {each.names[0] for each in params.known.values()}
     flattened = _flattened(checkpoint)
@@ -286,20 +296,20 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
     for options in optimizer.param_groups:
         on_device = bool(options.get("capturable") or options.get("fused"))
         for param in options["params"]:
-            places = params.shown[param]
-            if not isinstance(param, FlatParameter) and isinstance(places[0].param, Fragment) and not param.numel():
-                continue  # this rank has nothing of it, and so no state
+            originals = params.shown[param]
+            if not isinstance(param, FlatParameter) and isinstance(originals[0].param, Fragment) and not param.numel():
+                continue  # this rank has no elements of it, and so no state
             state: State = {}
-            for place in places:
-                for key, name in saved.get(params.known[place].names[0], {}).items():
+            for original in originals:
+                for key, name in saved.get(params.known[original].names[0], {}).items():
                     if "." in key:
                         continue
                     if name in flattened or name in checkpoint.manifest.objects:
                         outline = flattened[name] if name in flattened else checkpoint.value(name)
-                        state[key] = _filled(outline, name, param, params.known[place].layout, checkpoint)
+                        state[key] = _filled(outline, name, param, params.known[original].layout, checkpoint)
                     elif key not in state:
-                        entry, _ = checkpoint.tensors.places[name]
-                        is_part = entry.shape == params.known[place].layout.shape and (entry.shape or key != "step")
+                        entry, _ = checkpoint.tensors.positions[name]
+                        is_part = entry.shape == params.known[original].layout.shape and (entry.shape or key != "step")
                         kept = optimizer.state.get(param, {}).get(key) if param in optimizer.state else None
                         shape = tuple(param.shape) if is_part else entry.shape
                         if isinstance(kept, torch.Tensor) and (tuple(kept.shape), kept.dtype) == (shape, entry.dtype):
@@ -316,7 +326,7 @@ def new_states(params: Parameters, optimizer: Optimizer, checkpoint: Checkpoint)
 
 
 def _outline(value: Any) -> Any:
-    """What is left of a state without its tensors: ``None`` for each, and of a subclass what makes it again."""
+    """A state without its tensors: ``None`` for a plain tensor, and for a subclass what is needed to make it again."""
     if isinstance(value, torch.Tensor):
         local: Any = local_tensor(value)
         if not is_traceable_subclass(local):
@@ -329,8 +339,8 @@ def _outline(value: Any) -> Any:
 
 
 def _flattened(checkpoint: Checkpoint) -> State:
-    """By name, the outlines of dicts and lists in the state of an optimizer: what they hold is saved under names of its
-    own, as DCP does it, which keeps keys instead of an outline."""
+    """By name, the outlines of dicts and lists in an optimizer's state. Their items are saved under names of their own,
+    as DCP does it. DCP has no outlines, but stores the keys that lead to each item."""
     outlines = "optimizer.outlines."
     kept = (name for name in checkpoint.manifest.objects if name.startswith(outlines))
     found = {f"optimizer.state.{name.removeprefix(outlines)}": checkpoint.value(name) for name in kept}
@@ -346,7 +356,7 @@ def _flattened(checkpoint: Checkpoint) -> State:
 
 
 def _with_lists(outline: Any) -> Any:
-    """An outline with a list for each dict whose keys are numbers, as those of dicts are texts."""
+    """An outline with a list for each dict whose keys are numbers. The keys of real dicts are strings."""
     if not isinstance(outline, dict):
         return outline
     inside = {key: _with_lists(each) for key, each in outline.items()}
@@ -355,7 +365,7 @@ def _with_lists(outline: Any) -> Any:
 
 
 def _filled(outline: Any, name: str, param: nn.Parameter, layout: Layout, checkpoint: Checkpoint) -> Any:
-    """The other way round, with tensors to read into."""
+    """The reverse of :func:`_outline`: the state, with tensors to read into."""
     if outline is None and name in checkpoint.tensors:
         entry = checkpoint.tensors[name]
         return _like(param, entry.dtype) if entry.shape == layout.shape else torch.zeros(entry.shape, dtype=entry.dtype)
@@ -380,7 +390,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
             f"add_safe_globals()"
         )
     if not layout.boxes:
-        return _like(param, param.dtype)  # this rank has nothing of it
+        return _like(param, param.dtype)  # this rank has no elements of it
     inner, prefix = dict[str, torch.Tensor](), f"{name}."
     for each, entry in checkpoint.tensors.items():
         if each.startswith(prefix):
@@ -401,7 +411,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
 
 
 def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that are laid out as a parameter is. (Memory that nobody writes to is not taken.)"""
+    """Zeros with a parameter's layout. (The system allocates their memory only when it is written.)"""
     if isinstance(param, DTensor):
         local = torch.zeros_like(local_tensor(param.detach()), dtype=dtype)
         return make_dtensor(local, altered_spec(spec_of(param), dtype=dtype))
@@ -411,8 +421,8 @@ def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def load_optimizer(
     params: Parameters, optimizer: Optimizer, states: dict[nn.Parameter, State], checkpoint: Checkpoint, strict: bool
 ) -> None:
-    """Lets an optimizer take over states, which were read, and the options that a checkpoint has. What it lacks stays
-    as it is, unless ``strict``."""
+    """Loads states that were read, and the options in a checkpoint, into an optimizer. Unless ``strict``, state that
+    the checkpoint lacks stays as it is."""
     groups: dict[str, State] = {}
     prefix = "optimizer.param_groups."
     for name in (*checkpoint.tensors, *checkpoint.manifest.objects):
@@ -442,14 +452,14 @@ def load_optimizer(
 
 
 def targets(contents: Contents, names: Container[str]) -> Iterator[Target]:
-    """Where to read each box that a checkpoint has: of what is tied, under the first of its names that it has."""
+    """The targets to read: the boxes that a checkpoint has. A tied tensor is read by the first of its names there."""
     for box, tensor in zip(contents.boxes, contents.tensors, strict=True):
         if name := next((each for each in box[0] if each in names), None):
             yield name, box[1], box[2], tensor
 
 
 def without_dtensors(value: Any, path: Path, found: dict[Path, DTensor]) -> Any:
-    """A value with ``None`` for each DTensor in it, which is put in ``found`` by its path."""
+    """A copy of a value with ``None`` in place of each DTensor. The DTensors are put into ``found``, by their paths."""
     if isinstance(value, DTensor):
         found[path] = value
         return None
@@ -463,7 +473,7 @@ def without_dtensors(value: Any, path: Path, found: dict[Path, DTensor]) -> Any:
 
 
 def with_dtensors(value: Any, path: Path, found: Mapping[Path, DTensor]) -> Any:
-    """The other way round."""
+    """The reverse of :func:`without_dtensors`: puts the DTensors back."""
     if path in found:
         return found[path]
     if isinstance(value, dict):
@@ -478,5 +488,5 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def _clean(name: str) -> str:
-    """The name in the plain model, not compiled either."""
+    """The name in the plain model, without wrappers and without ``torch.compile``."""
     return plain_name(name).replace("_orig_mod.", "")

@@ -1,8 +1,8 @@
-"""The model's tensors of a checkpoint as files that others read, and their files as a checkpoint.
+"""Converts between checkpoints and files of other programs: exports the model's tensors, and imports such files.
 
-Owns the formats: safetensors, and a dict of tensors of ``torch.save``, in one file or in several with an index, as
-``from_pretrained`` of transformers reads them. One tensor is in memory at a time. Files get their names when all of
-them are on the disk.
+Owns the formats: safetensors, and a dict of tensors of ``torch.save``. There is one file, or several with an index, as
+``from_pretrained`` of transformers reads them. Only one tensor is in memory at a time. Files get their final names when
+all of them are on the disk.
 """
 
 from __future__ import annotations
@@ -21,17 +21,24 @@ import torch
 import torch.nn as nn
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import TELL, BrokenCheckpoint, CheckpointError, bytes_of, open_regular, read_regular
+from fullshard.checkpoint.blocks import (
+    ON_WRITTEN,
+    BrokenCheckpoint,
+    CheckpointError,
+    bytes_of,
+    open_regular,
+    read_regular,
+)
 from fullshard.checkpoint.manifest import few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
 
-#: By format, how the files of a directory are called, and how files end that have it.
+#: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {
     "safetensors": ("model.safetensors", {".safetensors"}),
     "torch": ("pytorch_model.bin", {".bin", ".pt", ".pth"}),
 }
-#: What safetensors calls dtypes.
+#: The names of dtypes in safetensors.
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
@@ -44,11 +51,11 @@ _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 
 
 class WrongUse(Exception):
-    """Somebody asked for what cannot be done; the message says what can."""
+    """The request cannot be carried out. The message says what can be done."""
 
 
 class _Item(NamedTuple):
-    """A tensor that is to be written: its name, the one in the checkpoint, and what it will be."""
+    """A tensor to write: its name, its name in the checkpoint, and its dtype, shape and bytes in the file."""
 
     name: str
     stored: str
@@ -67,23 +74,23 @@ def export(
     format: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard: int | None = None,
-    tell: Callable[[int], object] = lambda _: None,
+    report: Callable[[int], object] = lambda _: None,
 ) -> list[Path]:
     """Writes the tensors of the model, without those of the optimizer, as files.
 
     Args:
-        out: a file by its suffix, or else a directory, which may be there already.
-        format: of :data:`FORMATS`; ``None``: what the suffix says, or safetensors.
-        dtype: to which floating-point values of 16 bits and more are cast.
-        max_shard: bytes of a file in a directory, 5 GB if it is ``None``; a larger tensor gets a file of its own.
-        tell: is called with the bytes of each tensor that was written.
+        out: a file, if it has the suffix of a format; otherwise a directory, which may exist.
+        format: one of :data:`FORMATS`. ``None``: the format of the suffix, or safetensors.
+        dtype: the dtype to which floating-point values of 16 bits and more are cast.
+        max_shard: the most bytes of a file in a directory; ``None``: 5 GB. A larger tensor gets its own file.
+        report: is called with the bytes of each tensor that was written.
 
     Returns:
         the new files, an index last.
 
     Raises:
-        WrongUse: it cannot be done so; nothing was written.
-        CheckpointError: it could not be written, or the checkpoint is not what was written.
+        WrongUse: the arguments do not fit together or exist already. Nothing was written.
+        CheckpointError: a file could not be written, or the checkpoint is broken.
     """
     of_suffix = next((name for name, (_, suffixes) in FORMATS.items() if out.suffix in suffixes), None)
     is_file = of_suffix is not None and not out.is_dir()
@@ -106,12 +113,12 @@ def export(
         else [f"{stem}-{n:05}-of-{len(shards):05}{suffix}" for n in range(1, len(shards) + 1)]
     )
     folder = out.parent if is_file else out
-    there = [out] if is_file and out.exists() else [] if is_file else sorted(folder.glob(f"{stem}*{suffix}*"))
-    if there:
-        raise WrongUse(f"{there[0]} is there already: name another place, or remove it")
+    existing = [out] if is_file and out.exists() else [] if is_file else sorted(folder.glob(f"{stem}*{suffix}*"))
+    if existing:
+        raise WrongUse(f"{existing[0]} is there already: name another place, or remove it")
 
     def read(item: _Item) -> torch.Tensor:
-        tell(item.nbytes)
+        report(item.nbytes)
         return checkpoint.tensor(item.stored).to(item.dtype)
 
     write = _write_safetensors if format == "safetensors" else _write_torch
@@ -167,7 +174,8 @@ def _shards(items: Iterable[_Item], most: int) -> list[list[_Item]]:
 
 
 def _write_safetensors(file: BinaryIO, items: list[_Item], read: _Read) -> None:
-    """The library writes only what is in memory all at once: https://huggingface.co/docs/safetensors has the format."""
+    """Writes a file of safetensors, one tensor at a time. The safetensors library can only write tensors that are all
+    in memory. The format is described at https://huggingface.co/docs/safetensors."""
     items = sorted(items, key=lambda item: (-item.dtype.itemsize, item.name))  # so all are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -184,7 +192,7 @@ def _write_safetensors(file: BinaryIO, items: list[_Item], read: _Read) -> None:
 
 
 def _write_torch(file: BinaryIO, items: list[_Item], read: _Read) -> None:
-    """Tensors that are tied are one."""
+    """Writes a file of ``torch.save``. Tied tensors share their storage."""
     state: dict[str, torch.Tensor] = {}
     distinct: dict[object, _Item] = {}
     for item in items:
@@ -194,12 +202,13 @@ def _write_torch(file: BinaryIO, items: list[_Item], read: _Read) -> None:
     try:
         with torch.serialization.skip_data():
             torch.save(state, stepped)  # type: ignore[arg-type]
-    except RuntimeError as error:  # torch says of an error below it only that the file has no end
+    except RuntimeError as error:  # torch hides the error of the file
         raise stepped.failure or error from error
 
 
 class _Stepped(io.RawIOBase):
-    """Takes what ``torch.save`` writes, and writes the values of the next tensor where that steps over them."""
+    """A file for ``torch.save``, which seeks over the values of each tensor (``skip_data``). There it writes the values
+    of the next tensor."""
 
     def __init__(self, file: BinaryIO, values: Iterator[torch.Tensor]) -> None:
         self._file, self._values = file, values
@@ -244,15 +253,15 @@ class _Tensors(nn.Module):
 
 
 def import_model(
-    source: Path, directory: Path, step: int | None = None, tell: Callable[[int], object] = lambda _: None
+    source: Path, directory: Path, step: int | None = None, report: Callable[[int], object] = lambda _: None
 ) -> tuple[Path, list[str]]:
-    """Makes a checkpoint of the tensors in a file, or in the files of a directory; the files are mapped, not loaded.
+    """Makes a checkpoint of the tensors in a file, or in the files of a directory. The files are mapped, not loaded.
 
     Args:
-        tell: is called with the bytes that were written, again and again.
+        report: is called with the number of bytes written, after each write.
 
     Returns:
-        the new checkpoint, and the names of what was left out, because it is no tensor.
+        the new checkpoint, and the names of values that were left out because they are not tensors.
 
     Raises:
         WrongUse: there are no such files, or no tensors in them.
@@ -272,17 +281,17 @@ def import_model(
                 left_out.append(name)
     if not tensors:
         raise WrongUse(f"{source} has no tensors by name, but {few(left_out)}")
-    listening = TELL.set(tell)
+    token = ON_WRITTEN.set(report)
     try:
         path = save(directory, _Tensors(tensors), step=step)
     finally:
-        TELL.reset(listening)
+        ON_WRITTEN.reset(token)
     assert path is not None
     return path, left_out
 
 
 def _check_plain(value: torch.Tensor, what: str) -> None:
-    """Refuses a tensor that is not the numbers that its file has."""
+    """Raises an error if a tensor is not a plain tensor, or has more bytes than its file stores."""
     kind = f"{type(value).__name__} of {value.dtype} and {value.layout} on {value.device}"
     is_plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided
     if not is_plain or value.is_quantized or value.is_meta:
@@ -292,7 +301,7 @@ def _check_plain(value: torch.Tensor, what: str) -> None:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The file, or the files of a directory, of which a model is imported."""
+    """The files from which a model is imported: a single file, or those of a directory."""
     if source.is_file():
         return [source]
     for plain, suffixes in FORMATS.values():

@@ -1,9 +1,9 @@
-"""The format of ``torch.distributed.checkpoint`` (DCP): what its ``load`` reads we write, what its ``save`` writes we
-read.
+"""The format of ``torch.distributed.checkpoint`` (DCP): writes files that DCP's ``load`` reads, and reads files of its
+``save``.
 
-A tensor's piece is what ``torch.save`` makes of it, in a run of bytes of a file. ``.metadata`` is a pickle that says
-which pieces there are. Nothing in either is executed here: the pickle is parsed as plain data, pieces are loaded with
-``weights_only=True``, and both are checked before memory is taken for them.
+A piece of a tensor is stored as ``torch.save`` writes it, in a run of bytes of a file. ``.metadata`` is a pickle that
+lists the pieces. No code in either is executed: the pickle is parsed as plain data, and pieces are loaded with
+``weights_only=True``. Both are checked before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from fullshard.checkpoint.blocks import BrokenCheckpoint
 from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check, dtype_of
 from fullshard.torch_private import storage_info
 
-#: Bytes to whose multiples pieces are aligned, as torch aligns values.
+#: Pieces are aligned to multiples of this many bytes, as torch aligns values.
 ALIGNMENT = 64
-#: Of what ``torch.load`` may call, what takes as much memory as an argument says: classes of tensors and storages, and:
+#: Functions that ``torch.load`` may call and that allocate as much memory as an argument says. (Classes of tensors and
+#: storages do so too.)
 _GROWS = {"torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor"}
-#: What pickles of ``torch.save`` call storages, before ``Storage``.
+#: Dtypes by the names of storages in pickles of ``torch.save``, without ``Storage`` at the end.
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
@@ -49,21 +50,21 @@ _LATIN = ("latin1", "latin-1")
 
 
 def read_metadata(data: bytes, path: Path) -> Manifest:
-    """The description in a ``.metadata``; a BrokenCheckpoint if it is no metadata of DCP, or promises what the files
-    beside it do not have."""
+    """The manifest that a ``.metadata`` describes. Raises BrokenCheckpoint if it is not metadata of DCP, or if it
+    describes more than the files beside it contain."""
     try:
         manifest = _described(_fields(plain.parse(data), "Metadata"), path)
         check(manifest, path)
         return manifest
     except BrokenCheckpoint:
         raise
-    except Exception as error:  # whatever objects that do not fit one another raise
+    except Exception as error:  # wrong objects may raise any error
         raise BrokenCheckpoint(f"{path} is no metadata of DCP: {type(error).__name__}: {error}") from error
 
 
 def _described(metadata: dict[str, Any], path: Path) -> Manifest:
     manifest, entries, count = Manifest(), dict[str, Entry](), 0
-    places: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
+    locations: dict[tuple[str, tuple[int, ...] | None], Stored] = {}
     for key, value in _pairs(metadata["storage_data"]):
         index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
         name, file = _text(index["fqn"]), _text(info["relative_path"])
@@ -73,26 +74,26 @@ def _described(metadata: dict[str, Any], path: Path) -> Manifest:
             target = path.parent / file
             manifest.files[file] = StoredFile(target.stat().st_size if target.exists() else 0, None)
         offset = index.get("offset")
-        places[name, None if offset is None else _numbers(offset)] = Stored(file, info["offset"], info["length"])
+        locations[name, None if offset is None else _numbers(offset)] = Stored(file, info["offset"], info["length"])
     for name, value in _pairs(metadata["state_dict_metadata"]):
         stored = _fields(value, "TensorStorageMetadata", "BytesStorageMetadata")
         if "chunks" not in stored:
-            manifest.objects[_text(name)] = places[name, None]
+            manifest.objects[_text(name)] = locations[name, None]
             continue
         entry = Entry(_dtype(stored["properties"]), _numbers(stored["size"]))
         for chunk in stored["chunks"]:
             box = _fields(chunk, "ChunkStorageMetadata")
             offsets = _numbers(box["offsets"])
-            entry.pieces.append(Piece(*places[_text(name), offsets], -1, offsets, _numbers(box["sizes"])))
+            entry.pieces.append(Piece(*locations[_text(name), offsets], -1, offsets, _numbers(box["sizes"])))
             count += 1
-            if count > len(places):  # a list of pieces may be that of many tensors
-                raise ValueError("it has more pieces than places where they lie")
+            if count > len(locations):  # many tensors may refer to one list of pieces
+                raise ValueError("it has more pieces than stored runs of bytes")
         entries[name] = entry
     manifest.tensors = Tensors.of(entries)
     if isinstance(planner := metadata.get("planner_data"), plain.Pairs):
         for name, keys in _pairs(planner):
             if not isinstance(keys, (tuple, list)) or len(keys) > len(name) + 1:
-                raise ValueError(f"'{name}' has no keys that lead there")
+                raise ValueError(f"'{name}' has no keys that lead to it")
             if sum(len(str(key) if type(key) is int else _text(key)) for key in keys) > len(name):
                 raise ValueError(f"'{name}' has keys that are longer than it")  # many may be the same object
             manifest.paths[name] = tuple(keys)
@@ -106,7 +107,7 @@ def _pairs(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _fields(value: Any, *classes: str) -> dict[str, Any]:
-    """What is stored of an object of one of DCP's classes."""
+    """The stored fields of an object of one of DCP's classes."""
     if not isinstance(value, plain.Made) or type(value.function) is not plain.Global:
         raise TypeError(f"it has no {classes[0]} where one is expected")
     module, name = value.function
@@ -122,7 +123,7 @@ def _text(value: Any) -> str:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """A shape, or where a box begins."""
+    """A shape, or the offsets of a box."""
     value = value.args[0] if isinstance(value, plain.Made) and value.function == ("torch", "Size") else value
     if type(value) not in (tuple, list) or not set(map(type, value)) <= {int}:
         raise TypeError("it has no shape where one is expected")
@@ -137,7 +138,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) -> bytes:
-    """The ``.metadata`` of what a manifest describes; ``paths`` are the keys that lead to each name's value."""
+    """The bytes of the ``.metadata`` for a manifest. ``paths`` are the keys that lead to each name's value."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, Any] = {}
     size_of, kind_of = cache(torch.Size), cache(TensorProperties)  # a pickle holds an object once, and refers to it
@@ -155,7 +156,8 @@ def write_metadata(manifest: Manifest, paths: dict[str, tuple[str | int, ...]]) 
 
 
 class _Skeleton(io.RawIOBase):
-    """Takes what ``torch.save`` writes before and after the values of a tensor, which it steps over."""
+    """A file that collects what ``torch.save`` writes before and after the values of a tensor. (With ``skip_data`` it
+    seeks over the values.)"""
 
     def __init__(self) -> None:
         self.parts: list[bytearray] = [bytearray()]
@@ -174,20 +176,20 @@ class _Skeleton(io.RawIOBase):
 
 @lru_cache(maxsize=4096)
 def around(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes, int]:
-    """What ``torch.save`` writes before and after the values of a contiguous tensor, and the bytes of all three.
-    Zeros follow, so that the next one begins at a multiple of :data:`ALIGNMENT`."""
+    """The bytes that ``torch.save`` writes before and after the values of a contiguous tensor, and the length of all
+    three together. Padding follows, so that the next tensor begins at a multiple of :data:`ALIGNMENT`."""
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
         torch.save(torch.empty(sizes, dtype=dtype), skeleton)  # type: ignore[arg-type]
-    before, *rest = skeleton.parts  # no values, nothing to step over
-    after = b"".join(rest)
+    before, *later = skeleton.parts  # no values, nothing to step over
+    after = b"".join(later)
     length = len(before) + math.prod(sizes) * dtype.itemsize + len(after)
     return bytes(before), after + bytes(-length % ALIGNMENT), length
 
 
 def saved(value: Any, what: str) -> bytes:
-    """The bytes of a value that is no tensor of its own: numbers, texts, tensors, and lists and dicts of these; a
-    TypeError if it could not be loaded without executing code."""
+    """The bytes of a value: numbers, strings, tensors, and lists and dicts of these. Raises TypeError if it could not
+    be loaded without executing code."""
     data = io.BytesIO()
     try:
         torch.save(value, data)
@@ -201,7 +203,7 @@ def saved(value: Any, what: str) -> bytes:
 
 
 def _odd(value: Any, at: str = "") -> Iterator[str]:
-    """Says of each part of a value that is of another type, where it is and what to give."""
+    """Yields a description of each part of a value that has an unsupported type: where it is, and what to give."""
     if isinstance(value, (dict, list, tuple)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _odd(each, f"{at}[{key!r}]")
@@ -211,7 +213,8 @@ def _odd(value: Any, at: str = "") -> Iterator[str]:
 
 
 def loaded(data: bytes, what: str) -> Any:
-    """The value that ``torch.save`` made these bytes of, without executing code, and without memory that they lack."""
+    """Loads the value of bytes of ``torch.save``, without executing code, and without allocating more memory than the
+    bytes contain."""
     try:
         check_archive(io.BytesIO(data), len(data))
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -220,7 +223,7 @@ def loaded(data: bytes, what: str) -> Any:
 
 
 def check_archive(file: BinaryIO, size: int) -> None:
-    """Refuses what ``torch.load`` would take more memory or time for than the file has bytes."""
+    """Raises an error if ``torch.load`` would need more memory or time than the file's size justifies."""
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         if any(each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size for each in members):
@@ -237,38 +240,39 @@ def check_archive(file: BinaryIO, size: int) -> None:
 
 
 def _check_directory(file: BinaryIO, size: int) -> None:
-    """Refuses an archive in which torch could find other parts than Python: the directory stands right before the end,
-    where both of its records say so."""
+    """Raises an error if torch could find other parts in an archive than Python finds. The archive's directory must be
+    right before its end, and both of its records must say so."""
     file.seek(0)
     if file.read(4) != b"PK\3\4":
         raise ValueError("it does not begin as an archive of torch.save")
     file.seek(max(0, size - 98))
     tail = file.read().rjust(98)
     mark, _, _, _, _, length, start, comment = struct.unpack("<4s4H2LH", tail[-22:])
-    end, wide, there = size - 22, (length, start), [(length, start)]
+    end, wide, allowed = size - 22, (length, start), [(length, start)]
     if tail[-42:-38] == b"PK\6\7":
         wide, end = struct.unpack("<2Q", tail[40:56]), size - 98
-        there = [wide, (0xFFFFFFFF, 0xFFFFFFFF)]
+        allowed = [wide, (0xFFFFFFFF, 0xFFFFFFFF)]
         if tail[:4] != b"PK\6\6" or struct.unpack("<Q", tail[64:72]) != (end,):
             raise ValueError("its directory is not where torch.save puts it")
-    if (mark, comment, sum(wide)) != (b"PK\5\6", 0, end) or (length, start) not in there:
+    if (mark, comment, sum(wide)) != (b"PK\5\6", 0, end) or (length, start) not in allowed:
         raise ValueError("its directory is not where torch.save puts it")
 
 
 def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
-    """Refuses values that would need more memory or time than their bytes. ``sizes`` are those of the storages."""
-    rest = 16 * len(data) + 1024  # parts of keys and arguments, which are hashed
+    """Raises an error if values would need more memory or time than their bytes justify. ``sizes`` are those of the
+    storages."""
+    budget = 16 * len(data) + 1024  # parts of keys and arguments, which are hashed
 
     def check_parts(value: Any) -> None:
-        nonlocal rest
+        nonlocal budget
         waiting = [value]
         while waiting:
-            each, rest = waiting.pop(), rest - 1
+            each, budget = waiting.pop(), budget - 1
             each = each.args if isinstance(each, plain.Made) else each
             if isinstance(each, (tuple, list)):
-                rest -= len(each)
-                waiting += each if rest > 0 else ()
-            if rest < 0:
+                budget -= len(each)
+                waiting += each if budget > 0 else ()
+            if budget < 0:
                 raise ValueError("it has values in one another, more than it has bytes")
 
     def check_call(function: Any, args: Any) -> None:
@@ -300,7 +304,7 @@ def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
 
 
 def loaded_tensor(data: bytes, dtype: torch.dtype, sizes: Iterable[int], what: str) -> torch.Tensor:
-    """The tensor that is a piece."""
+    """Loads the tensor of a piece."""
     tensor, sizes = loaded(data, what), tuple(sizes)
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         found = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)

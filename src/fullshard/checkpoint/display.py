@@ -1,7 +1,7 @@
-"""What the commands show: tables, JSON, sizes and progress.
+"""The output of the commands: tables, JSON, sizes and progress.
 
-rich, of ``pip install fullshard[cli]``, draws tables and progress in a terminal. Elsewhere, or without it, tables are
-plain text, and progress is not shown.
+In a terminal, rich (``pip install fullshard[cli]``) draws tables and progress. Elsewhere, or without rich, tables are
+plain text and progress is not shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from fullshard.checkpoint.blocks import BrokenCheckpoint, printable
 from fullshard.checkpoint.reader import Checkpoint
 
-#: Values of which fewer bytes are stored are shown.
+#: Only values with fewer stored bytes are shown.
 _SHORT = 1 << 16
 
 
@@ -36,7 +36,8 @@ def parse_size(text: str) -> int:
 
 
 def value_of(checkpoint: Checkpoint, name: str) -> Any:
-    """A value that is no tensor, as JSON can hold it; what is large, or cannot be read, is described."""
+    """A value that is not a tensor, in a form for JSON. A value that is large or cannot be read is described
+    instead."""
     stored = checkpoint.manifest.objects[name]
     try:
         return _shown(checkpoint.value(name)) if stored.length < _SHORT else f"({size_of(stored.length)})"
@@ -47,13 +48,14 @@ def value_of(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A copy of dicts and lists, in which the same may stand any number of times: a RecursionError if it gets large."""
-    rest = _SHORT
+    """A copy of nested dicts and lists. One object may occur in them any number of times, so the copy may be much
+    larger than the value: then a RecursionError is raised."""
+    remaining = _SHORT
 
     def copy(value: Any, depth: int) -> Any:
-        nonlocal rest
-        rest -= 1
-        if rest < 0 or depth > 64:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0 or depth > 64:
             raise RecursionError
         if isinstance(value, dict):
             return {key if type(key) in (int, bool, float) else str(key): copy(value[key], depth + 1) for key in value}
@@ -68,8 +70,8 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 
-def say(*lines: object) -> None:
-    """Prints lines, in which names and values come from files."""
+def print_lines(*lines: object) -> None:
+    """Prints lines. Names and values in them come from files, so unprintable characters are replaced."""
     print(*(printable(str(line)) for line in lines), sep="\n")
 
 
@@ -100,16 +102,16 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Non
 
 
 @cache
-def _say_what_is_missing() -> None:
+def _report_missing_rich() -> None:
     print("rich is not installed, so progress is not shown: pip install 'fullshard[cli]'", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Gives a function that is told of bytes, and shows them as a bar where somebody looks on."""
+    """Shows a progress bar if the output is a terminal. Yields a function to call with the number of bytes done."""
     if not sys.stderr.isatty() or not importlib.util.find_spec("rich"):
         if sys.stderr.isatty():
-            _say_what_is_missing()
+            _report_missing_rich()
         yield lambda _: None
         return
     from rich.console import Console

@@ -1,7 +1,7 @@
-"""Reads near copies: which there are on the hosts, which of them training goes on from, and blocks of other hosts.
+"""Reads near copies: finds those on all hosts, selects the one to continue from, and reads blocks from other hosts.
 
-A rank reads the files that its host has. For a block of a file that its host has not, or of which the bytes are not
-what was written, it asks a rank of another host that has the file. Each rank has a thread that answers::
+A rank reads the files that its host has. If its host lacks a file, or a block has a wrong checksum, it requests the
+block from a rank of another host that has the file. Each rank has a thread that answers requests::
 
     rank 0, host a   ── file 2, bytes 0 to 262144 ──▶   rank 3, host b
                      ◀── the bytes, and whether they could be read ──
@@ -36,14 +36,14 @@ from fullshard.checkpoint.reader import Checkpoint, checkpoints
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
-#: Tags of requests (number of the file, first byte, how many bytes; or :data:`_END`) and of answers.
+#: Tags of requests (number of the file, first byte, number of bytes; or :data:`_END`) and of answers.
 ASK, _ANSWER = 0x6E656173, 0x6E656174
 _END = -1
-#: Bytes that one request asks for at most: each costs a message both ways and two threads that wake up.
+#: The most bytes of one request. Each request costs a message in both directions, and wakes up two threads.
 AHEAD = 32 * BLOCK
 
 
-class _Held(NamedTuple):
+class _HostPart(NamedTuple):
     """The part of a near copy that one host has."""
 
     name: str
@@ -54,16 +54,17 @@ class _Held(NamedTuple):
 
 @dataclass
 class NearCopy:
-    """A near copy, parts of which lie on several hosts.
+    """A near copy, with parts on several hosts.
 
     Attributes:
-        path: where this host has it, or would have it.
+        path: its directory on this host, even if this host has no part.
         step: the training step.
-        refused: why training does not go on from it; empty if it does.
-        holders: by file, on each host that has it the ranks, of which each can be asked.
+        refused: the reason why training must not continue from it; empty if it may.
+        holders: for each file, the ranks of each host that has it. Any of them can be asked.
         source: a rank that has the manifest.
-        ranks: that load.
-        come: the bytes that came last, with the rank and the file that they are of, and the first one's place in it.
+        ranks: the ranks that load.
+        has_others: whether there are other hosts.
+        received: the bytes received last: the rank that sent them, their file, their offset in it, and the bytes.
     """
 
     path: Path
@@ -73,10 +74,10 @@ class NearCopy:
     source: int
     ranks: Ranks
     has_others: bool
-    come: tuple[int, str, int, memoryview] = (-1, "", 0, memoryview(b""))
+    received: tuple[int, str, int, memoryview] = (-1, "", 0, memoryview(b""))
 
     def open(self) -> Checkpoint:
-        """Opens it for :meth:`served` reads. All ranks must call it at once."""
+        """Opens it, to be read within :meth:`served`. All ranks must call it together."""
         data = b""
         if self.ranks.rank == self.source:
             with contextlib.suppress(BrokenCheckpoint):
@@ -85,8 +86,9 @@ class NearCopy:
 
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
-        """Answers the other ranks meanwhile. All must enter, and leave when none of them reads any more; an error that
-        not all of them raise ends it on this rank, and the others notice that when they wait for it."""
+        """Answers requests of other ranks while the context runs. All ranks must enter it. They leave it together, when
+        no rank reads any more. If only some ranks raise an error, those leave at once, and the others notice that when
+        they wait for them."""
         if not self.has_others:
             yield
             return
@@ -106,7 +108,7 @@ class NearCopy:
                     thread.join()
 
     def ask(self, holder: int, name: str, start: int, block: memoryview) -> None:
-        """Fills ``block`` with what another rank has of a file."""
+        """Fills ``block`` with bytes of a file that another rank has."""
         request = torch.tensor([sorted(self.holders).index(name), start, len(block)])
         answer = torch.empty(len(block) + 1, dtype=torch.uint8)
         try:
@@ -121,9 +123,9 @@ class NearCopy:
 
     def _serve(self) -> None:
         names, request = sorted(self.holders), torch.empty(3, dtype=torch.int64)
-        with contextlib.suppress(RuntimeError):  # a rank is lost: all notice where they wait for one another
+        with contextlib.suppress(RuntimeError):  # a rank is lost: the other ranks notice when they wait for it
             while True:
-                asks = dist.recv(request, group=self.ranks.group, tag=ASK)
+                requester = dist.recv(request, group=self.ranks.group, tag=ASK)
                 number, start, length = request.tolist()
                 if number == _END:
                     return
@@ -133,11 +135,11 @@ class NearCopy:
                         answer[-1] = os.preadv(file.fileno(), [bytes_of(answer)[:-1]], start) != length
                 except (OSError, BrokenCheckpoint):
                     answer[-1] = 1
-                dist.send(answer, dst=asks, group=self.ranks.group, tag=_ANSWER)
+                dist.send(answer, dst=requester, group=self.ranks.group, tag=_ANSWER)
 
 
 class _Near(Checkpoint):
-    """A near copy, of which this host has some files and others have the rest."""
+    """A near copy, of which this host has some files and other hosts have the others."""
 
     def __init__(self, manifest: Manifest, copy: NearCopy) -> None:
         self.path, self.manifest, self._readers, self._near_copy = copy.path, manifest, {}, copy
@@ -149,13 +151,13 @@ class _Near(Checkpoint):
 
 
 class _NearReader(BlockReader):
-    """Takes each block from the first host that has it as it was written: this one, then others."""
+    """Reads each block from the first host on which its checksum is right: this host first, then others."""
 
     def __init__(self, copy: NearCopy, name: str, file: StoredFile) -> None:
         rank = copy.ranks.rank
-        self._copy, self._name, self._told = copy, name, False
+        self._near_copy, self._name, self._has_warned = copy, name, False
         self._others = [members[rank % len(members)] for members in copy.holders[name] if rank not in members]
-        self._end = 0  # of the run of bytes that is being read
+        self._end = 0  # end of the bytes that are being read
         with contextlib.suppress(BrokenCheckpoint):  # this host does not have it
             super().__init__(copy.path / name, *file)
 
@@ -164,17 +166,17 @@ class _NearReader(BlockReader):
         super().read_into(target, start)
 
     def _ask(self, holder: int, start: int, block: memoryview) -> None:
-        """Fills ``block`` from what has come. Asks where that lacks it: for the rest of the run if this host lacks the
-        file, else for the block alone, as the blocks around it are probably whole."""
-        whom, name, first, come = self._copy.come
-        if (whom, name) != (holder, self._name) or not first <= start <= start + len(block) <= first + len(come):
+        """Fills ``block`` from the bytes received last, or else requests it. If this host lacks the file, the request
+        includes the blocks that follow. Otherwise it is for this block only: its neighbours are probably fine here."""
+        sender, name, first, received = self._near_copy.received
+        if (sender, name) != (holder, self._name) or not first <= start <= start + len(block) <= first + len(received):
             run = min(-(-self._end // BLOCK) * BLOCK, start + AHEAD, self.size) if self._file < 0 else 0
-            self._copy.come = NearCopy.come
-            del come  # the memory of before, so that only one such piece is held
-            first, come = start, memoryview(bytearray(max(run, start + len(block)) - start))
-            self._copy.ask(holder, self._name, start, come)
-            self._copy.come = holder, self._name, start, come
-        block[:] = come[start - first : start - first + len(block)]
+            self._near_copy.received = NearCopy.received
+            del received  # free the previous bytes first
+            first, received = start, memoryview(bytearray(max(run, start + len(block)) - start))
+            self._near_copy.ask(holder, self._name, start, received)
+            self._near_copy.received = holder, self._name, start, received
+        block[:] = received[start - first : start - first + len(block)]
 
     def _read(self, number: int, block: memoryview) -> None:
         reasons: list[str] = []
@@ -185,9 +187,9 @@ class _NearReader(BlockReader):
                 else:
                     self._ask(holder, number * BLOCK, block)
                     self._compare(number, block)
-                    if reasons and not self._told:
-                        self._told = True
-                        warn(f"what rank {holder} has is taken, because on this host {reasons[0]}")
+                    if reasons and not self._has_warned:
+                        self._has_warned = True
+                        warn(f"the copy of rank {holder} is read, because on this host {reasons[0]}")
                 return
             except BrokenCheckpoint as error:
                 reasons.append(str(error) if holder < 0 else f"of rank {holder}: {error}")
@@ -195,35 +197,42 @@ class _NearReader(BlockReader):
 
 
 def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
-    """The near copies that the hosts have, the newest first. All ranks must call it. ``root`` is the directory of near
-    copies of this host; that of checkpoints decides what training goes on from a near copy."""
+    """The near copies on all hosts, the newest first. All ranks must call it.
+
+    Args:
+        root: this host's directory of near copies.
+        directory: the directory of checkpoints. It decides from which near copies training may continue.
+        ranks: the ranks that load.
+    """
     hosts = Hosts(root, ranks)
-    _, every = ranks.attempt(lambda: (_held_in(root) if hosts.leader == ranks.rank else {},))
-    found: dict[str, dict[int, _Held]] = {}
-    for leader, held in enumerate(every):
-        for mark, each in held.items():
+    _, every = ranks.attempt(lambda: (_parts_on_host(root) if hosts.leader == ranks.rank else {},))
+    found: dict[str, dict[int, _HostPart]] = {}
+    for leader, parts in enumerate(every):
+        for mark, each in parts.items():
             found.setdefault(mark, {})[leader] = each
-    ordered = sorted(found.values(), key=lambda held: _number(held[min(held)]), reverse=True)
-    _, told = ranks.attempt(
-        lambda: ([_refusal(held[min(held)], directory) for held in ordered] if ranks.first else [],)
+    ordered = sorted(found.values(), key=lambda parts: _number(parts[min(parts)]), reverse=True)
+    _, refusals = ranks.attempt(
+        lambda: ([_refusal(parts[min(parts)], directory) for parts in ordered] if ranks.first else [],)
     )
     copies = []
-    for refused, held in zip(told[0], ordered, strict=True):
-        source = min(held)
+    for refused, parts in zip(refusals[0], ordered, strict=True):
+        source = min(parts)
         holders: dict[str, list[list[int]]] = {}
-        for leader, each in held.items():
+        for leader, each in parts.items():
             for file in each.files:
                 holders.setdefault(file, []).append(hosts.members[leader])
-        lost = sorted(held[source].files.union(held[source].lacks) - set(holders))
+        lost = sorted(parts[source].files.union(parts[source].lacks) - set(holders))
         if lost and not refused:
             refused = f"no host has {few(lost)} any more"
-        path = root / held.get(hosts.leader, held[source]).name
-        copies.append(NearCopy(path, _number(held[source])[0], refused, holders, source, ranks, len(hosts.members) > 1))
+        path = root / parts.get(hosts.leader, parts[source]).name
+        copies.append(
+            NearCopy(path, _number(parts[source])[0], refused, holders, source, ranks, len(hosts.members) > 1)
+        )
     return copies
 
 
-def _held_in(root: Path) -> dict[str, _Held]:
-    """What this host has of each near copy, by the mark of its manifest."""
+def _parts_on_host(root: Path) -> dict[str, _HostPart]:
+    """This host's part of each near copy, by the mark of its manifest."""
     found = {}
     for path in checkpoints(root):
         try:
@@ -232,23 +241,23 @@ def _held_in(root: Path) -> dict[str, _Held]:
             warn(f"the near copy {path} is passed over, because it is not whole: {error}")
             continue
         lacks = frozenset(saved.lacking())
-        found[mark_of(path)] = _Held(path.name, saved.manifest.near, frozenset(saved.manifest.files) - lacks, lacks)
+        found[mark_of(path)] = _HostPart(path.name, saved.manifest.near, frozenset(saved.manifest.files) - lacks, lacks)
     return found
 
 
-def _number(held: _Held) -> tuple[int, int]:
-    return number_of(held.name) or (-1, 0)
+def _number(part: _HostPart) -> tuple[int, int]:
+    return number_of(part.name) or (-1, 0)
 
 
-def _refusal(held: _Held, directory: Path) -> str:
-    """Why training in a directory does not go on from a near copy; empty if it does."""
-    after = held.near.get("after", "")
-    if not held.near.get("training") or held.near["training"] != training_of(directory):
+def _refusal(part: _HostPart, directory: Path) -> str:
+    """The reason why training in a directory must not continue from a near copy; empty if it may."""
+    after = part.near.get("after", "")
+    if not part.near.get("training") or part.near["training"] != training_of(directory):
         return f"it is of another training than what is in {directory}"
-    if after and not ((directory / after).is_dir() and mark_of(directory / after) == held.near["mark"]):
+    if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.near["mark"]):
         return f"it was saved after {after}, which {directory} does not have any more"
     for path in checkpoints(directory):
         number = number_of(path.name)
-        if number is not None and (number_of(after) or (-1, 0)) < number and number[0] <= _number(held)[0]:
+        if number is not None and (number_of(after) or (-1, 0)) < number and number[0] <= _number(part)[0]:
             return f"{path} was saved after it"
     return ""

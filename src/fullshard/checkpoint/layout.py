@@ -1,7 +1,7 @@
-"""Where the part of a tensor that this rank holds lies in the whole, as boxes: what DCP's format and its readers know.
+"""Layouts: the part of a tensor that this rank holds, as boxes of the whole tensor, which DCP's format describes.
 
-A DTensor's part is one box. A run of a fragment's elements, cut wherever the cut falls, is several: the rest of a row,
-whole rows, the beginning of a row. So both front ends write and read what they hold, and nothing is gathered::
+A DTensor's part is one box. A fragment's part is a run of elements that may be cut anywhere. It is several boxes: the
+end of a row, whole rows, and the beginning of a row. So both front ends write and read their parts without gathering::
 
     a run of a (4, 5) parameter      . . . 1 1        1 box of (1, 2) at (0, 3)
                                      1 1 1 1 1        1 box of (2, 5) at (1, 0)
@@ -28,12 +28,13 @@ from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, 
 
 
 class Copies(NamedTuple):
-    """Which ranks hold the same, of whom one writes."""
+    """The ranks that hold the same part. One of them writes it."""
 
-    ranks: object  # a key
-    number: int  # of this rank among them
-    size: int
-    #: The ranks over which the tensor lies; others may have the same, beside pipelines and tensor parallel.
+    ranks: object  # a key that is the same for all of them
+    number: int  # this rank's number among them
+    size: int  # how many they are
+    #: The number of ranks over which the tensor is distributed. With pipelines or tensor parallel, others may have it
+    #: too.
     among: int = 1
 
 
@@ -41,8 +42,8 @@ ONLY_HERE = Copies(None, 0, 1)
 
 
 class Box(NamedTuple):
-    """Where a part of a tensor lies that this rank holds, and which ranks hold the same. There are several names if the
-    tensor is tied."""
+    """The position of a part that this rank holds, and the ranks that hold the same part. A tied tensor has several
+    names."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -50,7 +51,7 @@ class Box(NamedTuple):
     copies: Copies
 
     def key(self, ranks: int) -> str:
-        """Says which box of which tensor it is, if some of ``ranks`` may hold it that are not known here."""
+        """A key for the box, if others of ``ranks`` may hold it without this rank's knowledge; otherwise empty."""
         if self.copies.ranks == "all":
             return self.names[0]
         return f"{self.names[0]} at {self.offsets}" if self.copies.among < ranks else ""
@@ -58,13 +59,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The boxes of a parameter that this rank holds, and of everything that is laid out like it.
+    """The boxes of a parameter that this rank holds. State that is cut like the parameter has the same layout.
 
     Attributes:
-        shape: of the whole parameter.
-        boxes: offset and shape of each.
-        copies: which ranks hold the same.
-        order: of the dims in memory, where what is held is one run of elements.
+        shape: the shape of the whole parameter.
+        boxes: the offsets and sizes of each box.
+        copies: the ranks that hold the same boxes.
+        order: the order of the dims in memory, if this rank's part is one run of elements.
     """
 
     shape: tuple[int, ...]
@@ -74,15 +75,15 @@ class Layout:
 
     @property
     def has_first(self) -> bool:
-        """Whether this rank holds the first element: it speaks for values that belong to all of the parameter."""
+        """Whether this rank holds the first element. That rank saves values that belong to the whole parameter."""
         return any(not any(offsets) for offsets, _ in self.boxes)
 
     def named(self, names: tuple[str, ...]) -> tuple[Box, ...]:
-        """The boxes of a tensor that is laid out so."""
+        """The boxes of a tensor with these names and this layout."""
         return tuple([Box(names, self.shape, offsets, self.copies) for offsets, _ in self.boxes])
 
     def split(self, what: str, local: torch.Tensor) -> list[torch.Tensor]:
-        """The values of each box, in the memory in which they are used."""
+        """The values of each box, as views of ``local``."""
         local = local.new_empty(self.shape) if 0 in self.shape else local.detach() if local.requires_grad else local
         if type(local) is not torch.Tensor and is_traceable_subclass(local):
             raise TypeError(f"'{what}' is a {type(local).__name__}: its values cannot be saved as plain numbers")
@@ -95,15 +96,15 @@ class Layout:
 
 
 def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
-    """The layout of a parameter, or of a tensor that is no part of a group: all ranks have it, if it is no DTensor."""
+    """The layout of a parameter, or of a tensor outside of groups. A tensor that is not a DTensor is on all ranks."""
     spec: DTensorSpec | None = None
     if isinstance(value, ShardedParameter):
-        spec, local = value.spec, value.held
+        spec, local = value.spec, value.values
     else:
         local = local_tensor(value)
         spec = spec_of(value) if isinstance(value, DTensor) else None
     shape = tuple(local.shape if spec is None else spec.shape)
-    if spec is not None and 0 not in shape:  # what has no elements is the same everywhere
+    if spec is not None and 0 not in shape:  # a tensor without elements is the same everywhere
         if isinstance(value, Fragment):
             return _layout_of_fragment(value)
         return _layout_on(spec.mesh, spec.placements, shape, tuple(local.shape))
@@ -112,8 +113,8 @@ def layout_of(value: torch.Tensor | ShardedParameter) -> Layout:
 
 
 @lru_cache(maxsize=64)
-def _place_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
-    """Where this rank stands in a mesh, and the size of the mesh. To ask the mesh for each tensor takes longer."""
+def _position_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
+    """This rank's coordinate in a mesh, and the shape of the mesh. Cached: the mesh is slower."""
     return mesh.get_coordinate(), tuple(mesh.shape)
 
 
@@ -121,8 +122,8 @@ def _place_in(mesh: DeviceMesh) -> tuple[Sequence[int] | None, tuple[int, ...]]:
 def _layout_on(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], local: tuple[int, ...]
 ) -> Layout:
-    """One box, or none where the rank has no elements or is not in the mesh."""
-    coordinate, extent = _place_in(mesh)
+    """The layout of a DTensor: one box, or none if the rank has no elements or is not in the mesh."""
+    coordinate, extent = _position_in(mesh)
     if coordinate is None:
         return Layout(shape, (), ONLY_HERE)
     number, count, offsets, sharded = 0, 1, [0] * len(shape), list[int]()
@@ -143,7 +144,7 @@ def _layout_on(
 def _layout_of_fragment(param: Fragment) -> Layout:
     data, before = param.data, param.unsharded_spec
     base = Layout(tuple(param.shape), (((0,) * len(param.shape), tuple(param.shape)),), ONLY_HERE)
-    if before is not None:  # tensor parallel has cut it first
+    if before is not None:  # tensor parallel cut the parameter before
         base = _layout_on(before.mesh, before.placements, tuple(before.shape), tuple(param.shape))
     replica = data.replicate_group.rank() if data.replicate_group is not None else 0
     number = base.copies.number * data.replicate_size + replica
@@ -157,7 +158,7 @@ def _layout_of_fragment(param: Fragment) -> Layout:
         return Layout(base.shape, base.boxes, copies)
     start = base.boxes[0][0] if base.boxes else ()
     boxes = []
-    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param._run):
+    for offsets, sizes in _boxes_of_run([param.shape[dim] for dim in param.order], *param.run):
         placed = [0] * len(offsets), [0] * len(offsets)
         for dim, offset, size in zip(param.order, offsets, sizes, strict=True):
             placed[0][dim], placed[1][dim] = start[dim] + offset, size
@@ -166,7 +167,7 @@ def _layout_of_fragment(param: Fragment) -> Layout:
 
 
 def _boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes that the elements ``start`` to ``stop`` of a tensor in row-major order make, in their order."""
+    """The boxes that together are the elements ``start`` to ``stop`` of a tensor in row-major order, in that order."""
     if start >= stop:
         return
     if len(shape) < 2:

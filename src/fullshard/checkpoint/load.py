@@ -1,6 +1,7 @@
-"""Loads the newest checkpoint that is whole, each rank what it needs, into the memory in which it is used.
+"""Loads the newest whole checkpoint. Each rank reads only its own parts, directly into the memory of the model.
 
-Owns the choice among the checkpoints of a directory: one that is broken is named and passed over, on all ranks alike.
+Owns the choice among the checkpoints of a directory. All ranks skip a broken one together, with a warning that names
+it.
 """
 
 from __future__ import annotations
@@ -51,29 +52,30 @@ def load(
 ) -> dict[str, Any] | None:
     """Loads the newest whole checkpoint of a directory into a model, its optimizer and other objects.
 
-    All ranks must call it; they may be other ranks, and sharded otherwise, than those that saved. Checkpoints that are
-    not whole are passed over with a warning that names the file and the tensor.
+    All ranks must call it. Their number, and the way in which the model is sharded, may differ from those that saved.
+    Checkpoints that are not whole are skipped with a warning that names the file and the tensor.
 
     Args:
-        directory: where :func:`save` put its checkpoints, or one of them, or one of DCP.
-        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not at all.
-        optimizer: of the model's parameters; ``None``: its state is not loaded.
-        strict: ``False``: what only the checkpoint or only the model has is left as it is.
-        near: the directory of near copies that ``save`` was given. The newest near copy is loaded if it is whole, of
-            this training, and not older than the newest checkpoint of ``directory``; ranks read what their host does
-            not have from other hosts. A line of the log (logger ``fullshard``, level INFO) says what was loaded and
-            why, and a warning why a near copy that is newer was not.
-        process_group: the ranks of the model, if these are not all.
-        state: by the names that ``save`` was given, the objects with ``load_state_dict()`` that take their state back.
+        directory: the directory that was given to :func:`save`, or a single checkpoint in it, or a checkpoint of DCP.
+        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
+        optimizer: an optimizer of the model's parameters. ``None``: no optimizer state is loaded.
+        strict: ``False``: ignore what only the checkpoint has, and keep what only the model has.
+        near: the directory of near copies that was given to ``save``. The newest near copy is loaded if it is whole,
+            belongs to this training, and is not older than the newest checkpoint of ``directory``. Ranks read files
+            that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was loaded and
+            why. If a newer near copy was not loaded, a warning says why.
+        process_group: the ranks of the model, if they are not all ranks.
+        state: objects with ``load_state_dict()``, by the names that were given to ``save``. Their state is loaded.
 
     Returns:
-        ``None`` if the directory has no checkpoint: the training begins. Otherwise a dict of ``step`` and of all state
-        that this rank gave to ``save`` by name. Where another number of ranks saved, rank r has the state of rank r
-        modulo that number, and names under which ranks differed are warned of.
+        ``None`` if the directory has no checkpoint, so that the training begins. Otherwise a dict with ``step`` and, by
+        name, all state that this rank gave to ``save``. If the number of ranks differs from that of the save, rank r
+        gets the state of rank r modulo the number of ranks that saved, and a warning names the state that differed
+        between ranks.
 
     Raises:
         CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
-            optimizer may then have parts of it.
+            optimizer may then be partly loaded.
     """
     finish()
     ranks, directory = Ranks(process_group), Path(directory)
@@ -88,12 +90,12 @@ def load(
                     broken.append(str(error))
                     warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
                 continue
-            taken = ranks.attempt(partial(loading.take_over, optimizer, state))[0]
+            loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
-            _log.info(f"step {taken['step']} is loaded from {path}{why}")
-            if (number_of(path.name) or (taken["step"],))[0] != taken["step"]:
-                warn(f"{path} holds step {taken['step']}, which is loaded: the directory was renamed")
-        return taken
+            _log.info(f"step {loaded['step']} is loaded from {path}{why}")
+            if (number_of(path.name) or (loaded["step"],))[0] != loaded["step"]:
+                warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
+        return loaded
     if broken:
         raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
     if number_of(directory.name):
@@ -106,17 +108,17 @@ def load(
 
 
 class _Candidate(NamedTuple):
-    """What may be loaded."""
+    """A checkpoint that may be loaded."""
 
     path: Path
     open: Callable[[], Checkpoint]
-    served: Callable[[], AbstractContextManager[None]]  # while ranks read
-    why: str  # it is the next that is tried
+    served: Callable[[], AbstractContextManager[None]]  # the context in which ranks read it
+    why: str  # the reason why it is tried next, for the log
 
 
 def _candidates(directory: Path, near: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
-    """What may be loaded, the newest first, near copies before checkpoints that are not newer. All ranks must ask for
-    the next one at once."""
+    """The checkpoints that may be loaded, the newest first. A near copy comes before a checkpoint that is not newer.
+    All ranks must take the next one together."""
     copies, why = list[NearCopy](), ""
     if near is not None:
         try:
@@ -150,24 +152,24 @@ class _Loading:
 
     def __init__(self, path: Path, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
         self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
-        self.opened = ExitStack()  # what is read stays where it is until all of it was taken over
+        self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
         self.state: dict[str, Any] = {}
-        self.rest: dict[str, Any] = {}
+        self.other_values: dict[str, Any] = {}
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.sharded: dict[tuple[str | int, ...], Any] = {}
 
     @torch.no_grad()
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
-        """Reads everything; what is not read in place is kept for :meth:`take_over`."""
+        """Reads everything. What is not read directly into the model is kept for :meth:`apply`."""
         self.checkpoint, self.params, contents = self.opened.enter_context(self.open()), Parameters(model), Contents()
         manifest = self.checkpoint.manifest
         self.params.collect(contents, frozen=True)
-        for name, value in self.params.rest().items():
+        for name, value in self.params.other_values().items():
             if isinstance(value, torch.Tensor):
-                self.rest[name] = torch.empty_like(value)
-                contents.add({f"model.{name}": ("model", name)}, self.rest[name])
+                self.other_values[name] = torch.empty_like(value)
+                contents.add({f"model.{name}": ("model", name)}, self.other_values[name])
             elif f"model.{name}" in manifest.objects:
-                self.rest[name] = self.checkpoint.value(f"model.{name}")
+                self.other_values[name] = self.checkpoint.value(f"model.{name}")
         if not self.strict and not self.has_optimizer:
             optimizer = None
         if optimizer is not None:
@@ -176,10 +178,12 @@ class _Loading:
         contents.values.clear()
         self._read_state(contents, state)
         self._compare(contents, optimizer)
-        self.checkpoint.read(targets(contents, manifest.tensors.places))
+        self.checkpoint.read(targets(contents, manifest.tensors.positions))
         self.params.written()
         both = manifest.tensors, manifest.objects
-        self.rest = {name: each for name, each in self.rest.items() if any(f"model.{name}" in of for of in both)}
+        self.other_values = {
+            name: each for name, each in self.other_values.items() if any(f"model.{name}" in of for of in both)
+        }
 
     @property
     def has_optimizer(self) -> bool:
@@ -207,41 +211,43 @@ class _Loading:
             )
 
     def _compare(self, contents: Contents, optimizer: Optimizer | None) -> None:
-        """Refuses a checkpoint of another model."""
+        """Raises an error if the checkpoint does not fit the model."""
         if not self.strict:
             return
-        manifest, here = self.checkpoint.manifest, {name for name in contents.paths if name.startswith("model.")}
-        there = {name for name in (*manifest.tensors, *manifest.objects) if name.startswith("model.")}
+        manifest, in_model = self.checkpoint.manifest, {name for name in contents.paths if name.startswith("model.")}
+        in_checkpoint = {name for name in (*manifest.tensors, *manifest.objects) if name.startswith("model.")}
         if not manifest.frozen:
             frozen = {
                 f"model.{name}"
-                for param, places in self.params.shown.items()
-                for place in places
-                for name in self.params.known[place].names
+                for param, originals in self.params.shown.items()
+                for original in originals
+                for name in self.params.known[original].names
                 if not param.requires_grad
             }
-            here = {name for name in here if not frozen & {name.rsplit(".", depth)[0] for depth in range(3)}}
-        for known in self.params.known.values():  # what is tied may be there under one of its names
+            in_model = {name for name in in_model if not frozen & {name.rsplit(".", depth)[0] for depth in range(3)}}
+        for known in self.params.known.values():  # a tied parameter may be stored under one of its names only
             tied = {f"model.{name}" for name in known.names}
-            if tied & there:
-                here -= tied - there
-        if missing := sorted(here - there):
-            whole = {name.partition(".[")[0] for name in there}
+            if tied & in_checkpoint:
+                in_model -= tied - in_checkpoint
+        if missing := sorted(in_model - in_checkpoint):
+            whole = {name.partition(".[")[0] for name in in_checkpoint}
             if any(name.partition(".[")[0] in whole for name in missing):
                 raise ValueError(
                     f"{self.path} has {few(missing)}, for other parts of parameters than this rank has: "
                     f"load it on as many ranks, sharded alike, as saved it"
                 )
             raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it of another model?")
-        there = {name for name in there if ".[" not in name}
-        if unknown := sorted(there - set(contents.paths) - {f"model.{name}" for name in self.rest}):
+        in_checkpoint = {name for name in in_checkpoint if ".[" not in name}
+        if unknown := sorted(in_checkpoint - set(contents.paths) - {f"model.{name}" for name in self.other_values}):
             raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it of another model?")
         if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 
     @torch.no_grad()
-    def take_over(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> dict[str, Any]:
-        self.params.load_rest(self.rest)
+    def apply(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Applies what :meth:`read` kept: buffers, optimizer state and other objects' state. Returns the user's
+        state."""
+        self.params.load_other_values(self.other_values)
         if optimizer is not None and self.has_optimizer:
             load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.strict)
         for name, each in state.items():

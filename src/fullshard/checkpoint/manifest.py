@@ -1,9 +1,9 @@
-"""What a checkpoint holds and where: the manifest, a small JSON file beside the files of torch's DCP format.
+"""The manifest: a small JSON file that describes a checkpoint, beside the files of torch's DCP format.
 
-Owns its fields, the names of directories and files, and the checks that make it safe to believe: a manifest is used
-only if its own checksum is right, all paths stay inside the directory, every piece lies in its file, and the
-pieces of a tensor make all of it. :mod:`fullshard.checkpoint.dcp` makes the same description of a checkpoint that has
-no manifest.
+Owns its fields, the names of directories and files, and the checks that make a manifest safe to use: its own checksum
+    is
+right, all paths stay inside the directory, each piece is inside its file, and the pieces of a tensor cover it exactly.
+For a checkpoint without a manifest, :mod:`fullshard.checkpoint.dcp` makes the same description.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 
 from fullshard.checkpoint.blocks import BLOCK, BrokenCheckpoint, checksum, open_regular
 
-#: The file of torch's DCP format that says which tensors there are.
+#: The file of torch's DCP format that lists the tensors.
 METADATA = ".metadata"
 MANIFEST = "manifest.json"
-#: Grows when older code could not read what is written.
+#: The version of the format. It grows when older code cannot read new files.
 FORMAT = 2
-#: Dims of a tensor, as torch has at most, and those along which one is cut.
+#: The most dims of a tensor in torch, and the most dims along which a tensor may be cut.
 _DIMS, _CUTS = 64, 8
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # what others call step-10 is not ours
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # step-10 has too few digits: another program's directory
 _MARK = re.compile(rb'\{"checksum": "([0-9a-f]{16})"')
 _MANIFEST = re.compile(rb'\{"checksum": "([0-9a-f]{16})", "manifest": (.*)\}\n', re.DOTALL)
 
@@ -39,16 +39,16 @@ class Piece(NamedTuple):
     """A box of a tensor, stored in one run of bytes."""
 
     file: str
-    start: int  # of what torch.load reads
+    start: int  # first byte of what torch.load reads
     length: int
-    data: int  # byte of the file where its values begin, in the order of rows; -1: what torch.load reads says it
+    data: int  # first byte of its values, in row-major order; -1: only torch.load knows
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 @dataclass
 class Entry:
-    """A tensor: its dtype and shape, and the pieces that make it."""
+    """A tensor: its dtype, its shape, and its pieces."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,12 +61,12 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """What tensors have in common that differ only in their names and in where their pieces begin.
+    """A kind of tensors: they differ only in their names, and in where their pieces start.
 
     Attributes:
-        pieces: file, length, how far behind the start the values begin (or -1), offsets and sizes of each.
-        starts: for each piece, where it begins of each tensor.
-        boxes: by offsets and sizes, the number of a piece.
+        pieces: for each piece its file, its length, the distance from its start to its values (or -1), offsets, sizes.
+        starts: for each piece, its start for each of the tensors.
+        boxes: the number of a piece, by offsets and sizes.
     """
 
     dtype: torch.dtype
@@ -85,16 +85,21 @@ class Kind:
 
 
 class Tensors(Mapping[str, Entry]):
-    """Tensors by name. There are many of few kinds, so that an entry is made when it is asked for. ``numbers`` has the
-    kind of each, ``members`` the names of each kind, and ``places`` the kind of a name, and where it stands there."""
+    """Tensors by name. There are many tensors of few kinds, so an entry is made only when it is asked for.
+
+    Attributes:
+        numbers: the number of the kind of each tensor.
+        members: the names of the tensors of each kind.
+        positions: for each name, its kind and its index in that kind.
+    """
 
     def __init__(self, names: Sequence[str], numbers: Sequence[int], kinds: Sequence[Kind]) -> None:
         self.numbers, self.kinds, self.members = numbers, kinds, [list[str]() for _ in kinds]
         for name, number in zip(names, numbers, strict=True):
             self.members[number].append(name)
-        self.places: dict[str, Any] = dict.fromkeys(names)
+        self.positions: dict[str, Any] = dict.fromkeys(names)
         for kind, members in zip(kinds, self.members, strict=True):
-            self.places.update(zip(members, zip(repeat(kind), count(), strict=False), strict=False))
+            self.positions.update(zip(members, zip(repeat(kind), count(), strict=False), strict=False))
 
     @classmethod
     def of(cls, entries: Mapping[str, Entry]) -> Tensors:
@@ -110,21 +115,21 @@ class Tensors(Mapping[str, Entry]):
         return cls(list(entries), numbers, kinds)
 
     def __getitem__(self, name: str) -> Entry:
-        kind, at = self.places[name]
+        kind, at = self.positions[name]
         return Entry(kind.dtype, kind.shape, [kind.piece(number, at) for number in range(len(kind.pieces))])
 
     def __contains__(self, name: object) -> bool:
-        return name in self.places
+        return name in self.positions
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.positions)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
 
 class Stored(NamedTuple):
-    """A value that is no tensor."""
+    """The position of a value that is not a tensor."""
 
     file: str
     start: int
@@ -138,19 +143,19 @@ class StoredFile(NamedTuple):
 
 @dataclass
 class Manifest:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        step: the training step, as :func:`fullshard.checkpoint.save` was told, or a number that was counted on.
-        world_size: how many ranks wrote it; 0 if nobody knows.
+        step: the training step that was given to :func:`fullshard.checkpoint.save`, or the next number.
+        world_size: how many ranks wrote it; 0 if unknown.
         frozen: whether frozen parameters were saved.
-        versions: of fullshard and torch.
-        files: by name, inside the directory.
-        tensors: by their names in the format of DCP, such as ``model.blocks.0.weight``.
+        versions: the versions of fullshard and torch.
+        files: the files inside the directory, by name.
+        tensors: the tensors, by their names in DCP's format, such as ``model.blocks.0.weight``.
         objects: other values, by name.
-        state: by the names that ``save`` was given, the number of the value that each rank has.
-        paths: of what DCP wrote, by name, the keys that lead there in the nested state dict.
-        near: of a near copy, which training it belongs to, as :mod:`fullshard.checkpoint.near` says.
+        state: for each name that was given to ``save``, the number of the value that each rank has.
+        paths: for a checkpoint of DCP, the keys that lead to each name in the nested state dict.
+        near: for a near copy, the training to which it belongs, see :mod:`fullshard.checkpoint.near`.
     """
 
     step: int = 0
@@ -166,12 +171,12 @@ class Manifest:
 
 
 def name_of(step: int, again: int = 0) -> str:
-    """The directory of a save; ``again``: how many of this step are there already."""
+    """The name of a save's directory. ``again``: how many saves of this step exist already."""
     return f"step-{step:08d}" + (f".{again}" if again else "")
 
 
 def number_of(name: str) -> tuple[int, int] | None:
-    """The step of a directory, and how many of the same step are older; ``None`` if it is no save."""
+    """The step of a save's directory, and how many saves of that step are older; ``None`` for other directories."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
@@ -193,7 +198,7 @@ def encode_contents(manifest: Manifest) -> bytes:
 
 
 def encode(manifest: Manifest, contents: bytes) -> bytes:
-    """The bytes of the file: the manifest and its checksum; ``contents`` are those of :func:`encode_contents`."""
+    """The bytes of the file: the manifest and its checksum. ``contents`` comes from :func:`encode_contents`."""
     text = json.dumps(
         {
             "format": FORMAT,
@@ -213,25 +218,29 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """The manifest in a directory; a BrokenCheckpoint if it is not what was written, or does not fit itself."""
+    """Decodes a manifest. Raises BrokenCheckpoint if its checksum is wrong, or if it contradicts itself."""
     found = _MANIFEST.fullmatch(data)
     if found is None or checksum(found[2]) != found[1].decode():
         raise BrokenCheckpoint(f"{path} is not what was written (wrong checksum)")
     try:
-        told: dict[str, Any] = json.loads(found[2])
-        if told["format"] != FORMAT or told["block"] != BLOCK:
+        fields: dict[str, Any] = json.loads(found[2])
+        if fields["format"] != FORMAT or fields["block"] != BLOCK:
             raise BrokenCheckpoint(
-                f"{path} is of format {told['format']} with blocks of {told['block']} bytes, and this version of "
+                f"{path} is of format {fields['format']} with blocks of {fields['block']} bytes, and this version of "
                 f"fullshard reads format {FORMAT} with blocks of {BLOCK}: use the version that wrote it, or a newer one"
             )
-        files = list(told["files"])
+        files = list(fields["files"])
         manifest = Manifest(
-            int(told["step"]), int(told["world_size"]), bool(told["frozen"]), told["versions"], state=told["state"]
+            int(fields["step"]),
+            int(fields["world_size"]),
+            bool(fields["frozen"]),
+            fields["versions"],
+            state=fields["state"],
         )
-        manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in told["files"].items()}
-        manifest.near = {key: str(value) for key, value in told.get("near", {}).items()}
-        manifest.objects = {name: Stored(files[number], *place) for name, (number, *place) in told["objects"].items()}
-        manifest.tensors = _tensors(manifest, told, path)
+        manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in fields["files"].items()}
+        manifest.near = {key: str(value) for key, value in fields.get("near", {}).items()}
+        manifest.objects = {name: Stored(files[number], *run) for name, (number, *run) in fields["objects"].items()}
+        manifest.tensors = _tensors(manifest, fields, path)
         for name, numbers in manifest.state.items():
             if not numbers or not all(f"state.{name}.{number}" in manifest.objects for number in numbers):
                 raise BrokenCheckpoint(f"{path} lacks a value of the state '{name}'")
@@ -243,19 +252,19 @@ def decode(data: bytes, path: Path) -> Manifest:
     return manifest
 
 
-def _tensors(manifest: Manifest, told: dict[str, Any], path: Path) -> Tensors:
+def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
     files, kinds = list(manifest.files), list[Kind]()
-    for dtype, shape, boxes, starts in told["kinds"]:
+    for dtype, shape, boxes, starts in fields["kinds"]:
         pieces = [(files[number], length, head, tuple(at), tuple(sizes)) for number, length, head, at, sizes in boxes]
         kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
-    tensors = Tensors(told["tensors"], told["kind"], kinds)
-    if len(tensors) != len(told["tensors"]) or not set(map(type, tensors)) <= {str}:
+    tensors = Tensors(fields["tensors"], fields["kind"], kinds)
+    if len(tensors) != len(fields["tensors"]) or not set(map(type, tensors)) <= {str}:
         raise BrokenCheckpoint(f"{path} has a name twice, or one that is no text")
     return tensors
 
 
 def mark_of(path: Path) -> str:
-    """The checksum at the head of the manifest of a checkpoint, which tells it from others; empty if there is none."""
+    """The checksum at the beginning of a checkpoint's manifest, which identifies it; empty if there is none."""
     try:
         with open(open_regular(path / MANIFEST)[0], "rb") as file:
             head = file.read(64)
@@ -273,7 +282,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check(manifest: Manifest, path: Path) -> None:
-    """Refuses what is not supported by the sizes of files: so nothing larger than these is ever allocated."""
+    """Raises BrokenCheckpoint if the manifest describes more than its files contain. So no memory is ever allocated for
+    more than the files' sizes."""
     for name, file in manifest.files.items():
         if not _inside(name, path.parent):
             raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not inside the directory")
@@ -292,7 +302,7 @@ def check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path) -> None:
-    """Refuses tensors of one kind."""
+    """Checks the tensors of one kind."""
     files = {piece[0] for piece in kind.pieces}
     shape, what = kind.shape, f"{path}: tensor '{next(iter(names), '')}'"
     too_large = math.prod(max(1, size) for size in shape[:_DIMS]) * kind.dtype.itemsize >= 1 << 63
@@ -310,16 +320,19 @@ def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path
             raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
     if not _are_tiles([piece[3:] for piece in kind.pieces], shape):
         raise BrokenCheckpoint(f"{what} of shape {shape} is not covered by its pieces, each element once")
-    nbytes, there = math.prod(shape) * kind.dtype.itemsize, sum(manifest.files[file].size for file in files)
-    if nbytes > there:
-        raise BrokenCheckpoint(f"{what} has {nbytes} bytes, and its files {there}: some of its pieces lie at the same")
+    nbytes, available = math.prod(shape) * kind.dtype.itemsize, sum(manifest.files[file].size for file in files)
+    if nbytes > available:
+        raise BrokenCheckpoint(
+            f"{what} has {nbytes} bytes, and its files {available}: some of its pieces lie at the same"
+        )
 
 
 def _are_tiles(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Whether boxes inside of a tensor cover each of its elements once.
+    """Whether boxes inside of a tensor cover each of its elements exactly once.
 
-    How often elements are covered changes at corners of boxes: along each dim by +1 where a box begins, by -1 where it
-    ends. If these changes add up to those of the whole tensor, so do the boxes. Pairs of boxes need not be compared::
+    The number of boxes that cover an element changes only at the corners of boxes: along each dim by +1 where a box
+    begins, and by -1 where it ends. If all changes add up to those of the whole tensor, the boxes cover it exactly.
+    So pairs of boxes need not be compared::
 
         + . . -          + . - .     + . -         elements a, b, c of a (3,) tensor; boxes of a, b and of c: what
         a b c      =     a b     and     c         is at the border adds up to 0
@@ -343,7 +356,7 @@ def _are_tiles(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: 
 def _check_runs(
     manifest: Manifest, file: str, starts: Sequence[int], length: int, names: Sequence[str], path: Path
 ) -> None:
-    """Refuses runs of ``length`` bytes that a file has not; each holds what is called by one of ``names``."""
+    """Checks that runs of ``length`` bytes are inside of a file. Each run stores one of ``names``."""
     size = manifest.files[file].size
     if len(starts) != len(names) or not _are_counts((*starts, length)):
         raise BrokenCheckpoint(f"{path}: {few(names)} lie at no bytes of {file!r}")
@@ -363,7 +376,7 @@ def _are_counts(numbers: Collection[Any]) -> bool:
 
 
 def _inside(name: str, directory: Path) -> bool:
-    """Whether a path leads to something below the directory, links included."""
+    """Whether a path is below the directory, after following links."""
     try:
         return bool(name) and (directory / name).resolve().is_relative_to(directory.resolve())
     except (OSError, ValueError, RuntimeError):

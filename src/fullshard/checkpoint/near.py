@@ -1,14 +1,16 @@
-"""Near copies: checkpoints in memory of the hosts, which outlive their processes, and of which another host has a copy.
+"""Near copies: checkpoints in the memory of the hosts. They outlive their processes, and another host has a copy.
 
-A near copy is a checkpoint like any other, in a directory that each host has for itself, such as one in ``/dev/shm``.
-There lie the files of the ranks of this host, those of the ranks of another host, and the same manifest everywhere::
+A near copy is a checkpoint like any other, in a directory that each host has for itself, for example in ``/dev/shm``.
+It has the files of this host's ranks, the files of another host's ranks, and the manifest, which is the same on all
+hosts::
 
     host a   /dev/shm/job/step-00000012    manifest.json   __0 __1   and, of host b,   __2 __3
     host b   /dev/shm/job/step-00000012    manifest.json   __2 __3   and, of host a,   __0 __1
 
-Owns which ranks share a host and to which other host their files go, and to which training a near copy belongs: that of
-a directory, which has a file with a number of its own, and to whose newest checkpoint the near copy was the next. What
-is otherwise, of another training or from before the directory was changed, is never loaded.
+Owns which ranks share a host, and which other host gets their files. Owns also the training to which a near copy
+belongs. Each directory of checkpoints has a file that identifies its training. A near copy names that training, and the
+checkpoint that was the newest when it was saved. A near copy of another training, or one from before the directory
+changed, is never loaded.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from fullshard.comm.waits import waiting
 #: The file of a directory of checkpoints that names its training.
 _TRAINING = "near.json"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-#: Bytes that travel in one message to another host, and the tag of the messages.
+#: Bytes of one message to another host, and the tag of the messages.
 _MESSAGE, _TAG = 32 * BLOCK, 0x6E656172
 
 
 class Sent(NamedTuple):
-    """A file that a rank wrote, as the other ranks are told of it."""
+    """A file that a rank wrote, as it is described to the other ranks."""
 
     name: str
     size: int
@@ -54,21 +56,22 @@ class Sent(NamedTuple):
 
 
 class Hosts:
-    """Which ranks share a directory for near copies, and to whom they send their files. All ranks must make it.
+    """The hosts: which ranks share a directory for near copies, and which ranks they send their files to. All ranks
+    must make it.
 
-    Files go half of the hosts away: so two hosts must be lost before anything is, and a certain two.
+    A host sends its files half way around the list of hosts. So data is lost only if two particular hosts are lost.
 
     Args:
-        root: the directory, which each host has for itself. It is made.
-        ranks: that save or load.
-        directory: of checkpoints, to whose training the near copies belong that are saved.
+        root: the directory for near copies, which each host has for itself. It is made.
+        ranks: the ranks that save or load.
+        directory: the directory of checkpoints, whose training the saved near copies belong to.
 
     Attributes:
         members: the ranks of each host, by the first of them.
-        leader: the first rank of this host, which makes what is in its directory visible.
-        to: the rank of another host that gets the file of this rank; ``None`` if there is one host.
-        sources: the ranks whose files this rank gets.
-        binding: what the manifest of a near copy says of the training, if there is one.
+        leader: the first rank of this host. It makes the near copy in this host's directory visible.
+        to: the rank of another host that receives this rank's file; ``None`` if there is only one host.
+        sources: the ranks whose files this rank receives.
+        binding: what the manifest of a near copy says about its training.
 
     Raises:
         CheckpointError: on all ranks, if the directory cannot be made on one.
@@ -76,11 +79,13 @@ class Hosts:
 
     def __init__(self, root: Path, ranks: Ranks, directory: Path | None = None) -> None:
         self._ranks = ranks
-        _, every = ranks.attempt(lambda: ((_place_of(root), binding(directory) if directory and ranks.first else {}),))
+        _, every = ranks.attempt(
+            lambda: ((_location_of(root), binding(directory) if directory and ranks.first else {}),)
+        )
         self.binding: dict[str, str] = every[0][1]
         hosts: dict[Any, list[int]] = {}
-        for rank, (place, _) in enumerate(every):
-            hosts.setdefault(place, []).append(rank)
+        for rank, (location, _) in enumerate(every):
+            hosts.setdefault(location, []).append(rank)
         self.members = {ranks_of_host[0]: ranks_of_host for ranks_of_host in hosts.values()}
         self.leader = hosts[every[ranks.rank][0]][0]
         targets: dict[int, int] = {}
@@ -92,15 +97,16 @@ class Hosts:
         self.sources = [rank for rank, to in targets.items() if to == ranks.rank]
 
     def spread(self, partial: Path, files: Sequence[Sent]) -> None:
-        """Sends the file of this rank, one of ``files``, to another host, and writes those that come beside it. All
-        ranks must call it. A CheckpointError if one could not be written, or is not what was sent."""
+        """Sends this rank's file to another host, and writes the files that it receives beside its own. All ranks must
+        call it. ``files`` describes the file of each rank. Raises CheckpointError if a received file could not be
+        written, or has a wrong checksum."""
         group, mine = self._ranks.group, files[self._ranks.rank]
         size = mine.size if self.to is not None else 0
         data = torch.from_file(str(partial / mine.name), shared=False, size=size, dtype=torch.uint8) if size else None
         copies = [_Copy(rank, partial / files[rank].name, files[rank]) for rank in self.sources]
         for start in range(0, max([size, *(copy.file.size for copy in copies)]), _MESSAGE):
             works: list[dist.Work | None] = []
-            come: list[tuple[_Copy, torch.Tensor]] = []
+            incoming: list[tuple[_Copy, torch.Tensor]] = []
             if data is not None and start < size:
                 part = data[start : start + _MESSAGE]
                 works.append(dist.isend(part, group=group, group_dst=self.to, tag=_TAG))
@@ -108,18 +114,19 @@ class Hosts:
                 if start < copy.file.size:
                     part = torch.empty(min(_MESSAGE, copy.file.size - start), dtype=torch.uint8)
                     works.append(dist.irecv(part, group=group, group_src=copy.rank, tag=_TAG))
-                    come.append((copy, part))
+                    incoming.append((copy, part))
             with waiting("the copies of a checkpoint", group):
                 for work in works:
                     work.wait()  # type: ignore[union-attr]
-            for copy, part in come:
+            for copy, part in incoming:
                 copy.write(part)
         for copy in copies:
             copy.close()
 
 
 class _Copy:
-    """A file of another rank, as it comes. After a failure what comes is thrown away: its sender waits for nobody."""
+    """A file that is received from another rank. After a failure, received bytes are dropped, so that the sender is not
+    blocked."""
 
     def __init__(self, rank: int, path: Path, file: Sent) -> None:
         self.rank, self.path, self.file = rank, path, file
@@ -154,8 +161,8 @@ class _Copy:
             raise CheckpointError(f"{self.path}, which rank {self.rank} sent, is not what it wrote (wrong checksum)")
 
 
-def _place_of(root: Path) -> tuple[Any, ...]:
-    """The same for ranks that see the same directory, and for no others."""
+def _location_of(root: Path) -> tuple[Any, ...]:
+    """A value that is equal on ranks that see the same directory, and differs on all others."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         found = root.stat()
@@ -165,7 +172,7 @@ def _place_of(root: Path) -> tuple[Any, ...]:
 
 
 def binding(directory: Path) -> dict[str, str]:
-    """What the manifest of a near copy says: whose training it belongs to, and after which checkpoint it comes."""
+    """What the manifest of a near copy says: its training, and the newest checkpoint before it."""
     found = training_of(directory)
     if not found:
         make_directory(directory)
@@ -179,32 +186,32 @@ def binding(directory: Path) -> dict[str, str]:
 
 
 def training_of(directory: Path) -> str:
-    """The number of the training in a directory; empty if it has none."""
+    """The identifier of the training in a directory; empty if it has none."""
     try:
-        told = json.loads((directory / _TRAINING).read_text())
-        return str(told["training"])
+        fields = json.loads((directory / _TRAINING).read_text())
+        return str(fields["training"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
 def forget(near: str | Path, process_group: ProcessGroup | None = None) -> None:
-    """Removes the near copies of a training that has come to its end, and so gives their memory back.
+    """Removes the near copies of a finished training, and so frees their memory.
 
-    All ranks must call it. Nothing else removes the last near copy but a restart of the host: without this call it
-    stays, and a later :func:`load` may go on from it.
+    All ranks must call it. Otherwise only a restart of the host removes the last near copy, and a later :func:`load`
+    may continue from it.
 
     Args:
-        near: the directory that :func:`save` was given.
-        process_group: the ranks of the model, if these are not all.
+        near: the directory that was given to :func:`save`.
+        process_group: the ranks of the model, if they are not all ranks.
 
     Raises:
-        CheckpointError: the last save, in the background, failed; near copies stay.
+        CheckpointError: the last save in the background failed. The near copies stay.
     """
     finish()
     root, ranks = Path(near), Ranks(process_group)
-    if Hosts(root, ranks).leader == ranks.rank:  # all have come: nobody reads or writes any more
+    if Hosts(root, ranks).leader == ranks.rank:  # all ranks are here, so no rank reads or writes any more
         for path in [*checkpoints(root), *root.glob(".step-*.partial"), *root.glob(".step-*.removed")]:
             if path != root:
                 shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it has something else too
+        with contextlib.suppress(OSError):  # the directory has other files too
             root.rmdir()

@@ -1,7 +1,7 @@
-"""Pickles of strangers as plain data: nothing they name is imported, called, or hashed.
+"""Untrusted pickles as plain data: nothing that they name is imported, called, or hashed.
 
-What a pickle would call, or make an object of, becomes a :class:`Made`, and a dict a list of pairs. So a pickle costs
-memory and time in proportion to its bytes, whatever it says. Readers take what they know, and check types.
+A call or an object becomes a :class:`Made`, and a dict becomes a list of pairs. So a pickle needs memory and time in
+proportion to its bytes, whatever it contains. Readers use only what they know, and check types.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 
 class Global(NamedTuple):
-    """What a pickle names: a class, a function or a dtype."""
+    """A name in a pickle: a class, a function or a dtype."""
 
     module: str
     name: str
@@ -24,11 +24,11 @@ class Global(NamedTuple):
 
 
 class Pairs(list[Any]):
-    """The keys and the values of a dict, by turns."""
+    """The keys and the values of a dict, alternating."""
 
 
 class Made:
-    """What would be the result of a call, or an object; ``state`` is what it is given when it is there."""
+    """A call that was not made, or an object that was not created. ``state`` is the state that the object would get."""
 
     __slots__ = ("args", "function", "items", "state")
 
@@ -37,7 +37,7 @@ class Made:
 
 
 class Stored(NamedTuple):
-    """What a pickle refers to by an id, such as the storage of a tensor."""
+    """A reference by a persistent id, such as the storage of a tensor."""
 
     id: Any
 
@@ -53,11 +53,11 @@ _MAKES = {"LIST": list, "TUPLE": tuple, "DICT": Pairs, "FROZENSET": tuple}
 _EMPTY = {"EMPTY_LIST": list, "EMPTY_DICT": Pairs, "EMPTY_SET": list}
 
 
-def parse(data: bytes, tell: Callable[[Any], object] = lambda _: None) -> Any:
-    """The value of a pickle; an error of some kind if it is none.
+def parse(data: bytes, visit: Callable[[Any], object] = lambda _: None) -> Any:
+    """The value of a pickle. Raises some error if it is not a pickle of plain data.
 
     Args:
-        tell: is called with each call (:class:`Made`), each :class:`Stored`, and each list of keys.
+        visit: is called with each :class:`Made`, each :class:`Stored`, and each list of keys.
     """
     stack: list[Any] = []
     marks: list[list[Any]] = []
@@ -85,13 +85,13 @@ def parse(data: bytes, tell: Callable[[Any], object] = lambda _: None) -> Any:
             items, stack = stack, marks.pop()
             stack.append(_MAKES[name](items))
             if name in ("DICT", "FROZENSET"):
-                tell(items[:: 2 if name == "DICT" else 1])
+                visit(items[:: 2 if name == "DICT" else 1])
         elif name in ("APPEND", "SETITEM"):
             items = _pop(stack, 1 if name == "APPEND" else 2)
-            tell(_add(stack[-1], items))
+            visit(_add(stack[-1], items))
         elif name in ("APPENDS", "SETITEMS", "ADDITEMS"):
             items, stack = stack, marks.pop()
-            tell(_add(stack[-1], items))
+            visit(_add(stack[-1], items))
         elif name == "GLOBAL":
             stack.append(Global(*str(argument).split(" ", 1)))
         elif name == "STACK_GLOBAL":
@@ -101,7 +101,7 @@ def parse(data: bytes, tell: Callable[[Any], object] = lambda _: None) -> Any:
             stack.append(Global(module, attribute))
         elif name in ("REDUCE", "NEWOBJ"):
             stack.append(Made(*_pop(stack, 2)))
-            tell(stack[-1])
+            visit(stack[-1])
         elif name == "BUILD":
             state = stack.pop()
             if not isinstance(stack[-1], Made):
@@ -109,7 +109,7 @@ def parse(data: bytes, tell: Callable[[Any], object] = lambda _: None) -> Any:
             stack[-1].state = state
         elif name == "BINPERSID":
             stack.append(Stored(stack.pop()))
-            tell(stack[-1])
+            visit(stack[-1])
         elif name == "STOP":
             return stack.pop()
         elif name not in ("PROTO", "FRAME"):
@@ -130,7 +130,7 @@ def _pop(stack: list[Any], count: int) -> list[Any]:
 
 
 def _add(container: Any, items: list[Any]) -> list[Any]:
-    """Adds to a list, a dict, a set or an object; returns what may be keys."""
+    """Adds items to a list, a dict, a set or an object. Returns the items that may be keys."""
     if not isinstance(container, (list, Made)):
         raise UnpicklingError(f"it adds to a {type(container).__name__}")
     (container.items if isinstance(container, Made) else container).extend(items)

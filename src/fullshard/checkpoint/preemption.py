@@ -1,4 +1,4 @@
-"""Preemption: ranks that are told to end (SIGTERM) agree on the step after which they save and stop."""
+"""Preemption: after SIGTERM, all ranks agree on the step after which they save and stop."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class Preemption:
                     break
 
     Args:
-        within: seconds after SIGTERM in which this has to be done. Then the process ends, whatever it does: what it
-            writes at that moment does not become visible, and older checkpoints are whole.
-        process_group: the ranks that train together, if these are not all.
+        within: how many seconds after SIGTERM the process ends, whatever it does then. A checkpoint that is incomplete
+            by then does not become visible, and older checkpoints stay whole.
+        process_group: the ranks that train together, if they are not all ranks.
     """
 
     def __init__(self, within: float = 30.0, process_group: ProcessGroup | None = None) -> None:
         self._within, self._group = within, process_group
         self._timer: threading.Timer | None = None
         self._before: Any = signal.SIG_DFL
-        self._told: float | None = None
+        self._signalled_at: float | None = None
 
     @property
     def left(self) -> float | None:
-        """Seconds until this process ends, if it was told to."""
-        return None if self._told is None else max(0.0, self._told + self._within - time.monotonic())
+        """Seconds until this process ends; ``None`` if it has not received SIGTERM."""
+        return None if self._signalled_at is None else max(0.0, self._signalled_at + self._within - time.monotonic())
 
     def __call__(self) -> bool:
-        """Whether any rank was told to end. All ranks must call it, and all get the same answer."""
-        return self._ranks.any(self._told is not None)
+        """Whether any rank has received SIGTERM. All ranks must call it, and all get the same answer."""
+        return self._ranks.any(self._signalled_at is not None)
 
     def __enter__(self) -> Self:
         self._ranks = Ranks(self._group)
-        self._before = signal.signal(signal.SIGTERM, self._take_note)
+        self._before = signal.signal(signal.SIGTERM, self._note_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -58,9 +58,9 @@ class Preemption:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        if self._told is None:
-            self._told = time.monotonic()
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
             self._timer = threading.Timer(self._within, self._end)
             self._timer.daemon = True
             self._timer.start()

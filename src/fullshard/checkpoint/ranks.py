@@ -1,4 +1,5 @@
-"""What the ranks of a save or a load tell one another: failures above all, so that none waits for another in vain."""
+"""The communication of ranks in a save or a load. A failure on one rank is reported to all, so that none waits for
+it."""
 
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ _Result = TypeVar("_Result")
 
 
 class LostRank(CheckpointError, LostRankError):
-    """Another rank is gone: the ranks that are left can no longer agree on anything."""
+    """Another rank is lost: the remaining ranks cannot communicate any more."""
 
 
 class Ranks:
-    """The ranks of a process group, by default all, or this process alone where there is none. Those of the background
-    communicate beside training, and so by a group of their own, which every rank must make."""
+    """The ranks of a process group, by default all ranks. Without a process group it is this process alone. A save in
+    the background communicates while training does, so it needs a group of its own, which every rank must make."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, background: bool = False) -> None:
-        self.group: dist.ProcessGroup | None = None  # that moves what is on the CPU
+        self.group: dist.ProcessGroup | None = None  # a group that can send CPU tensors
         self.rank, self.size = 0, 1
         if dist.is_initialized():
             self.group = process_group or dist.group.WORLD
@@ -38,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, mine: Any) -> list[Any]:
-        """An object of each rank, in their order."""
+        """The objects of all ranks, in the order of the ranks."""
         if self.group is None:
             return [mine]
         try:
@@ -47,7 +48,7 @@ class Ranks:
             raise self.lost(error) from error
 
     def gather_to_first(self, mine: Any) -> list[Any]:
-        """The same, on the first rank alone: what each has may be large."""
+        """The objects of all ranks, on the first rank only. The objects may be large."""
         if self.group is None:
             return [mine]
         data = encoded(mine, self.group)
@@ -63,7 +64,7 @@ class Ranks:
         return [decoded(each[:length]) for each, length in zip(every or (), lengths, strict=False)]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The object of one rank, on all."""
+        """The object of one rank, on all ranks."""
         if self.group is None:
             return value
         try:
@@ -72,30 +73,31 @@ class Ranks:
             raise self.lost(error) from error
 
     def any(self, mine: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Whether it is true on any rank."""
         if self.group is None:
             return mine
-        told = torch.tensor(int(mine))
+        own = torch.tensor(int(mine))
         try:
             with waiting("a question to all ranks", self.group):
-                dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+                dist.all_reduce(own, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
             raise self.lost(error) from error
-        return bool(told)
+        return bool(own)
 
     def lost(self, error: RuntimeError) -> LostRank:
-        """What to raise from the ``error`` of a collective: backends do not say what that means."""
+        """The exception to raise after an ``error`` of a collective, which does not say that a rank was lost."""
         return LostRank(
-            f"rank {self.rank} lost another rank while it saved or loaded a checkpoint: look on the others for the "
-            f"first error; checkpoints that were there already are whole ({error})"
+            f"rank {self.rank} lost another rank while it saved or loaded a checkpoint: look for the first "
+            f"error on the other ranks; checkpoints that existed before are whole ({error})"
         )
 
     def attempt(self, call: Callable[[], _Result]) -> tuple[_Result, list[Any]]:
-        """Calls on every rank; returns its result, and the last item of each rank's result, if these are tuples.
+        """Makes a call that may fail, on every rank. Returns this rank's result, and a list with the last item of each
+        rank's result if the results are tuples.
 
         Raises:
-            BrokenCheckpoint: on all ranks, if the call raised it on one and nothing else on any.
-            CheckpointError: on all ranks, if it failed on one.
+            BrokenCheckpoint: on all ranks, if the call raised it on some rank, and no other error on any rank.
+            CheckpointError: on all ranks, if it failed on some rank with another error.
         """
         result: Any = None
         error: Exception | None = None
@@ -103,8 +105,8 @@ class Ranks:
             result = call()
         except Exception as raised:
             error = raised
-        told = result[-1] if isinstance(result, tuple) else None
-        everyone = self.gather((_described(error), type(error) is BrokenCheckpoint, told))
+        own = result[-1] if isinstance(result, tuple) else None
+        everyone = self.gather((_described(error), type(error) is BrokenCheckpoint, own))
         failed = {
             f"rank {rank}: {text}" if self.size > 1 else text: broken
             for rank, (text, broken, _) in enumerate(everyone)
@@ -124,7 +126,7 @@ def _described(error: Exception | None) -> str:
 
 @lru_cache(maxsize=16)
 def _gloo_beside(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves what is on the CPU. Kept as long as the one that it stands beside."""
+    """A gloo group of the same ranks, which can send CPU tensors. It is cached, and lives as long as the cache."""
     ranks = dist.get_process_group_ranks(process_group)
     with waiting("a process group to be made", process_group):
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)

@@ -1,7 +1,7 @@
-"""Reads checkpoints without a process group and without a model: which are there, which are whole, what is in them.
+"""Reads checkpoints without a process group and without a model: lists them, checks them, and reads their contents.
 
-Owns the order of the checkpoints of a directory, and the way from a box of a tensor to the bytes that hold it: of each
-file only the blocks are read that are needed, in their order, and none twice.
+Owns the order of the checkpoints in a directory, and how a box of a tensor is found in the files. Only the necessary
+blocks of a file are read, in their order, and each once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of, read_regular
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
 
-#: A box of a tensor that is to be read into memory: the name of the tensor in the checkpoint, its shape, where the box
-#: begins, and what takes its values, on any device, of any dtype and strides.
+#: A box of a tensor to read: the name of the tensor in the checkpoint, its shape, the offsets of the box, and the
+#: tensor to fill, on any device, of any dtype and strides.
 Target = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints of a directory by their names, the newest first; the directory itself if it is one.
+    """The checkpoints in a directory, the newest first by their names. If the directory is itself a checkpoint, only
+    that.
 
-    Where another job saves and removes older ones, some may be gone when their turn comes.
+    If another job saves there and removes older checkpoints, some may be gone when you open them.
     """
     directory = Path(directory)
     if not directory.is_dir():
         return []
-    with os.scandir(directory) as entries:  # which know what is a directory: one that was removed is not asked
+    with os.scandir(directory) as entries:  # an entry knows its type even if it was removed
         found = [(number, entry.name) for entry in entries if (number := number_of(entry.name)) and entry.is_dir()]
     if number_of(directory.name) or (not found and is_checkpoint(directory)):
         return [directory]
@@ -45,21 +46,21 @@ def checkpoints(directory: str | Path) -> list[Path]:
 
 
 def newest_first(directory: str | Path) -> Iterator[Path]:
-    """The same, but each is taken from a new listing: while one was tried, a save may have removed others, and have
-    made a newer one."""
+    """Like :func:`checkpoints`, but lists the directory again before each one: while the caller tried one, a save may
+    have removed others and made a newer one."""
     tried = set[Path]()
 
     def untried() -> Path | None:
         return next((path for path in checkpoints(directory) if path not in tried), None)
 
-    while path := untried() or untried():  # a listing may miss what is renamed meanwhile, but not two in a row
+    while path := untried() or untried():  # a listing may miss a directory that is being renamed; two listings do not
         tried.add(path)
         yield path
 
 
 def newest(directory: str | Path) -> Checkpoint | None:
-    """The newest checkpoint whose manifest and files are there; what the files hold is checked when it is read. Close
-    it after use: until then no save removes it."""
+    """The newest checkpoint with a manifest and all files. Their contents are checked when they are read. Close it
+    after use: until then no save removes it."""
     for path in newest_first(directory):
         try:
             return Checkpoint(path)
@@ -76,19 +77,19 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class Checkpoint:
-    """A checkpoint on the disk, of ours or of DCP's ``save``; also a context manager, which closes its files. Until it
-    is closed, ``keep_last`` of other jobs leaves it where it is, as far as the file system has locks.
+    """A checkpoint on the disk, made by fullshard or by DCP's ``save``. It is a context manager, which closes its
+    files. Until it is closed, ``keep_last`` of other jobs does not remove it, if the file system supports locks.
 
     Args:
         path: its directory.
-        whole: ``False``: files may be missing, for :meth:`verify` to name them.
+        whole: ``False``: files may be missing, so that :meth:`verify` can name them.
 
     Attributes:
         path: its directory.
-        manifest: what it holds.
+        manifest: the description of its contents.
 
     Raises:
-        BrokenCheckpoint: it is not whole, as far as manifest and sizes of files tell.
+        BrokenCheckpoint: the manifest or the sizes of files are wrong.
     """
 
     _unpin: Callable[[], object] = staticmethod(lambda: None)
@@ -104,11 +105,11 @@ class Checkpoint:
             raise
 
     def _pin(self) -> None:
-        """Locks the manifest, which nobody removes then. The lock of a process that ends is gone."""
-        with contextlib.suppress(OSError):  # there is none, which is said when it is read, or there are no locks
+        """Locks the manifest, so that no save removes the checkpoint. The lock ends with the process."""
+        with contextlib.suppress(OSError):  # no manifest (reading it reports that), or no locks
             file = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._unpin = weakref.finalize(self, os.close, file)
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that renames it, to remove it
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a save that is about to remove it
 
     def _read_manifest(self, path: Path, whole: bool) -> None:
         if (path / MANIFEST).exists() or number_of(path.name) or not (path / METADATA).exists():
@@ -117,21 +118,21 @@ class Checkpoint:
             self.manifest = dcp.read_metadata(read_regular(path / METADATA), path / METADATA)
         for sentence in self.lacking().values() if whole else ():
             raise BrokenCheckpoint(sentence)
-        if whole and METADATA in self.manifest.files:  # for other readers: what we need stands in the manifest too
+        if whole and METADATA in self.manifest.files:  # read only by DCP, so check all of it here
             for first, last in self._reader(METADATA).check():
                 raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
             self._readers.pop(METADATA).close()
 
     @property
     def tensors(self) -> Tensors:
-        """The tensors that it holds, by name: dtype, shape, bytes, and the files where they lie."""
+        """Its tensors by name: dtype, shape, bytes, and the files that contain them."""
         return self.manifest.tensors
 
     @property
     def model(self) -> dict[str, str]:
-        """The tensors of the model: by the name that each has there, the name that it has in the checkpoint.
+        """The tensors of the model: a dict from the names in the model to the names in the checkpoint.
 
-        In what DCP wrote these are what lies under a key ``model``, or else everything that lies under no key.
+        In a checkpoint of DCP these are the tensors under a key ``model``, or else all tensors that are under no key.
         """
         paths = {name: self.path_of(name) for name in self.tensors}
         found = {
@@ -145,23 +146,23 @@ class Checkpoint:
         return keys or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """All of a tensor, on the CPU.
+        """A whole tensor, on the CPU.
 
         Raises:
             KeyError: there is no such tensor.
-            BrokenCheckpoint: the bytes are not what was written.
+            BrokenCheckpoint: a checksum is wrong.
         """
-        kind, _ = self._place(name)
+        kind, _ = self._position(name)
         whole = torch.empty(kind.shape, dtype=kind.dtype)
         self.read([(name, kind.shape, (0,) * len(kind.shape), whole)])
         return whole
 
     def value(self, name: str) -> Any:
-        """A value that is no tensor.
+        """A value that is not a tensor.
 
         Raises:
             KeyError: there is no such value.
-            BrokenCheckpoint: the bytes are not what was written.
+            BrokenCheckpoint: a checksum is wrong.
         """
         if name not in self.manifest.objects:
             raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
@@ -173,10 +174,11 @@ class Checkpoint:
         return dcp.loaded(data, f"'{name}' in {self.path / stored.file}")
 
     def state(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank gave to ``save`` beside model and optimizer, by name; of more ranks than that: from the first.
+        """The further state that a rank gave to ``save``, by name. If fewer ranks saved than ``rank``, their states are
+        repeated from the first rank on.
 
         Raises:
-            BrokenCheckpoint: the bytes are not what was written.
+            BrokenCheckpoint: a checksum is wrong.
         """
         numbers = {name: each[rank % len(each)] for name, each in self.manifest.state.items()}
         return {name: self.value(f"state.{name}.{number}") for name, number in numbers.items()}
@@ -186,12 +188,11 @@ class Checkpoint:
         return sorted(name for name, numbers in self.manifest.state.items() if len(set(numbers)) > 1)
 
     def verify(self, tell: Callable[[int], object] = lambda _: None) -> Iterator[str]:
-        """Reads everything; yields a sentence for each file or block that is not what was written.
-
-        A sentence names the file, the bytes, and the tensors in them.
+        """Reads everything, and yields a sentence for each file or block that is missing or was changed. A sentence
+        names the file, the bytes, and the tensors in them.
 
         Args:
-            tell: is called with the number of bytes that were read, again and again.
+            tell: is called with the number of bytes read, after each read.
         """
         lacking = self.lacking()
         yield from lacking.values()
@@ -199,8 +200,8 @@ class Checkpoint:
             if file.checksums is None or name in lacking:
                 continue
             for first, last in self._reader(name).check(tell):
-                held = ", ".join(sorted(self._in(name, first, last))) or "nothing but headers"
-                yield f"{self.path / name}: bytes {first} to {last} are not what was written; they hold {held}"
+                names = ", ".join(sorted(self._in(name, first, last))) or "nothing but headers"
+                yield f"{self.path / name}: bytes {first} to {last} are not what was written; they hold {names}"
         if not any(file.checksums for file in self.manifest.files.values()):
             reads = [(self.tensor, name, self.tensors[name].nbytes) for name in self.tensors]
             reads += [(self.value, name, each.length) for name, each in self.manifest.objects.items()]
@@ -212,37 +213,37 @@ class Checkpoint:
                 tell(nbytes)
 
     def read(self, targets: Iterable[Target]) -> None:
-        """Fills boxes of tensors; autograd is told that they were written.
+        """Fills boxes of tensors, and increments their versions for autograd.
 
         Raises:
             KeyError: there is no such tensor.
-            ValueError: it has another shape.
-            BrokenCheckpoint: the bytes are not what was written; some boxes may be filled then.
+            ValueError: it has a different shape.
+            BrokenCheckpoint: a checksum is wrong. Some boxes may then be filled already.
         """
-        wanted: dict[str, list[tuple[int, str, torch.Tensor, tuple[Piece, tuple[int, ...]] | None]]] = {}
+        reads: dict[str, list[tuple[int, str, torch.Tensor, tuple[Piece, tuple[int, ...]] | None]]] = {}
         written: list[torch.Tensor] = []
         for name, shape, offsets, into in targets:
-            kind, at = self.tensors.places.get(name) or self._place(name)
+            kind, at = self.tensors.positions.get(name) or self._position(name)
             if kind.shape != shape:
                 raise ValueError(f"'{name}' has the shape {shape} here, and {kind.shape} in {self.path}")
             same = kind.boxes.get((offsets, into.shape), -1)
             if same >= 0 and into.dtype == kind.dtype and into.is_cpu and into.is_contiguous():
                 file, _, head, _, _ = kind.pieces[same]
                 if head >= 0:
-                    wanted.setdefault(file, []).append((kind.starts[same][at] + head, name, into, None))
+                    reads.setdefault(file, []).append((kind.starts[same][at] + head, name, into, None))
                     written.append(into)
                     continue
             for number in range(len(kind.pieces)) if same < 0 else [same]:
                 piece = kind.piece(number, at)
-                wanted.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
+                reads.setdefault(piece.file, []).append((piece.start, name, into, (piece, offsets)))
         try:
-            for file in sorted(wanted):
-                reader, runs = self._reader(file), wanted[file]
+            for file in sorted(reads):
+                reader, runs = self._reader(file), reads[file]
                 for start, name, into, part in sorted(runs, key=operator.itemgetter(0)):
                     if part is None:
                         reader.read_to(into, start)
                     else:
-                        self._copy(*part, self.tensors.places[name][0].dtype, into.detach())
+                        self._copy(*part, self.tensors.positions[name][0].dtype, into.detach())
         except BrokenCheckpoint as error:
             raise BrokenCheckpoint(f"tensor '{name}': {error}") from error
         torch.autograd.graph.increment_version(written)
@@ -260,13 +261,13 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
-    def _place(self, name: str) -> tuple[Kind, int]:
-        if name not in self.tensors.places:
+    def _position(self, name: str) -> tuple[Kind, int]:
+        if name not in self.tensors.positions:
             raise KeyError(f"{self.path} has no tensor '{name}'")
-        return self.tensors.places[name]
+        return self.tensors.positions[name]
 
     def _copy(self, piece: Piece, offsets: tuple[int, ...], dtype: torch.dtype, into: torch.Tensor) -> None:
-        """Copies what a piece and a box have in common."""
+        """Copies the intersection of a piece and a box."""
         lows, both = list(map(max, piece.offsets, offsets)), (piece.offsets, piece.sizes, offsets, into.shape)
         ends = [min(at + size, to + want) for at, size, to, want in zip(*both, strict=True)]
         sizes = [end - low for low, end in zip(lows, ends, strict=True)]
@@ -303,7 +304,7 @@ class Checkpoint:
         return self._readers[file]
 
     def lacking(self) -> dict[str, str]:
-        """Of each file that is not there, or has another size, a sentence that says so."""
+        """For each file that is missing or has a wrong size, a sentence about it."""
         found = {}
         for name, file in self.manifest.files.items():
             path, size, is_file = self.path / name, -1, True
@@ -313,12 +314,12 @@ class Checkpoint:
             if size != file.size or not is_file:
                 lacks = f"has {size} bytes, and {file.size} were written" if is_file else "is no regular file"
                 found[name] = f"{path} {'is missing' if size < 0 else lacks}"
-                if held := sorted(self._in(name, max(size, 0), file.size)):
-                    found[name] += f"; lost are parts of {few(held)}"
+                if names := sorted(self._in(name, max(size, 0), file.size)):
+                    found[name] += f"; lost are parts of {few(names)}"
         return found
 
     def _in(self, file: str, first: int, last: int) -> Iterator[str]:
-        """What lies between two bytes of a file."""
+        """The names of what is stored between two bytes of a file."""
         for name, entry in self.tensors.items():
             if any(p.file == file and p.start < last and first < p.start + p.length for p in entry.pieces):
                 yield name

@@ -1,6 +1,6 @@
-"""Removes what is no longer needed: older checkpoints, and what processes left behind that ended in a save.
+"""Removes old checkpoints, and the leftovers of processes that ended in the middle of a save.
 
-Owns the locks that are asked before: of the manifest, which a reader shares, and of a directory that is being written.
+Owns the locks that protect from removal: readers share a lock of the manifest, and a save locks its directory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from fullshard.policies import warn
 
 
 def remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
-    """Removes what is whole, older than a checkpoint, and not among the ``keep`` newest; of near copies also those with
-    higher numbers, which training has left behind, and those that are not whole: they take memory."""
+    """Removes checkpoints that are whole, older than the one with this ``name``, and not among the ``keep`` newest.
+
+    Near copies take memory. So with ``near``, it also removes near copies with higher numbers, which training has gone
+    back from, and those that are not whole.
+    """
     paths, made = checkpoints(directory), number_of(name) or (0, 0)
     newer = [path for path in paths if (number_of(path.name) or made) > made]
     older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
@@ -36,22 +39,22 @@ def remove_older(directory: Path, name: str, keep: int, near: bool = False) -> N
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint, unless somebody reads it (a later save will then)."""
+    """Removes a checkpoint, unless somebody reads it. A later save then removes it."""
     hidden = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.removed"
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):  # there is no manifest, or there are no locks
-            lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # which NFS asks for
+            lock = os.open(path / MANIFEST, os.O_RDWR | os.O_CLOEXEC)  # NFS needs write access for locks
             opened.callback(os.close, lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return
-        path.rename(hidden)  # nobody ever sees a part of it
+        path.rename(hidden)  # so that nobody sees a part of it
     shutil.rmtree(hidden)
 
 
 def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
-    """Those that are whole, but for the first ones."""
+    """The paths of whole checkpoints, without the first ``skip`` of them."""
     for path in paths:
         try:
             Checkpoint(path).close()
@@ -64,7 +67,7 @@ def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes what processes left behind that ended in the middle of a save."""
+    """Removes directories of processes that ended in the middle of a save."""
     for path in [*directory.glob(".step-*.partial"), *directory.glob(".step-*.removed")]:
         try:
             opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

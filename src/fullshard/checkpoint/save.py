@@ -1,15 +1,15 @@
-"""Saves: each rank writes what it holds to a directory of its own name, which one rename makes visible.
+"""Saves: all ranks write into a hidden directory, and one rename makes it visible.
 
-Owns the order of what happens, of which any part may be the last::
+Owns the order of the steps. The process may end after any of them::
 
-    every rank      says what it has                                        ─▶ agree
+    every rank      describes its part                                      ─▶ agree
     first rank      makes  .step-00000010.<job>.partial  and locks it
     every rank      writes its file and forces it to the disk               ─▶ agree
     first rank      writes .metadata and manifest.json, forces them and the directory to the disk
     first rank      renames it to  step-00000010,  and forces that to the disk
-    first rank      removes what keep_last leaves no place for              ─▶ agree
+    first rank      removes the checkpoints beyond keep_last                ─▶ agree
 
-Directories that were being written by a process that has ended carry no lock: the next save removes them.
+If a process ends during a save, its hidden directory has no lock any more, and the next save removes it.
 """
 
 from __future__ import annotations
@@ -85,33 +85,33 @@ def save(
 ) -> Path | None:
     """Saves a sharded model, its optimizer and other state as a new checkpoint. All ranks must call it.
 
-    Nothing that is there is changed: the checkpoint becomes visible in one step, when all of it is on the disk.
+    Existing checkpoints are not changed. The new one becomes visible in one step, when all of it is on the disk.
 
     Args:
-        directory: gets a directory for each save, such as ``step-00000010``.
-        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not at all.
-        optimizer: of the model's parameters.
-        step: the number of the checkpoint; ``None``: the next one.
-        wait: ``False``: return once everything was copied to host memory, and write in the background. What fails there
-            is raised by the next :func:`save`, :func:`load` or :func:`finish`.
-        keep_last: how many checkpoints to keep, this one included: older ones that are whole are removed. One that is
-            being read is left for a later save, and one that a link leads to for whoever made the link.
-        frozen: ``False``: leave out parameters that are not trained, as users of adapters do.
-        near: a directory that each host has for itself in memory that outlives processes, such as ``/dev/shm/job``, the
-            same for all ranks, and of no other training. It gets the checkpoint in place of ``directory``, and each
-            host a copy of what the ranks of another one wrote, so that :func:`load` needs no disk when ranks, or one
-            host, are lost. A host holds the bytes of its ranks once if it is alone, otherwise twice; and as much again
-            while it saves, until what it had before is removed (``keep_last`` is 1 where it is ``None``). Where there
-            is no space left, a warning says so and nothing changes. Needs ``step``. See :func:`forget`.
-        process_group: the ranks of the model, if these are not all.
-        state: by name, for each rank its own: objects with ``state_dict()``, or numbers, texts, tensors, and lists and
-            dicts of these.
+        directory: the directory of all checkpoints. Each save makes a directory in it, such as ``step-00000010``.
+            model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded. optimizer: an optimizer
+            of the model's parameters. step: the number of the checkpoint. ``None``: the next number. wait: ``False``:
+            return once everything is copied to host memory, and write in the background. If that fails, the next
+            :func:`save`, :func:`load` or :func:`finish` raises the error.
+        keep_last: how many checkpoints to keep, including this one. Older ones that are whole are removed. One that is
+            being read is left to a later save. One that a symbolic link names is never removed.
+        frozen: ``False``: leave out frozen parameters, for example when adapters are trained.
+        near: a directory in memory that outlives processes, such as ``/dev/shm/job``. Each host has its own, under the
+            same path on all ranks, and no other training may use it. The checkpoint is written there, not to
+            ``directory``. Each host also gets a copy of the files of another host's ranks, so that :func:`load` needs
+            no disk if ranks or one host are lost. A host needs memory for the bytes of its ranks: once if it is the
+            only host, twice otherwise. During a save it needs that again, until the previous near copy is removed
+            (``keep_last=None`` means 1 here). If there is not enough space, a warning says so and nothing changes.
+            Needs ``step``. See :func:`forget`.
+        process_group: the ranks of the model, if they are not all ranks.
+        state: further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers, strings,
+            tensors, and lists and dicts of these.
 
     Returns:
-        the new directory; ``None`` with ``wait=False``, or if there was no space for a near copy.
+        the new directory; ``None`` with ``wait=False``, or if there was not enough space for a near copy.
 
     Raises:
-        CheckpointError: on all ranks, if it could not be written on one, or if a rank was lost.
+        CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
         ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``, or
             ``directory`` has a name such as ``step-00000010``.
     """
@@ -145,37 +145,37 @@ def save(
 
 @dataclass
 class _Writing:
-    """One save, from what this rank holds to a directory that is visible."""
+    """One save, from the tensors of this rank to a visible directory."""
 
     directory: Path
     ranks: Ranks
     keep_last: int | None
     manifest: Manifest
-    hosts: Hosts | None = None  # of a near copy
+    hosts: Hosts | None = None  # only for a near copy
     partial: Path = Path()
-    boxes: list[Box] = field(default_factory=list)  # that this rank writes
-    tensors: list[torch.Tensor] = field(default_factory=list)  # their values
-    values: list[tuple[str, bytes]] = field(default_factory=list)  # the same of what is no tensor
+    boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
+    tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
+    values: list[tuple[str, bytes]] = field(default_factory=list)  # other values that this rank writes
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    buffers: set[str] = field(default_factory=set)  # names of what is no parameter of the model
+    buffers: set[str] = field(default_factory=set)  # names of the model's tensors that are not parameters
     _lock: int = -1
 
     @property
     def leader(self) -> int:
-        """The rank that makes the directory to which this rank writes, and makes it visible."""
+        """The rank that makes the directory into which this rank writes, and makes it visible."""
         return self.hosts.leader if self.hosts else 0
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None
     ) -> None:
-        """Finds out what there is and who writes it, and makes the directory."""
-        contents, given = Contents(), dict[str, bytes]()
+        """Collects what to save, agrees with the other ranks on who writes what, and makes the directory."""
+        contents, user_state = Contents(), dict[str, bytes]()
 
         def collect() -> tuple[Any, ...]:
-            self._collect(contents, given, model, optimizer, state)
-            digests = {name: checksum(data) for name, data in given.items()}
-            held = contents.held_by_others(self.ranks.size)
-            everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(held).encode())
+            self._collect(contents, user_state, model, optimizer, state)
+            digests = {name: checksum(data) for name, data in user_state.items()}
+            keys = contents.keys_with_other_holders(self.ranks.size)
+            everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
             if self.ranks.rank == self.leader:
                 self._make_directory(step)
             return ((self.partial.name, self.manifest.step, digests, everywhere),)
@@ -190,14 +190,14 @@ class _Writing:
                 )
             holders = dict[str, list[int]]()
             if not all(everywhere == each[3] != "" for each in everyone):
-                for rank, keys in enumerate(self.ranks.gather(contents.held_by_others(self.ranks.size))):
+                for rank, keys in enumerate(self.ranks.gather(contents.keys_with_other_holders(self.ranks.size))):
                     for each in keys:
                         holders.setdefault(each, []).append(rank)
             self._choose(contents, holders)
-            for name, data in given.items():
-                told = [each[2][name] for each in everyone]
-                distinct = list(dict.fromkeys(told))
-                self.manifest.state[name] = numbers = [distinct.index(each) for each in told]
+            for name, data in user_state.items():
+                descriptions = [each[2][name] for each in everyone]
+                distinct = list(dict.fromkeys(descriptions))
+                self.manifest.state[name] = numbers = [distinct.index(each) for each in descriptions]
                 if numbers.index(numbers[self.ranks.rank]) == self.ranks.rank:
                     path = ("state", name, str(numbers[self.ranks.rank]))
                     self.values.append((".".join(path), data))
@@ -207,12 +207,12 @@ class _Writing:
             raise
 
     def _collect(
-        self, contents: Contents, given: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
+        self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> None:  # fmt: skip
         params = Parameters(model)
         params.collect(contents, self.manifest.frozen)
-        for name, value in params.rest().items():
+        for name, value in params.other_values().items():
             contents.add({f"model.{name}": ("model", name)}, value)
             self.buffers.add(f"model.{name}")
         if optimizer is not None:
@@ -221,13 +221,14 @@ class _Writing:
         for name, value in state.items():
             found: dict[tuple[str | int, ...], Any] = {}
             plain = without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
-            given[name] = dcp.saved(plain, f"the state '{name}'")
+            user_state[name] = dcp.saved(plain, f"the state '{name}'")
             for path, tensor in found.items():
                 contents.add(named(("sharded", *path)), tensor)
 
     def _choose(self, contents: Contents, holders: Mapping[str, list[int]]) -> None:
-        """Keeps what this rank writes: of what several ranks hold, each writes as many bytes as the others. Buffers may
-        differ between ranks, as statistics of their batches do: so that they belong together, the first rank has all.
+        """Chooses what this rank writes. If several ranks hold the same boxes, each writes about the same number of
+        bytes. The first rank writes all buffers: they may differ between ranks, as batch statistics do, and must come
+        from one rank.
         """
         self.paths = contents.paths
         mine, shared = list[tuple[Box, torch.Tensor]](), dict[object, list[tuple[Box, torch.Tensor]]]()
@@ -239,7 +240,7 @@ class _Writing:
             elif not box.copies.number:
                 mine.append((box, tensor))
         for same in shared.values():
-            if holders:  # ranks may have met them in another order
+            if holders:  # the order may differ between ranks
                 same.sort(key=lambda pair: (pair[0].names[0], pair[0].offsets))
             total, before = max(1, sum(tensor.nbytes for _, tensor in same)), 0
             for box, tensor in same:
@@ -252,7 +253,7 @@ class _Writing:
                 self.values.append((name, dcp.saved(value, f"'{name}'")))
 
     def copy(self) -> None:
-        """Copies what is to be written to memory of the host that nobody changes."""
+        """Copies the tensors to host memory, so that training may change them."""
         sizes = [-(-tensor.nbytes // dcp.ALIGNMENT) * dcp.ALIGNMENT for tensor in self.tensors]
         pin = any(tensor.device.type == "cuda" for tensor in self.tensors)
         arena, at = Background.memory(sum(sizes), pin), 0
@@ -267,22 +268,23 @@ class _Writing:
         self.tensors = copies
 
     def write(self) -> Path | None:
-        """Writes it, and makes it visible; returns ``None`` for a near copy for which there was no space."""
+        """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a near copy."""
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
-            (file, outline, _), told = self.ranks.attempt(self._write_file)
-            keys = tuple(key for key, _, _ in told)
+            (file, outline, _), descriptions = self.ranks.attempt(self._write_file)
+            keys = tuple(key for key, _, _ in descriptions)
             if hosts is not None:
-                self.ranks.attempt(partial(hosts.spread, self.partial, [sent for _, _, sent in told]))
+                self.ranks.attempt(partial(hosts.spread, self.partial, [sent for _, _, sent in descriptions]))
             known = all(
-                told[leader][1] == checksum("".join(keys).encode()) for leader in (hosts.members if hosts else [0])
+                descriptions[leader][1] == checksum("".join(keys).encode())
+                for leader in (hosts.members if hosts else [0])
             )
             parts = self.ranks.gather_to_first((file, None if known else outline))
             parts = self.ranks.broadcast(parts) if hosts is not None else parts
             _, everyone = self.ranks.attempt(lambda: (self._publish(parts) if leads else "",))
             if leads:
                 _Last.keys = keys
-            if leads and hosts is not None:  # what was before stays until this one is visible on all hosts
+            if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
                 remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
         except LostRank:
             raise
@@ -316,7 +318,7 @@ class _Writing:
         return file, outline, (_Last.key, checksum("".join(_Last.keys).encode()), Sent.of(name, file))
 
     def _publish(self, parts: list[tuple[StoredFile, _Outline | None]]) -> str:
-        """Writes what describes the files, and renames the directory; returns its name."""
+        """Writes the metadata and the manifest, renames the directory, and returns its name."""
         import fullshard
 
         manifest = self.manifest
@@ -340,7 +342,7 @@ class _Writing:
         return name
 
     def _describe(self, outlines: list[_Outline]) -> tuple[bytes, bytes]:
-        """What DCP's metadata and the manifest say of tensors and values."""
+        """The bytes of DCP's metadata, and the manifest's bytes about tensors and values."""
         manifest, paths, entries = self.manifest, dict[str, tuple[str | int, ...]](), dict[str, Entry]()
         for outline in outlines:
             tensors, values, _ = outline.laid_out()
@@ -348,11 +350,13 @@ class _Writing:
             for names, dtype, shape, piece in tensors:
                 for each in names:
                     entry = entries.setdefault(each, Entry(dtype, shape))
-                    if all(piece[4:] != other[4:] for other in entry.pieces):  # of ranks that share no mesh
+                    if all(
+                        piece[4:] != other[4:] for other in entry.pieces
+                    ):  # without a common mesh, ranks write a piece twice
                         entry.pieces.append(piece)
             manifest.objects.update(values)
         manifest.tensors = Tensors.of(entries)
-        check(manifest, self.partial / MANIFEST)  # a rank may have nothing of what others have
+        check(manifest, self.partial / MANIFEST)  # pieces of a tensor may be missing on all ranks
         return dcp.write_metadata(manifest, paths), encode_contents(manifest)
 
     def _write_small(self, name: str, data: bytes) -> None:
@@ -379,7 +383,7 @@ class _Writing:
         raise AssertionError
 
     def _make_directory(self, step: int | None) -> None:
-        """Makes a directory that nobody looks at yet, and holds its lock for as long as this process writes to it."""
+        """Makes a hidden directory, and locks it until this process has written it."""
         try:
             make_directory(self.directory)
             remove_leftovers(self.directory)
@@ -413,44 +417,46 @@ class _Writing:
             os.close(lock)
 
     def _discard(self) -> None:
-        """Removes what did not become visible."""
+        """Removes the directory if it did not become visible."""
         if self._lock >= 0:
             shutil.rmtree(self.partial, ignore_errors=True)
             self._release()
 
 
 class _Outline(NamedTuple):
-    """The file of a rank: its name, what lies there in this order, and names in the nested state dict."""
+    """The outline of a rank's file: its name, its contents in order, and their paths in the nested state dict."""
 
     name: str
     boxes: list[Box]
     kinds: list[tuple[torch.dtype, torch.Size]]
-    values: list[tuple[str, int]]  # names and lengths: they come first
+    values: list[tuple[str, int]]  # names and lengths; values come before the tensors
     paths: dict[str, tuple[str | int, ...]]
 
     def laid_out(self) -> tuple[list[Any], dict[str, Stored], list[bytes]]:
-        """Names, dtype, shape and place of each tensor; places of values; and what is written before each tensor and
-        after the last."""
+        """The layout of the file: names, dtype, shape and piece of each tensor; the positions of values; and the bytes
+        before each tensor and after the last."""
         tensors, values, at = list[Any](), dict[str, Stored](), 0
         for name, length in self.values:
             values[name] = Stored(self.name, at, length)
             at += length
-        between, join = [bytes(-at % dcp.ALIGNMENT)], cache(operator.add)  # of which few are different
+        between, concatenate = [bytes(-at % dcp.ALIGNMENT)], cache(operator.add)  # of which few are different
         at += len(between[0])
         for (names, shape, offsets, _), (dtype, sizes) in zip(self.boxes, self.kinds, strict=True):
             before, after, length = dcp.around(dtype, tuple(sizes))
             tensors.append((names, dtype, shape, Piece(self.name, at, length, at + len(before), offsets, tuple(sizes))))
-            between[-1:] = join(between[-1], before), after
+            between[-1:] = concatenate(between[-1], before), after
             at += len(before) + sizes.numel() * dtype.itemsize + len(after)
         return tensors, values, between
 
 
 class _Last:
-    """What described the last save: for the next one of the same model it is the same, and is not made again.
+    """A cache of the last save's descriptions. The next save of the same model has the same, and does not make them
+    again.
 
     Attributes:
-        outline: of this rank, what it says is written between tensors, and ``key``, a name for it.
-        keys: of all ranks in the last save that this rank described; ``metadata`` and ``contents`` are what it wrote.
+        outline: this rank's outline. ``between`` are its bytes between tensors, ``key`` a name for it.
+        keys: the keys of all ranks, in the last save that this rank described. ``metadata`` and ``contents`` are the
+            bytes that it wrote then.
     """
 
     outline: _Outline | None = None

@@ -2,7 +2,7 @@
 
 A collective moves one tensor, the messages of all ranks end to end, which :mod:`fullshard.buffer.messages` lays out.
 Where the full buffer is such a tensor already, as in the *flat* layout, one transfer moves without a copy. So does each
-*straight* parameter, beside the messages: NCCL takes all in one call, other backends one after the other. Everything
+*zero-copy* parameter, beside the messages: NCCL takes all in one call, other backends one after the other. Everything
 else is staged, so that one gather serves sections of several dtypes as bytes (a reduction: one for each dtype).
 """
 
@@ -70,10 +70,10 @@ class _Call:
 
     Args:
         before: copies before it.
-        inputs: what it reads; a number is that of a straight parameter that the start brings.
-        outputs: what it writes; a number is that of a *place*: a shard or, if there are several outputs, a part.
+        inputs: what it reads; a number is that of a zero-copy parameter that the start brings.
+        outputs: what it writes; a number is that of a *target*: a shard or, if there are several outputs, a part.
         after: copies after a gather.
-        reduced: after a reduction, places and what is copied to them, or ``None`` where they are written already.
+        reduced: after a reduction, targets and what is copied to them, or ``None`` where they are written already.
     """
 
     before: Copies
@@ -81,12 +81,6 @@ class _Call:
     outputs: list[Any]
     after: Callable[[], object] | None
     reduced: Sequence[tuple[int, torch.Tensor | None]]
-
-
-#: For one tensor, for all in one call if there are several and the backend takes them, and how both divide.
-_Chosen = tuple[Collective, Collectives | None, Scaling]
-#: What is waited for, a call, its places, and by what its result is still to be divided.
-_Started = tuple[Sequence[dist.Work | None], _Call, Sequence[torch.Tensor], float]
 
 
 class _CollectiveRoute:
@@ -97,25 +91,25 @@ class _CollectiveRoute:
         self._gathers, self._comm = direction == "gather", comm
         what = "an all-gather" if self._gathers else "a reduce-scatter"
         self._wait = Wait(what, process_group, tag, self._gathers)  # the order of calls is enough: for errors only
-        #: The user's collectives see one tensor, with the straight parameters in it.
-        self._plans = [each.plan if comm is None else replace(each.plan, straight=()) for each in transfers]
+        #: The user's collectives see one tensor, with the zero-copy parameters in it.
+        self._plans = [each.plan if comm is None else replace(each.plan, zero_copy=()) for each in transfers]
         self._fulls = [alias(transfer.full) for transfer in transfers]
         self._shards = [alias(transfer.shard) for transfer in transfers if self._gathers]  # reductions bring others
-        #: Whether what is reduced does not go straight to its shard, by transfer.
+        #: Whether what is reduced does not go directly to its shard, by transfer.
         self._casts = [comm is not None or full.dtype != shard.dtype for _, full, shard in transfers]
         dtypes = [full.dtype for full in self._fulls]
         kinds = [None] * len(dtypes) if self._gathers else dtypes
         every_members = ([i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds))
         as_bytes = comm is None and self._gathers  # what is not added up, also in dtypes that a backend lacks
         every = [Messages(self._plans, dtypes, members, as_bytes) for members in every_members]
-        self._messages = [messages for messages in every if messages.numel or messages.straight]
+        self._messages = [messages for messages in every if messages.numel or messages.zero_copy]
         staging = []
         for messages in self._messages:
             if messages.numel and not (comm is None and messages.is_full):
                 staging.append((process_group.size() * messages.numel, messages.dtype))
             if messages.numel and not self._is_shard(messages):
                 staging.append((messages.numel, messages.dtype))
-            staging += [(each.numel, messages.dtype) for each in messages.straight if self._casts[each.section]]
+            staging += [(each.numel, messages.dtype) for each in messages.zero_copy if self._casts[each.section]]
         self._numels, self._dtypes = [numel for numel, _ in staging], [dtype for _, dtype in staging]
         self.staging = starts(self._numels, self._dtypes)[-1] if comm is None else 0  # that we bring
         self._group, self._device = process_group, transfers[0].full.device
@@ -125,13 +119,14 @@ class _CollectiveRoute:
         self.sent = (1 + self._adds_in_place) * (process_group.size() - 1) * own_bytes
         self._bound: dict[int, list[_Call]] = {}
         self._reduction: Reduction | None = None
-        self._collectives: list[_Chosen] = []  # one for each of the messages
+        #: For each of the messages: the collective, one for all tensors at once if there is any, and the scaling.
+        self._collectives: list[tuple[Collective, Collectives | None, Scaling]] = []
 
     def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         lease = SHARED.lease(self.staging, self._device) if self.staging else NO_LEASE
-        pending = _PendingCollectives(self._wait, [], lease)
+        pending = _PendingCollectives(self._wait, [], [], lease)
         try:
             calls = self._bound[lease.index] if lease.index in self._bound else self._bind(lease)
             if reduction != self._reduction:
@@ -140,19 +135,18 @@ class _CollectiveRoute:
             for call, messages, (collective, together, scaling) in each_call:
                 if call.before[0]:
                     foreach_copy(*call.before)
-                outputs, inputs, places = call.outputs, call.inputs, shards
+                outputs, inputs, targets = call.outputs, call.inputs, shards
                 if not self._gathers:
-                    places = shards if messages.is_single else messages.parts(shards)
-                    outputs = [places[each] if each.__class__ is int else each for each in outputs]
-                    if straight:
-                        inputs = [straight[each] if each.__class__ is int else each for each in inputs]
+                    targets = shards if messages.is_single else messages.parts(shards)
+                    outputs = [targets[each] if each.__class__ is int else each for each in outputs]
+                    if zero_copy:
+                        inputs = [zero_copy[each] if each.__class__ is int else each for each in inputs]
                     for source in inputs if scaling.before != 1 else ():
                         divide_(source, scaling.before)
                 if inputs[0].dtype.is_complex:
                     outputs, inputs = [*map(as_real, outputs)], [*map(as_real, inputs)]
-                works: list[dist.Work | None] = []
-                pending.started += [(works, call, places, scaling.after)]
-                works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
+                pending.works += [together(outputs, inputs)] if together else map(collective, outputs, inputs)
+                pending.started += [(call, targets, scaling.after)]
         except BaseException:
             with suppress(RuntimeError):
                 pending.finish()  # what was started writes to the buffers
@@ -221,7 +215,7 @@ class _CollectiveRoute:
             inputs, outputs, after = [source], [output], partial(foreach_copy, here, there) if here else None
             if len(here) > _MANY_COPIES and self._comm is None:
                 after = messages.cut(output, fulls[0]) or after
-        for each in messages.straight:
+        for each in messages.zero_copy:
             inputs.append(shards[each.section][each.chunk].view(torch.uint8))
             outputs.append(fulls[each.section][each.whole].view(torch.uint8))
         return _Call(before, inputs, outputs, after, ())
@@ -241,12 +235,12 @@ class _CollectiveRoute:
                 outputs = [output := next(memory)]
                 parts = zip(fronts, messages.sections(output), strict=True)
                 reduced = [(front, part) for front, part in parts if part.numel()]
-        for at, each in enumerate(messages.straight, start=len(members)):
-            place = each.section if is_single else at
+        for at, each in enumerate(messages.zero_copy, start=len(members)):
+            target = each.section if is_single else at
             staged = next(memory) if self._casts[each.section] else None
             inputs.append(each.number if each.whole is None else self._fulls[each.section][each.whole])
-            outputs.append(place if staged is None else staged)
-            reduced.append((place, staged))
+            outputs.append(target if staged is None else staged)
+            reduced.append((target, staged))
         if self._is_shard(messages):  # all of it is written in place, and divided at once
             reduced = [(members[0] if is_single else -1, None)]
         return _Call(before, inputs, outputs, None, reduced)
@@ -257,35 +251,36 @@ class _PendingCollectives:
     """Collectives on their way."""
 
     wait: Wait
-    started: list[_Started]
+    works: list[dist.Work | None]
+    started: list[tuple[_Call, Sequence[torch.Tensor], float]]  # calls, their targets, and what still divides these
     lease: Lease
 
     def finish(self) -> None:
         WAITS.current = self.wait
         WAITS.count += 1
         try:
-            for works, _, _, _ in self.started:
-                for work in works:
-                    if work is not None:
-                        work.wait()
+            for work in self.works:
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
             if not comes_from_backend(error):
                 raise
             raise lost(self.wait, "another rank", error) from error
         finally:
             WAITS.current = None
-        for _, call, places, divisor in self.started:
+        for call, targets, divisor in self.started:
             if call.after is not None:
                 call.after()
-            moved = [(places[number], part) for number, part in call.reduced if part is not None]
-            for place, part in moved:
-                if part.itemsize >= place.itemsize:  # divided in the dtype that has more bits
-                    divide_(part, divisor)
-            if moved:
-                foreach_copy([place for place, _ in moved], [part for _, part in moved])
-            for number, staged in call.reduced:
-                if staged is None or staged.itemsize < places[number].itemsize:
-                    divide_(places[number], divisor)
+                continue
+            copies = [(targets[number], staged) for number, staged in call.reduced if staged is not None]
+            for target, staged in copies:
+                if staged.itemsize >= target.itemsize:  # divided in the dtype that has more bits
+                    divide_(staged, divisor)
+            if copies:
+                foreach_copy([target for target, _ in copies], [staged for _, staged in copies])
+            for number, written in call.reduced:
+                if written is None or written.itemsize < targets[number].itemsize:
+                    divide_(targets[number], divisor)
         if self.lease is not NO_LEASE:
             SHARED.give_back(self.lease)
 

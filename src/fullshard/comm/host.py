@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import LINE, Address, Counters, File, Segment
 from fullshard.buffer.slots import Lease
-from fullshard.comm.local_ranks import LocalRanks, PassBarrier, meet
+from fullshard.comm.local_ranks import LocalRanks, PassBarrier, find_local_ranks
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.sums import BLOCK, Sum, blocks, check_summable
 from fullshard.comm.transport import PLAIN_SUM, Reduction, Request, Route, SharedMemory, StillRead, Transport, alias
@@ -53,28 +53,28 @@ class HostTransport(Transport):
         self._private = messages
         self.local_ranks = local_ranks
         rank, size = local_ranks.rank, local_ranks.size
-        self._ready = Counters(control, 0, rank, size)
+        self.ready = Counters(control, 0, rank, size)
         self.done = Counters(control, LINE * size, rank, size)
         starts = range(2 * LINE * size, control.address.nbytes, _ENTRIES)
-        self._entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
-        self._under_way: deque[_PendingHostReduction] = deque()
+        self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
+        self.under_way: deque[_PendingHostReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
         self._opened: list[dict[int, Segment]] = [{} for _ in range(size)]  # slots of the other ranks, by inode
         self._purged = [0] * size
         self._routes: weakref.WeakSet[_HostReduceRoute] = weakref.WeakSet()
-        self._scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
+        self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @classmethod
     def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:
-            met = meet(process_group)
+            met = find_local_ranks(process_group)
             made: HostTransport | str = "a rank could not map memory of another"
             if isinstance(met, str):
                 made = met
-            elif met.share(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
+            elif met.map_together(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
                 made = cls(met, control, messages)
             _known[process_group] = made
         return _known[process_group]
@@ -93,76 +93,58 @@ class HostTransport(Transport):
         weakref.finalize(segment.memory, self._forget, memory.data_ptr(), segment.file)
         return memory
 
-    def share(self, nbytes: int) -> SharedMemory:
+    def reserve_shared(self, nbytes: int) -> SharedMemory:
         start = LINE * self.local_ranks.size
         segment, view = Segment.reserve(start + nbytes), Segment.reserve(start + nbytes)
         return SharedMemory(segment, view, start, PassBarrier(self.local_ranks, segment))
 
-    def meet(self, memory: SharedMemory | None) -> bool:
-        return self.local_ranks.share(memory.segment, memory.view) if memory else self.local_ranks.share(None)
+    def map_shared(self, memory: SharedMemory | None) -> bool:
+        return self.local_ranks.map_together(*((memory.segment, memory.view) if memory else (None,)))
 
     def _route(self, request: Request) -> Route:
         """Full buffers are shared if they lie in one piece of memory that :meth:`allocate` made. Others travel as
         messages, and so does what is gathered: it lies in memory of this rank alone. Ranks start their reductions in
         the same order. If they reduce different groups, or one has ended, ``finish`` raises."""
         fulls = [transfer.full for transfer in request.transfers]
-        if request.direction == "gather" or self._address_of(fulls) is None:
+        if request.direction == "gather" or self.address_of(fulls) is None:
             return self.private._route(request)
         check_summable(request.transfers)
-        route = _HostReduceRoute(self, request, self._scratch)
+        route = _HostReduceRoute(self, request)
         self._routes.add(route)
         return route
 
-    def start(self, route: _HostReduceRoute, shards: Sequence[torch.Tensor], divisor: float) -> Pending:
-        """Tell the other ranks that the values of a route are ready."""
-        slot = self._address_of(route.fulls)
-        assert slot is not None, "the buffers left the slots of their transport"
-        self._close_files()
-        local_ranks, number = self.local_ranks, self._ready.value + 1
-        local_ranks.wait(self.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
-        at = number % _AHEAD * _ENTRY
-        self._entries[local_ranks.rank][at : at + 7] = [number, route.tag, route.subject, *slot]
-        self._ready.set(number)
-        reading = _PendingHostReduction(self, route, number, shards, divisor)
-        self.read_up_to(number - 1)  # the others are ready by now, as a rule, and may wait to write to their slots
-        self._under_way.append(reading)
-        return reading
-
     def reset(self) -> None:
-        self._under_way.clear()
-        self._ready.set((self._ready.value // _ROUND + 1) * _ROUND)
-        self.done.set(self._ready.value)
+        self.under_way.clear()
+        self.ready.set((self.ready.value // _ROUND + 1) * _ROUND)
+        self.done.set(self.ready.value)
 
-    def let_go(self) -> None:
+    def close_peers_buffers(self) -> None:
         for rank in range(self.local_ranks.size):
             self._forget_slots_of(rank)
-        self._close_files()
+        self.close_files()
 
     def read_up_to(self, number: int) -> None:
         """Complete the reductions up to ``number``, in their order: ``done`` is one number for all of them."""
-        while self._under_way and self._under_way[0].number <= number:
-            self._read(self._under_way.popleft())
-
-    def _read(self, reading: _PendingHostReduction) -> None:
-        number = reading.number
-        self.local_ranks.wait(self._ready, number, "a reduction", reading.route.tag)
-        for rank in range(self.local_ranks.size):
-            dropped = self._ready.noted(rank)
-            if dropped != self._purged[rank]:
-                self._forget_slots_of(rank)
-                self._purged[rank] = dropped
-        slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
-        for total in reading.route.sums(slots):
-            total.write(reading.shards, reading.divisor)
-        reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
-        self.done.set(number)
+        while self.under_way and self.under_way[0].number <= number:
+            reading = self.under_way.popleft()
+            self.local_ranks.wait(self.ready, reading.number, "a reduction", reading.route.tag)
+            for rank in range(self.local_ranks.size):
+                dropped = self.ready.noted(rank)
+                if dropped != self._purged[rank]:
+                    self._forget_slots_of(rank)
+                    self._purged[rank] = dropped
+            slots = tuple(self._slot_of(rank, reading) for rank in range(self.local_ranks.size))
+            for total in reading.route.sums(slots):
+                total.write(reading.shards, reading.divisor)
+            reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
+            self.done.set(reading.number)
 
     def _slot_of(self, rank: int, reading: _PendingHostReduction) -> Segment | None:
         """Where ``rank`` has the values to be added up; ``None`` for this one."""
         at = reading.number % _AHEAD * _ENTRY
-        number, tag, subject, *address = self._entries[rank][at : at + 7]
+        number, tag, subject, *address = self.entries[rank][at : at + 7]
         route = reading.route
-        there, here = map(self.local_ranks.global_rank, (rank, self.local_ranks.rank))
+        there, here = self.local_ranks.global_ranks[rank], dist.get_rank()
         if (number, tag) != (reading.number, route.tag):
             what = f"{named(tag)} where rank {here} reduces {named(route.tag)}"
             raise RuntimeError(
@@ -192,19 +174,19 @@ class HostTransport(Transport):
         for route in self._routes:
             route.known.clear()
 
-    def _address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
+    def address_of(self, fulls: Iterable[torch.Tensor]) -> Address | None:
         """Where the other ranks find buffers, if they lie in one slot."""
-        places = {full.untyped_storage().data_ptr() for full in fulls}
-        return self._slots.get(places.pop()) if len(places) == 1 else None
+        starts = {full.untyped_storage().data_ptr() for full in fulls}
+        return self._slots.get(starts.pop()) if len(starts) == 1 else None
 
     def _forget(self, start: int, file: File | None) -> None:
         """Tell the other ranks that a slot of this one is gone."""
         self._slots.pop(start, None)
-        self._ready.note(self._ready.noted(self.local_ranks.rank) + 1)
-        self._files.append((self._ready.value, file))
-        self._close_files()
+        self.ready.note(self.ready.noted(self.local_ranks.rank) + 1)
+        self._files.append((self.ready.value, file))
+        self.close_files()
 
-    def _close_files(self) -> None:
+    def close_files(self) -> None:
         """Close the files of slots that all ranks have read for the last time."""
         while self._files and self.done.reached(self._files[0][0]):
             self._files.popleft()
@@ -217,14 +199,13 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weak
 class _PendingHostReduction(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
-    transport: HostTransport
     route: _HostReduceRoute
     number: int
     shards: Sequence[torch.Tensor]  # none any more once it was read
     divisor: float
 
     def finish(self) -> None:
-        self.transport.read_up_to(self.number)
+        self.route.transport.read_up_to(self.number)
         if self.shards:
             raise RuntimeError(
                 f"a reduction of {named(self.route.tag)} was lost when reset_iter_state() was called after an error, "
@@ -232,8 +213,8 @@ class _PendingHostReduction(StillRead):
             )
 
     def wait(self) -> None:
-        local_ranks, done = self.transport.local_ranks, self.transport.done
-        local_ranks.wait(done, self.number, "a reduction, to be read by the other ranks")
+        transport = self.route.transport
+        transport.local_ranks.wait(transport.done, self.number, "a reduction, to be read by the other ranks")
 
 
 class _HostReduceRoute:
@@ -241,38 +222,43 @@ class _HostReduceRoute:
 
     staging = sent = 0
 
-    def __init__(self, transport: HostTransport, request: Request, scratch: Lease) -> None:
-        transfers, self.tag = request.transfers, request.tag
-        self._transport = transport
-        self.fulls = [alias(transfer.full) for transfer in transfers]
-        self._plans = [transfer.plan for transfer in transfers]
-        self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
-        self._starts = [int(full.storage_offset()) * full.itemsize for full in self.fulls]
+    def __init__(self, transport: HostTransport, request: Request) -> None:
+        self.transport, self.tag = transport, request.tag
+        self._plans = [transfer.plan for transfer in request.transfers]
+        self._fulls = [alias(transfer.full) for transfer in request.transfers]
+        self._shard_dtypes = [transfer.shard.dtype for transfer in request.transfers]  # each start brings other shards
+        self._starts = [int(full.storage_offset()) * full.itemsize for full in self._fulls]
         #: The same on ranks that reduce the same parameters.
-        starts = zip(self._starts, self._plans, strict=True)
-        self.subject = hash(tuple((start, *plan.full_offsets) for start, plan in starts))
-        self._scratch = scratch
+        self.subject = hash((*self._starts, *(plan.full_offsets for plan in self._plans)))
         self.known: dict[tuple[Segment | None, ...], list[Sum]] = {}
 
     def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
-        return self._transport.start(self, shards, reduction.divisor)
+        """Tell the other ranks that the values are ready."""
+        transport, local_ranks = self.transport, self.transport.local_ranks
+        slot = transport.address_of(self._fulls)
+        assert slot is not None, "the buffers left the slots of their transport"
+        transport.close_files()
+        number = transport.ready.value + 1
+        local_ranks.wait(transport.done, number - _AHEAD, "a reduction, to be read by the slowest rank")
+        at = number % _AHEAD * _ENTRY
+        transport.entries[local_ranks.rank][at : at + 7] = [number, self.tag, self.subject, *slot]
+        transport.ready.set(number)
+        reading = _PendingHostReduction(self, number, shards, reduction.divisor)
+        transport.read_up_to(number - 1)  # the others are ready by now, as a rule, and may wait to write to their slots
+        transport.under_way.append(reading)
+        return reading
 
     @torch.inference_mode(False)
-    def _make(self, segments: Sequence[Segment | None]) -> list[Sum]:
-        sums = []
-        for section, full in enumerate(self.fulls):
-            fulls = [
-                full if segment is None else segment.tensor(self._starts[section], full.numel(), full.dtype)
-                for segment in segments
-            ]
-            for piece in self._plans[section].pieces(self._transport.local_ranks.rank, section):
-                for block in blocks(piece):
-                    terms = [block.of_full(each) for each in fulls]
-                    sums.append(Sum(block, terms, self._shard_dtypes[section], self._scratch))
-        return sums
-
     def sums(self, slots: tuple[Segment | None, ...]) -> list[Sum]:
         """The sums of what lies in the ranks' slots."""
-        if slots not in self.known:
-            self.known[slots] = self._make(slots)
-        return self.known[slots]
+        if slots in self.known:
+            return self.known[slots]
+        sums = list[Sum]()
+        for section, (plan, full) in enumerate(zip(self._plans, self._fulls, strict=True)):
+            start, numel = self._starts[section], full.numel()
+            fulls = [full if slot is None else slot.tensor(start, numel, full.dtype) for slot in slots]
+            for piece in plan.pieces(self.transport.local_ranks.rank, section):
+                for block in blocks(piece):
+                    terms = [block.of_full(each) for each in fulls]
+                    sums.append(Sum(block, terms, self._shard_dtypes[section], self.transport.scratch))
+        return self.known.setdefault(slots, sums)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
-from fullshard.comm.waits import WAITS, LostRankError, Wait, placed
+from fullshard.comm.waits import WAITS, LostRankError, Wait, describe_with_position
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -31,11 +31,11 @@ _ALIVE = 0.05  # seconds between two looks at whether the other ranks still live
 
 
 class LocalRanks:
-    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`meet`."""
+    """The ranks of a process group, all on one host, and their processes, by rank. Made by :func:`find_local_ranks`."""
 
     def __init__(self, process_group: dist.ProcessGroup, pids: list[int]) -> None:
         self.process_group = weakref.ref(process_group)  # which knows this object as long as it lives
-        self._global_ranks = dist.get_process_group_ranks(process_group)
+        self.global_ranks = dist.get_process_group_ranks(process_group)
         self.rank, self.size = process_group.rank(), process_group.size()
         self._pids = pids
         self._looks = _LOOK if self.size <= (os.cpu_count() or 1) else 0.0
@@ -49,7 +49,7 @@ class LocalRanks:
                 self._poll.register(watched, select.POLLIN)
                 self._rank_of[watched] = rank
 
-    def share(self, segment: Segment | None, view: Segment | None = None) -> bool:
+    def map_together(self, segment: Segment | None, view: Segment | None = None) -> bool:
         """Let one piece of memory, which every rank maps, take the place of what each has reserved.
 
         Every rank must call it, and for the same size. What a rank has in its own parts of ``segment`` is there for all
@@ -65,7 +65,7 @@ class LocalRanks:
         for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
                 raise ValueError(
-                    f"rank {self.global_rank(rank)} needs {other} bytes for what rank {self.global_rank(0)} keeps in "
+                    f"rank {self.global_ranks[rank]} needs {other} bytes for what rank {self.global_ranks[0]} keeps in "
                     f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
                     f"set FULLSHARD_TRANSPORT=p2p"
                 )
@@ -103,14 +103,14 @@ class LocalRanks:
                 time.sleep(min(max(_SLEEP, (now - begin) / 50), _LONGEST_SLEEP))
                 if now > look_alive:
                     look_alive = now + _ALIVE
-                    self._look_after(counters, value, WAITS.current, now - begin)
+                    self._check_peers(counters, value, WAITS.current, now - begin)
         finally:
             WAITS.current = None
 
-    def _look_after(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
+    def _check_peers(self, counters: Counters, value: int, wait: Wait, waited: float) -> None:
         ended = [self._rank_of[watched] for watched, _ in self._poll.poll(0)]  # before the look at where they are
         missing = [rank for rank in range(self.size) if rank != self.rank and counters.of(rank) < value]
-        here = f"rank {self.global_rank(self.rank)} waited in {placed(wait)}"
+        here = f"rank {self.global_ranks[self.rank]} waited in {describe_with_position(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
             raise LostRankError(f"{here}, for rank {lost}, which has ended. {why}")
@@ -133,10 +133,7 @@ class LocalRanks:
             )
 
     def _name(self, rank: int) -> str:
-        return f"{self.global_rank(rank)} (process {self._pids[rank]})"
-
-    def global_rank(self, rank: int) -> int:
-        return self._global_ranks[rank]
+        return f"{self.global_ranks[rank]} (process {self._pids[rank]})"
 
 
 class PassBarrier:
@@ -166,7 +163,7 @@ class PassBarrier:
             is_other = (said >> (said // 8 - number)) & 1 != kind
             if not is_other and counters.noted(rank) == steps:
                 continue
-            here, there = local_ranks.global_rank(local_ranks.rank), local_ranks.global_rank(rank)
+            here, there = local_ranks.global_ranks[local_ranks.rank], local_ranks.global_ranks[rank]
             if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
@@ -192,7 +189,7 @@ class PassBarrier:
         return True
 
 
-def meet(process_group: dist.ProcessGroup) -> LocalRanks | str:
+def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     """The ranks of a process group, all of which must call it, if they share a host, or why they do not."""
     every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
     for rank, (_, host, able) in enumerate(every):

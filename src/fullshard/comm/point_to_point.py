@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat, zip_longest
+from itertools import chain, repeat, starmap, zip_longest
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ DEPTH = 2  # rounds that are under way at once
 #: Where the tags of our messages begin, so that a user's own on the same group are not taken for them.
 _FIRST_TAG = 0x4653_0000
 
-Message = tuple[list[torch.Tensor], int]  # a message as the process group wants it, and the rank at its other end
+Message = tuple[list[torch.Tensor], int, int]  # what ``send`` and ``recv`` take: a tensor, the other rank, and the tag
 
 
 class PointToPointTransport(Transport):
@@ -79,12 +79,13 @@ class PointToPointTransport(Transport):
 class _BoundRound:
     """A round as this rank does it, with the tensors of its messages."""
 
-    in_shards: list[tuple[Piece, int]] = field(default_factory=list)  # where they are added up; posted first
+    in_shards: list[Piece] = field(default_factory=list)  # received where they are added up; posted first
     receives: list[Message] = field(default_factory=list)  # posted then
     before: Copies = field(default_factory=lambda: ([], []))  # make the packed messages
     sends: list[Message] = field(default_factory=list)  # posted when they are made
     after: Copies = field(default_factory=lambda: ([], []))  # of what was received (gather)
     sums: list[Sum] = field(default_factory=list)  # of what was received (reduction)
+    peers: list[int] = field(default_factory=list)  # the other rank of each message, in the order in which it is posted
 
 
 #: Messages on their way. An error may end a step before they are waited for; but gloo reads nothing more from a rank
@@ -101,17 +102,17 @@ class _Exchange:
     lease: Lease  # has their memory
     shards: Sequence[torch.Tensor]  # where a reduction writes its sums, divided by the divisor
     divisor: float
-    works: list[list[tuple[dist.Work, int]]] = field(default_factory=list)
+    works: list[list[dist.Work]] = field(default_factory=list)
 
     def post(self, planned: _BoundRound) -> None:
-        group, tag = self.route.process_group, self.route.tag
-        works: list[tuple[dist.Work, int]] = []
-        for piece, peer in planned.in_shards:
-            works.append((group.recv([piece.of_shard(self.shards[piece.section])], peer, tag), peer))
-        works += [(group.recv(tensors, peer, tag), peer) for tensors, peer in planned.receives]
+        route, group = self.route, self.route.process_group
+        works: list[dist.Work] = []
+        for piece in planned.in_shards:
+            works.append(group.recv([piece.of_shard(self.shards[piece.section])], route.first, route.tag))
+        works += starmap(group.recv, planned.receives)
         if planned.before[0]:
             foreach_copy(*planned.before)
-        works += [(group.send(tensors, peer, tag), peer) for tensors, peer in planned.sends]
+        works += starmap(group.send, planned.sends)
         self.works.append(works)
 
     def finish(self) -> None:
@@ -121,7 +122,7 @@ class _Exchange:
             WAITS.current = self.route.wait
             WAITS.count += 1
             try:
-                for work, peer in self.works[index]:  # noqa: B007 - the error names the last one
+                for work, peer in zip(self.works[index], arrived.peers, strict=True):  # noqa: B007 - for the error
                     work.wait()
             except RuntimeError as error:
                 rank = dist.get_global_rank(self.route.process_group, peer)
@@ -150,10 +151,9 @@ class _MessageRoute:
     """How this rank's shards travel to all ranks, or its values of all to their owners."""
 
     def __init__(self, request: Request, staging: int, large: int) -> None:
-        direction, transfers, self.process_group, tag = request
-        process_group = self.process_group
-        self.posted = _posted.setdefault(self.process_group, [])
-        self._gathers = direction == "gather"
+        direction, transfers, process_group, tag = request
+        self.process_group, self._gathers = process_group, direction == "gather"
+        self.posted = _posted.setdefault(process_group, [])
         what = "a point-to-point " + ("all-gather" if self._gathers else "reduce-scatter")
         self.wait = Wait(what, process_group, tag, self._gathers)
         self.tag = _FIRST_TAG + 2 * tag + (not self._gathers)  # a group may gather and reduce at once
@@ -165,7 +165,7 @@ class _MessageRoute:
         self._shard_dtypes = [transfer.shard.dtype for transfer in transfers]
         self._scratch = 0 if self._gathers else max(map(scratch_bytes, self._dtypes, self._shard_dtypes))
         #: The rank whose large pieces come where they are added up, before any other's but this rank's own; -1: none.
-        self._first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
+        self.first = int(self._rank == 0) if self._peers and not self._gathers and not self._scratch else -1
         self._shards: list[torch.Tensor] = []  # those that are gathered: each reduction brings others
         self._own: Copies = ([], [])  # what this rank has, into its own full buffers
         if self._gathers:
@@ -216,7 +216,7 @@ class _MessageRoute:
     def _round_bytes(self, rounds: Sequence[Round]) -> int:
         """Bytes of staging of a round on this rank."""
         arriving, leaving = self._arriving(rounds), self._leaving(rounds)
-        received = sum(align(each.nbytes) - (peer == self._first) * each.packed_start for peer, each in arriving)
+        received = sum(align(each.nbytes) - (peer == self.first) * each.packed_start for peer, each in arriving)
         return received + sum(align(each.packed_bytes) for _, each in leaving)
 
     def _make(self, rounds: Sequence[Round], lease: Lease, start: int) -> _BoundRound:
@@ -224,15 +224,15 @@ class _MessageRoute:
         bound = _BoundRound()
         starts: dict[int, int | None] = {}
         for peer, arriving in self._arriving(rounds):
-            bound.receives += [([self._full(piece)], peer) for piece in arriving.straight]
-            if peer == self._first:
-                bound.in_shards = [(piece, peer) for piece, _ in arriving.whole]
+            messages = [self._full(piece) for piece in arriving.unstaged]
+            if peer == self.first:
+                bound.in_shards = [piece for piece, _ in arriving.whole]
                 start -= arriving.packed_start
             else:
-                bound.receives += [([self._staged(lease, start, *each)], peer) for each in arriving.whole]
+                messages += [self._staged(lease, start, *each) for each in arriving.whole]
             if arriving.packed:
-                packed = lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,))
-                bound.receives.append(([packed], peer))
+                messages.append(lease.view(torch.uint8, start + arriving.packed_start, (arriving.packed_bytes,)))
+            bound.receives += [([message], peer, self.tag) for message in messages]
             if self._gathers:
                 staged = arriving.whole + arriving.packed
                 bound.after[0].extend(self._full(piece) for piece, _ in staged)
@@ -240,16 +240,18 @@ class _MessageRoute:
             starts[peer] = start
             start += align(arriving.nbytes)
         for peers, leaving in self._leaving(rounds):
-            messages = [[self._source(piece)] for piece in (*leaving.straight, *(piece for piece, _ in leaving.whole))]
+            messages = [self._source(piece) for piece in (*leaving.unstaged, *(piece for piece, _ in leaving.whole))]
             if leaving.packed:
-                messages.append([lease.view(torch.uint8, start, (leaving.packed_bytes,))])
+                messages.append(lease.view(torch.uint8, start, (leaving.packed_bytes,)))
                 first = start - leaving.packed_start
                 bound.before[0].extend(self._staged(lease, first, *each) for each in leaving.packed)
                 bound.before[1].extend(self._source(piece) for piece, _ in leaving.packed)
-            bound.sends += [(message, peer) for peer in peers for message in messages]
+            bound.sends += [([message], peer, self.tag) for peer in peers for message in messages]
             start += align(leaving.packed_bytes)
+        posted = (peer for _, peer, _ in chain(bound.receives, bound.sends))
+        bound.peers = [*repeat(self.first, len(bound.in_shards)), *posted]
         if not self._gathers:
-            mine, of_whole = rounds[self._rank], {**starts, self._first: None}
+            mine, of_whole = rounds[self._rank], {**starts, self.first: None}
             for pieces, begins in ((mine.whole, of_whole), (mine.packed, starts)):
                 for piece, offset in pieces:
                     bound.sums += [self._sum(piece, block, offset, lease, begins) for block in blocks(piece)]

@@ -6,7 +6,7 @@ pieces, and how a piece travels depends on its size and shape:
 =========  =======================================  ============================================================
 kind       gather (owner sends to everybody)        reduction (everybody sends to the owner)
 =========  =======================================  ============================================================
-straight   large and contiguous: a message of its   --
+unstaged   large and contiguous: a message of its   --
            own, received where it is read
 whole      large and strided: a message of its      large and contiguous: a message of its own, received in
            own, received in staging                 staging, or where the sum will be, and added
@@ -38,7 +38,7 @@ class Staged(NamedTuple):
 class Round(NamedTuple):
     """What travels between two ranks at a time. Sizes are in bytes."""
 
-    straight: tuple[Piece, ...] = ()  # pieces that need no staging
+    unstaged: tuple[Piece, ...] = ()  # pieces that need no staging
     whole: tuple[Staged, ...] = ()  # pieces with messages of their own
     packed: tuple[Staged, ...] = ()  # pieces that share a message
     nbytes: int = 0  # the staging at the receiver, which that message ends
@@ -54,7 +54,7 @@ class Round(NamedTuple):
 
     def sent_bytes(self, itemsizes: Sequence[int]) -> int:
         """Bytes of its messages; ``itemsizes`` are those of the sections."""
-        alone = [*self.straight, *(piece for piece, _ in self.whole)]
+        alone = [*self.unstaged, *(piece for piece, _ in self.whole)]
         return sum(piece.numel * itemsizes[piece.section] for piece in alone) + self.packed_bytes
 
 
@@ -64,13 +64,13 @@ def plan_rounds(
 ) -> tuple[Round, ...]:
     """The rounds in which the parts of ``owner`` get from it to any other rank (``gather``), or from any other to it. A
     piece of ``large`` bytes or more gets a message of its own; ``capacity`` is the staging of a round, in bytes."""
-    straight: list[Piece] = []
+    unstaged: list[Piece] = []
     whole: list[Piece] = []
     packed: list[Piece] = []
 
     def choose(piece: Piece, is_large: bool) -> list[Piece]:
         if direction == "gather" and is_large:
-            return straight if piece.is_run else whole
+            return unstaged if piece.is_run else whole
         return whole if is_large and piece.is_run else packed
 
     for piece in _pieces(plans, itemsizes, owner, large, with_kept=direction == "reduce"):
@@ -78,8 +78,8 @@ def plan_rounds(
     if len(packed) == 1:
         choose(packed[0], is_large=True).append(packed.pop())
     rounds = list(_fill(whole, packed, itemsizes, large, capacity))
-    if straight:
-        rounds[:1] = [(rounds[0] if rounds else Round())._replace(straight=tuple(straight))]
+    if unstaged:
+        rounds[:1] = [(rounds[0] if rounds else Round())._replace(unstaged=tuple(unstaged))]
     return tuple(rounds)
 
 

@@ -84,9 +84,9 @@ class Sum:
         self.term = scratch.view(sum_dtype, BLOCK * sum_dtype.itemsize, block.shape) if sum_dtype != dtype else None
 
     def write(self, shards: Sequence[torch.Tensor], divisor: float) -> None:
-        place = self.block.of_shard(shards[self.block.section])
-        first, *others = [place if term is None else term for term in self.terms]
-        total = place if self.total is None else self.total
+        target = self.block.of_shard(shards[self.block.section])
+        first, *others = [target if term is None else term for term in self.terms]
+        total = target if self.total is None else self.total
         if self.term is None and others:
             torch.add(first, others[0], out=total)
             others = others[1:]
@@ -95,8 +95,8 @@ class Sum:
         for other in others:
             total.add_(other if self.term is None else self.term.copy_(other))
         divide_(total, divisor)
-        if total is not place:
-            place.copy_(total)
+        if total is not target:
+            target.copy_(total)
 
 
 def blocks(piece: Piece) -> Iterator[Piece]:

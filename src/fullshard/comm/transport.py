@@ -13,10 +13,12 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fullshard.buffer.plan import Plan
+from fullshard.buffer.plan import Piece, Plan
 from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.local_ranks import PassBarrier
 from fullshard.device import Done, Pending
+
+Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
 
 
 class Transfer(NamedTuple):
@@ -26,37 +28,34 @@ class Transfer(NamedTuple):
     full: torch.Tensor  # 1-D, of ``plan.full_numel`` elements
     shard: torch.Tensor  # 1-D, of ``plan.shard_numel`` elements, contiguous, starting on a 16-byte boundary
 
-
-Direction = Literal["gather", "reduce"]  # shards to all ranks, or the values of all ranks to shards
-
-
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage that counts its versions apart: autograd is not to see copies into its views."""
-    return tensor.data
-
-
-def check_transfers(transfers: Sequence[Transfer], world_size: int, one_dtype: bool) -> None:
-    """Refuse tensors that do not fit their plan, or of two dtypes in one transfer if there is to be ``one_dtype``."""
-    for plan, full, shard in transfers:
+    def check(self, direction: Direction, process_group: dist.ProcessGroup | None) -> None:
+        """Raise ValueError if the tensors do not fit the plan or each other, or the plan does not fit the ranks."""
+        plan, full, shard = self
         where = f"of the group of parameter '{plan.params[0].name}'" if plan.params else "of a group without parameters"
-        if plan.world_size != world_size:
-            raise ValueError(
-                f"the plan {where} is for {plan.world_size} ranks, but the process group has {world_size}: "
-                f"make a plan for {world_size} ranks"
-            )
+        size = 1 if process_group is None else process_group.size()
+        if plan.world_size != size:
+            ranks = "this rank has no others" if process_group is None else f"the process group has {size}"
+            raise ValueError(f"the plan {where} is for {plan.world_size} ranks, but {ranks}: make a plan for {size}")
         for what, tensor, numel in (("full buffer", full, plan.full_numel), ("shard", shard, plan.shard_numel)):
             if tensor.ndim != 1 or tensor.numel() != numel or not tensor.is_contiguous():
                 raise ValueError(
                     f"the {what} {where} must be a contiguous 1-D tensor of {numel} elements, "
                     f"got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
                 )
+        if process_group is None:
+            return  # a copy on this rank casts, and moves from device to device
         if full.device != shard.device:
             raise ValueError(f"the full buffer {where} is on {full.device}, but its shard is on {shard.device}")
-        if one_dtype and full.dtype != shard.dtype:
+        if direction == "gather" and full.dtype != shard.dtype:
             raise ValueError(
                 f"an all-gather {where} moves bytes and casts nothing, but its full buffer has dtype {full.dtype} and "
                 f"its shard {shard.dtype}: cast the shard first"
             )
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same storage that counts its versions apart: autograd is not to see copies into its views."""
+    return tensor.data
 
 
 class Reduction(NamedTuple):
@@ -88,21 +87,39 @@ class Route(Protocol):
     sent: int  # bytes that this rank sends, with the fewest that any algorithm of a collective needs
 
     def start(
-        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *straight: torch.Tensor
+        self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *zero_copy: torch.Tensor
     ) -> Pending:
         """Start the transfers. A reduction is given the shards that it writes; a gather is given nothing.
 
-        Full buffers that are messages (``Plan.is_messages``) lack their ``straight`` parameters: these are given here,
+        Full buffers that are messages (``Plan.is_messages``) lack their ``zero_copy`` parameters: these are given here,
         in the order of the transfers and of each plan, 1-D and contiguous, until the end, and may be overwritten.
         """
 
 
-class Nowhere:
-    """The route of no transfers."""
+class _LocalRoute:
+    """The route of values that this rank alone has: its shards are the whole. Also the route of no transfers."""
 
     staging = sent = 0
 
-    def start(self, *_: object) -> Pending:
+    @torch.inference_mode(False)
+    def __init__(self, direction: Direction, transfers: Sequence[Transfer]) -> None:
+        self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []  # parts of full buffers, and what they get
+        self._reduced: list[tuple[Piece, torch.Tensor]] = []  # what shards get, and where it lies in full buffers
+        for section, (plan, full, shard) in enumerate(transfers):
+            full = alias(full)
+            if direction == "reduce":
+                self._reduced += [(piece, piece.of_full(full)) for piece in plan.pieces(0, section)]
+            elif plan.is_rank_major:
+                self._gathered.append((full, shard))
+            else:
+                self._gathered += [(piece.of_full(full), piece.of_shard(shard)) for piece in plan.pieces(0)]
+
+    def start(self, shards: Sequence[torch.Tensor] = (), reduction: Reduction = PLAIN_SUM, *_: torch.Tensor) -> Pending:
+        with torch.no_grad():
+            for full, shard in self._gathered:
+                full.copy_(shard, non_blocking=True)
+            for piece, full in self._reduced:
+                piece.of_shard(shards[piece.section]).copy_(full / reduction.divisor)
         return Done()
 
 
@@ -116,7 +133,7 @@ class StillRead:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Memory that all ranks of a process group map, for a group's full buffer; until they meet, of this rank alone."""
+    """Memory that all ranks of a process group map, for a group's full buffer; until they do, of this rank alone."""
 
     segment: Segment
     view: Segment  # the same, mapped to be read: a write goes to a copy of its page
@@ -128,7 +145,7 @@ class SharedMemory:
         return self.segment.tensor(self.start + start, numel, dtype)
 
     def own(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same, for a part that only this rank writes. The others see its contents once all have met."""
+        """The same, for a part that only this rank writes. The others see it once all have mapped it."""
         pages = self.segment.pages
         pages.own = [*pages.own, (self.start + start, numel * dtype.itemsize)]
         return self.tensor(start, numel, dtype)
@@ -148,7 +165,7 @@ class Transport:
     gradient_buffers = 1
     #: Whether it uses collectives, in which a backend may end a process that brings another size than the others.
     ends_processes = False
-    #: Whether a reduction is best given the messages of all ranks, and straight gradients as they are.
+    #: Whether a reduction is best given the messages of all ranks, and zero-copy gradients as they are.
     takes_messages = False
     #: Whether gradients of low precision are added up in fp32.
     adds_in_fp32 = False
@@ -163,46 +180,54 @@ class Transport:
         return self._private or self
 
     def launches_together(self, process_group: dist.ProcessGroup | None, device: torch.device) -> bool:
-        """Whether collectives of several tensors are one launch, so that smaller parameters may be straight."""
+        """Whether collectives of several tensors are one launch, so that smaller parameters may be zero-copy."""
         return False
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Memory for buffers that this transport moves: 1-D, ``uint8``, 64-byte aligned, contents undefined."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def share(self, nbytes: int) -> SharedMemory | None:
-        """Memory for a full buffer that all ranks will see once they :meth:`meet`; ``None`` if each has its own."""
+    def reserve_shared(self, nbytes: int) -> SharedMemory | None:
+        """Memory for a full buffer that all ranks will see after :meth:`map_shared`; ``None`` if each has its own."""
         return None
 
-    def meet(self, memory: SharedMemory | None) -> bool:
-        """Let all ranks, each of which must call it, see what each has in its part of ``memory``, if it has any yet.
-        Returns whether there is enough to share."""
+    def map_shared(self, memory: SharedMemory | None) -> bool:
+        """Map one piece of memory on all ranks, each of which must call it, in place of what each has reserved, if it
+        has any yet. Returns whether there is enough to share."""
         return False
 
     def reset(self) -> None:
         """Forget the reductions that an error cut short. Every rank must call it."""
 
-    def let_go(self) -> None:
-        """Keep nothing of the buffers of other ranks, which they may want to give back to the system."""
+    def close_peers_buffers(self) -> None:
+        """Close the buffers of other ranks that were opened here: these may want to give them back to the system."""
 
-    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
+    def gather_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
         """The route from sharded to replicated: it writes each ``shard`` to its pieces of every ``full``, of one dtype.
 
         Padding is left undefined. Parameters that every rank keeps whole (``dim=None``) are taken from this rank's own
-        shard. Raises ValueError if a tensor does not fit its plan, or a plan does not fit the number of ranks.
+        shard. Without a process group this rank alone has the values, and its shard may have another dtype and device.
+        Raises ValueError if a tensor does not fit its plan, or a plan does not fit the number of ranks.
         """
-        check_transfers(transfers, process_group.size(), one_dtype=True)
-        return self._route(Request("gather", transfers, process_group, tag)) if transfers else Nowhere()
+        return self._checked_route("gather", transfers, process_group, tag)
 
-    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup, tag: int) -> Route:
+    def reduce_route(self, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int) -> Route:
         """The route from partial to sharded: it overwrites a shard with the reduced pieces of this rank.
 
         ``full`` has the dtype that travels and may be overwritten. Only the dtype of each ``shard`` counts here, to
-        which the result is cast; every start brings its own shards. Their padding is left undefined. Errors as for a
-        gather, and a TypeError for a dtype that the transport cannot add up.
+        which the result is cast; every start brings its own shards. Their padding is left undefined. Without a process
+        group this rank's values are the sum. Errors as for a gather, and a TypeError for a dtype that is not added up.
         """
-        check_transfers(transfers, process_group.size(), one_dtype=False)
-        return self._route(Request("reduce", transfers, process_group, tag)) if transfers else Nowhere()
+        return self._checked_route("reduce", transfers, process_group, tag)
+
+    def _checked_route(
+        self, direction: Direction, transfers: Sequence[Transfer], process_group: dist.ProcessGroup | None, tag: int
+    ) -> Route:
+        for transfer in transfers:
+            transfer.check(direction, process_group)
+        if process_group is None or not transfers:
+            return _LocalRoute(direction, transfers)
+        return self._route(Request(direction, transfers, process_group, tag))
 
     def _route(self, request: Request) -> Route:
         raise NotImplementedError(f"transport '{self.name}' does not {request.direction}")

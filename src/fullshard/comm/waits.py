@@ -99,7 +99,7 @@ def checks_are_on() -> bool:
 def lost(wait: Wait, rank: str, error: object) -> LostRankError:
     """What to raise when a wait for ``rank`` has failed with ``error``: backends say that a rank was lost, not why."""
     why, said = WAITS.explain(wait.process_group), str(error).partition(". ")[0]
-    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {placed(wait)}. {why} ({said})")
+    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {describe_with_position(wait)}. {why} ({said})")
 
 
 def comes_from_backend(error: RuntimeError) -> bool:
@@ -112,7 +112,7 @@ def describe(wait: Wait) -> str:
     return f"{wait.what} of {named(wait.tag)}" if wait.tag >= 0 else wait.what
 
 
-def placed(wait: Wait) -> str:
+def describe_with_position(wait: Wait) -> str:
     """The same, and where this rank is."""
     return f"{describe(wait)}, {WAITS.position().doing}"
 

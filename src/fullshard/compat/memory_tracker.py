@@ -1,8 +1,8 @@
-"""What ``FSDPMemTracker`` of torch reads, and replaces, on a module that was sharded: a state, which has a group.
+"""The state and the group that torch's ``FSDPMemTracker`` reads, and changes, on a sharded module.
 
-A view of a unit by the names that torch's tracker knows (torch.distributed._tools.fsdp2_mem_tracker); nothing is there
-before somebody asks for it. The tracker sees memory as tensors and sizes of storages. So while it looks on, buffers
-that gave their memory to others say so, by storages without any.
+They are views of a unit with the names of torch's tracker (torch.distributed._tools.fsdp2_mem_tracker), made when they
+are first read. The tracker sees memory as tensors and the sizes of their storages. So while it runs, buffers that gave
+their memory to others get empty storages.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fullshard.buffer.slots import SHARED
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase, Unit
 
 
-def _parameter(group: Group, index: int) -> SimpleNamespace:
-    """The tensors of one parameter, which tell the tracker what memory is for. The gradient of an unsharded parameter
-    is as autograd made it, or the buffer into which it was copied."""
-    param, gradient = group.params[index], SimpleNamespace(grad=group.gradients.held(index))
+def _parameter(group: ParamGroup, index: int) -> SimpleNamespace:
+    """The tensors of one parameter, from which the tracker knows the purpose of memory. The gradient of an unsharded
+    parameter is autograd's, or the buffer into which it was copied."""
+    param, gradient = group.params[index], SimpleNamespace(grad=group.gradients.unreduced_tensor(index))
     leaf = torch.empty(0) if param.unsharded is None else param.unsharded
     return SimpleNamespace(sharded_param=param.sharded, unsharded_param=leaf, _unsharded_param=gradient)
 
 
 class _Group:
-    """The groups of a unit. The tracker puts functions of its own around ``pre_backward`` and ``post_backward``."""
+    """The groups of a unit. The tracker wraps ``pre_backward`` and ``post_backward``."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -41,7 +41,8 @@ class _Group:
 
     @property
     def fsdp_params(self) -> list[SimpleNamespace]:
-        """Those of the whole tree, once it is known: gradients of one group arrive in the backward of another."""
+        """The parameters of the whole tree if it is known: a group's gradients may arrive in another group's
+        backward."""
         schedule = self._unit.schedule
         groups = self._unit.groups if schedule is None else schedule.groups()
         return [_parameter(group, index) for group in groups for index in range(len(group.params))]
@@ -67,13 +68,13 @@ class _Group:
     @post_backward.setter
     def post_backward(self, function: Callable[..., None]) -> None:
         def end(schedule: Schedule, ahead: bool = False) -> None:
-            self.tell()
+            self.report_memory()
             (function if self._unit.phase is Phase.BACKWARD else self._end)(schedule, ahead)
 
         self._install("finish_backward", end)
 
     def _install(self, name: str, function: Callable[..., None]) -> None:
-        """Let the unit call ``function`` in place of its own method, while the tracker looks on."""
+        """Make the unit call ``function`` instead of its own method while the tracker runs."""
         if self.is_watched:
             vars(self._unit)[name] = function
         else:
@@ -81,17 +82,17 @@ class _Group:
 
     def _begin(self, schedule: Schedule) -> None:
         Unit.begin_backward(self._unit, schedule)
-        self.tell()
+        self.report_memory()
 
     def _end(self, schedule: Schedule, ahead: bool) -> None:
         Unit.finish_backward(self._unit, schedule, ahead)
         for group in self._unit.groups:
-            group.comm.reductions.keep_at_most(0)  # the tracker looks for sharded gradients now
-            group.comm.reductions.take_in()
-        self.tell()
+            group.comm.reductions.wait_for_oldest()  # the tracker expects sharded gradients now
+            group.comm.reductions.hand_over_arrived()
+        self.report_memory()
 
-    def tell(self) -> None:
-        """Let the tracker see how much memory each buffer has, and know all before something is sent from it."""
+    def report_memory(self) -> None:
+        """Show the tracker the memory of each buffer, before anything is sent from it."""
         schedule = self._unit.schedule
         for context in {group.comm for group in schedule.groups()} if schedule is not None else ():
             for buffer in chain.from_iterable(pool.buffers for pool in context.pools.values()):
@@ -103,7 +104,7 @@ class _Group:
 
 
 class _State:
-    """A module's part in its unit. Of several modules in one unit the first has the groups."""
+    """The state of a module. If a unit has several modules, the first one has the groups."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         is_first = bool(unit.groups) and module is unit.modules[0]
@@ -113,21 +114,21 @@ class _State:
         self._after, self._post_forward_hook_handle = _find(unit, after)
 
     def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tell()
-        given = self._before(module, args, kwargs)
-        self._tell()
-        return given
+        self._report_memory()
+        result = self._before(module, args, kwargs)
+        self._report_memory()
+        return result
 
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if output is None and sys.exception() is not None:
             return None  # recomputation stops early: the tracker calls this then too
         output = self._after(module, args, output)
-        self._tell()
+        self._report_memory()
         return output
 
-    def _tell(self) -> None:
+    def _report_memory(self) -> None:
         if self._fsdp_param_group is not None and self._fsdp_param_group.is_watched:
-            self._fsdp_param_group.tell()
+            self._fsdp_param_group.report_memory()
 
 
 def _find(unit: Unit, hooks: dict[int, Any], *more: Any) -> tuple[Callable[..., Any], RemovableHandle]:
@@ -139,9 +140,9 @@ def _find(unit: Unit, hooks: dict[int, Any], *more: Any) -> tuple[Callable[..., 
 
 
 def state_of(unit: Unit, module: nn.Module) -> Any:
-    """What torch calls the state of a module, the same object each time."""
+    """The state of a module as torch calls it, the same object each time."""
     of, states = vars(unit).get("_states_of_torch", (None, {}))
-    if of is not unit:  # but one of which it is a copy
+    if of is not unit:  # it belongs to the unit of which this one is a deep copy
         states = {}
         vars(unit)["_states_of_torch"] = unit, states
     if module not in states:

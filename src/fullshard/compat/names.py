@@ -1,7 +1,7 @@
-"""The names that frameworks and torch read on a sharded model, beside the public ones, each with who reads it.
+"""Attributes that frameworks and torch read on a sharded model, in addition to the public ones. Each says who reads it.
 
-They are torch's own attributes, private ones mostly. Owns their values; nothing in the engine knows them. They are put
-on the classes of the front ends when this file is imported, and on modules and parameters when these are sharded.
+They are attributes of torch's FSDP, mostly private ones. Owns their values; the engine does not use them. Importing
+this file puts them on the classes of the front ends. Sharding puts them on modules and parameters.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from fullshard.schedule.unit import Unit, unit_of
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import settings_of
 
-#: Of a module that was sharded: others have none of these names.
+#: The unit of a sharded module. (Other modules do not have these attributes.)
 _unit: Callable[[nn.Module], Unit] = unit_of  # type: ignore[assignment]
 
 
 class _FlatView:
-    """Stands for the flat parameter of a wrapper that shows original parameters: this rank's elements, in a row."""
+    """A substitute for the flat parameter, for wrappers with ``use_orig_params``: this rank's elements,
+    concatenated."""
 
     def __init__(self, unit: Unit) -> None:
         params = [param for group in unit.groups for param in group.params]
@@ -54,7 +55,8 @@ def _flat_param(wrapper: FullyShardedDataParallel) -> Any:
 
 
 def _handle(wrapper: FullyShardedDataParallel) -> SimpleNamespace | None:
-    """Takes what is set, as ``_orig_param_dtype``, which the engine finds in the parameters themselves."""
+    """A substitute for torch's handle. Programs may set its attributes, such as ``_orig_param_dtype``. The engine
+    ignores them, because it reads the parameters' own dtypes."""
     flat = _flat_param(wrapper)
     return None if flat is None else SimpleNamespace(flat_param=flat, _orig_param_dtype=flat.dtype)
 

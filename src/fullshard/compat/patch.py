@@ -1,9 +1,9 @@
-"""``patch()``: programs that import torch's FSDP get this one, without a changed line.
+"""``patch()``: unchanged programs that import torch's FSDP get fullshard.
 
-The names of both front ends, of their settings, wrap policies and of the gradient scaler are bound to ours wherever a
-module of the process holds torch's; modules that are imported later find ours in torch's. Only the code of torch's FSDP
-itself, and ``replicate()``, which is built on it, keep what they had. Descriptions of meshes and placements need not be
-bound (``FSDPMeshInfo``, ``ShardPlacementResult``, ``_get_mesh_info``): the engine takes torch's.
+In all modules of the process, names of torch's front ends, settings, wrap policies and gradient scaler are bound to
+ours. Modules that are imported later find ours in torch's modules. Only torch's FSDP itself keeps its own names, and
+``replicate()``, which is built on it. Descriptions of meshes and placements (``FSDPMeshInfo``,
+``ShardPlacementResult``, ``_get_mesh_info``) are not bound, because the engine accepts torch's.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PUBLIC = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-#: What else of torch holds them, and computes with torch's own: it is imported before they are bound, and left alone.
-_THEIRS = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
+#: Modules of torch that need torch's own classes. They are imported before the names are bound, and not changed.
+_TORCH_CLASSES = ("torch.distributed.fsdp.", "torch.distributed._composable.replicate")
 
-#: What ``FULLSHARD_PATCH`` is in processes that one was started by that has said so.
-_SAID = "said"
-#: What was bound: the names of a module, the name there, and torch's object.
+#: The value of ``FULLSHARD_PATCH`` in child processes of a process that has reported the patch.
+_REPORTED = "said"
+#: The bindings that were changed: the namespace of a module, the name there, and torch's object.
 _bound: list[tuple[dict[str, Any], str, Any]] = []
 
 
@@ -86,8 +86,8 @@ def unpatch() -> None:
     """
     if _bound:
         _refuse_sharded("unpatch")
-        for names, name, theirs in _bound:
-            names[name] = theirs
+        for names, name, original in _bound:
+            names[name] = original
         _bound.clear()
 
 
@@ -96,20 +96,20 @@ def is_patched() -> bool:
     return bool(_bound)
 
 
-def patch_and_say() -> None:
-    """:func:`patch`, for programs that do not know of it: the first rank says on stderr what fullshard chooses. That
-    fullshard stands in for torch's FSDP is said once, by the first process that finds it out: launchers, ranks and
-    their workers start each other, and tell so in ``FULLSHARD_PATCH``."""
-    said = os.environ.get("FULLSHARD_PATCH") == _SAID
-    if said:
+def patch_and_report() -> None:
+    """:func:`patch` for unchanged programs. The first rank logs fullshard's choices on stderr. Only one process logs
+    that fullshard is used instead of torch's FSDP: ``FULLSHARD_PATCH`` tells its child processes (ranks of a launcher,
+    workers) that this is done."""
+    is_reported = os.environ.get("FULLSHARD_PATCH") == _REPORTED
+    if is_reported:
         patch()
     if os.environ.get("RANK", "0") == "0":
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
-        handler.addFilter(lambda _: not logging.getLogger().handlers)  # else the program has its own way
+        handler.addFilter(lambda _: not logging.getLogger().handlers)  # unless the program configures logging
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
-        os.environ["FULLSHARD_PATCH"] = _SAID
+        os.environ["FULLSHARD_PATCH"] = _REPORTED
     patch()
 
 
@@ -117,7 +117,7 @@ def _replacements() -> dict[int, Any]:
     """Our objects by the identity of torch's."""
     ours = {name: getattr(fullshard, name) for name in fullshard.__all__ if name != "ShardPlacementResult"}
     policies = {name: each for name, each in vars(wrap).items() if getattr(each, "__module__", "") == wrap.__name__}
-    ours |= {name: each for name, each in policies.items() if name != "_Policy"}  # of which programs derive their own
+    ours |= {name: each for name, each in policies.items() if name != "_Policy"}  # programs derive classes from torch's
     ours["ShardedGradScaler"] = ShardedGradScaler
     found = {}
     for module in map(sys.modules.get, _PUBLIC):
@@ -128,11 +128,11 @@ def _replacements() -> dict[int, Any]:
 
 
 def _is_left_alone(name: str) -> bool:
-    return name.startswith("fullshard") or (name not in _PUBLIC and name.startswith(_THEIRS))
+    return name.startswith("fullshard") or (name not in _PUBLIC and name.startswith(_TORCH_CLASSES))
 
 
 def _refuse_sharded(what: str) -> None:
-    """Refuse while there is a sharded model: its classes would be no longer those that programs ask for."""
+    """Raise an error if a sharded model exists: programs would not recognize its classes any more."""
     gc.collect()
     names = {cls.__name__ for cls in (FSDPModule, FullyShardedDataParallel)}
     for each in gc.get_objects():

@@ -98,7 +98,7 @@ class _Extended:
             )
         return [t if t.ndim else t.view(1) for t in inputs]
 
-    def arrive(self) -> None:
+    def make_unsharded(self) -> None:
         """Let the subclass make the unsharded parameter of what was gathered; the first time new, then in place."""
         param, dtype = self._param, self._group.compute_dtype(self._param)
         for output in self._outputs:
@@ -113,7 +113,7 @@ class _Extended:
         _allocate(self._inner)
         after(self._outputs, self._metadata, dtype, out=param.unsharded)
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free what was gathered and what the subclass made of it."""
         for tensor in (*self._outputs, *self._inner) if not self._group.options.keep_unsharded_storage else ():
             tensor.untyped_storage().resize_(0)
@@ -129,7 +129,7 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def start(self, start_others: Callable[[], Pending]) -> Pending:
-        """Gather them after others. Users' code comes first: what raises there leaves no communication under way."""
+        """Gather them after others. Runs users' code first: if it raises, no communication is under way."""
         inputs = [each.inputs() for each in self._extended]
         self._others = start_others()
         try:
@@ -148,19 +148,19 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def arrive(self) -> None:
+    def make_unsharded(self) -> None:
         """Make the unsharded parameters of what was gathered."""
         for each in self._extended:
-            each.arrive()
+            each.make_unsharded()
 
-    def leave(self) -> None:
+    def free(self) -> None:
         """Free the unsharded parameters."""
         for each in self._extended:
-            each.leave()
+            each.free()
 
 
 def _allocate(tensors: Iterable[torch.Tensor]) -> None:
-    """Give tensors memory again that were freed."""
+    """Allocate memory again for tensors that were freed."""
     for tensor in tensors:
         if tensor.untyped_storage().nbytes() == 0:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

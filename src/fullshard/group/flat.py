@@ -1,7 +1,7 @@
 """Parameters that a rank holds as runs of one flat shard, and what the modules show of them between uses.
 
-Owns the second way to show a group, for which its parameters are laid out end to end and cut wherever the cut falls
-(layout *flat*)::
+Owns the second way to show a group, with the layout *flat*: parameters lie end to end, and are cut wherever a rank's
+shard ends::
 
     fragments     every parameter stands in its place and holds the run of its elements that is this rank's, 1-D, of
                   size 0 where the rank has none; the same Parameter object that it was before, with its attributes
@@ -9,7 +9,7 @@ Owns the second way to show a group, for which its parameters are laid out end t
                   modules, where attributes of their names have the values while the group is unsharded
 
 Where one rank keeps everything a fragment is the whole parameter, in its shape. Users may swap ``.data`` and ``.grad``
-of what is shown, and replace it: it is taken in before the next step.
+of what is shown, and replace it: the group adopts it before the next step.
 """
 
 from __future__ import annotations
@@ -127,55 +127,50 @@ class Fragment(ShardedParameter):
         self.stored_as = self.dtype  # a cut never moves once it was made
         self.layout = "flat", 1 if home is not None else max(1, 16 // (computed_as or self.dtype).itemsize)
         self._attributes = param.__dict__
-        self._run = (0, 0)
+        self.run = (0, 0)  # first and past-the-last of its elements that this rank has
         self._place: tuple[int, tuple[int, ...]] = (0, ())
         self._watched: torch.Tensor | None = None
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
-    def heed_grad_dtype(self) -> None:
+    def update_grad_dtype(self) -> None:
         """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
 
-    def fit(self, plan: Plan, position: int) -> None:
-        self._run = plan.fragment(position, self.data.shard_rank)
-        self._place = plan.place(position, self.data.shard_rank)
+    def note_plan(self, plan: Plan, position: int) -> None:
+        self.run = plan.fragment(position, self.data.shard_rank)
+        self._place = plan.locate_chunk(position, self.data.shard_rank)
 
     def chunk_of(self, whole: torch.Tensor) -> torch.Tensor:
         if self.data.shard_size == 1:
             return whole
-        return whole.permute(self.order).reshape(-1)[slice(*self._run)]
+        return whole.permute(self.order).reshape(-1)[slice(*self.run)]
 
     @property
-    def flat(self) -> nn.Parameter | None:
-        """The flat parameter that stands for this one."""
-        return self.sharded if isinstance(self.sharded, FlatParameter) else None
-
-    @property
-    def held(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         if self.home is None:
-            return super().held
-        return self.local if self.flat is None else self.part_in(self.flat)
+            return super().values
+        return self.part_in(self.sharded) if isinstance(self.sharded, FlatParameter) else self.local
 
     def part_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of the parameter in a tensor that is like the flat parameter."""
         start, shape = self._place
         return self.view(flat.detach()[start : start + torch.Size(shape).numel()], shape)
 
-    def lies_at(self, place: torch.Tensor) -> bool:
-        return self.placed and same_memory(self.held, place)
+    def lies_at(self, chunk: torch.Tensor) -> bool:
+        return self.is_sharded and same_memory(self.values, chunk)
 
     def adopt(self) -> None:
-        self.dtype = self.held.dtype
+        self.dtype = self.values.dtype
         self.spec = altered_spec(self.spec, dtype=self.dtype)
 
-    def place(self, local: torch.Tensor) -> None:
-        before, is_first = self.sharded, not self.placed
-        self.local, self.placed = local, True
+    def set_chunk(self, local: torch.Tensor) -> None:
+        before, is_first = self.sharded, not self.is_sharded
+        self.local, self.is_sharded = local, True
         if self.home is not None:
             if is_first:
                 self._gradient_hooks = tuple((gradient_hooks(before) or {}).values())
                 nothing = torch.full((), math.nan, dtype=self.dtype, device=local.device).expand(self.shape)
-                self.stands_in = nothing.as_subclass(Hidden)
-                self.stands_in.param = self
+                self.hidden = nothing.as_subclass(Hidden)
+                self.hidden.param = self
             return
         grad = before.grad if is_first else None
         if grad is not None:
@@ -234,37 +229,35 @@ class FlatModuleParameters(ModuleParameters):
 
     def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
         self._shards, self._receive = shards, receive
-        self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         super().__init__(group)
 
     def prepare(self) -> None:
-        self._flats = []
+        #: Where each flat parameter is shown, under which name, the parameter and its section.
+        self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
         group, shards = self._group, self._shards
         for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
-            first = group.params[section.members[0]]
-            assert isinstance(first, Fragment)
-            if first.home is None:
+            fragments = [param for i in section.members if isinstance(param := group.params[i], Fragment)]
+            home, flat = fragments[0].home, fragments[0].sharded
+            if home is None:
                 continue
-            flat = first.flat
-            if flat is None or flat.is_meta != shard.is_meta:
-                flat = FlatParameter(shard, first.sharded.requires_grad)
-                describe(flat, [group.params[index] for index in section.members], section.plan, group.data.shard_rank)
+            if not isinstance(flat, FlatParameter) or flat.is_meta != shard.is_meta:
+                flat = FlatParameter(shard, flat.requires_grad)
+                describe(flat, fragments, section.plan)
             elif not same_memory(flat, shard):
                 flat.data = shard
-            for index in section.members:
-                group.params[index].sharded = flat
-            self._flats.append((first.home, flat_name(number), flat, section))
+            for fragment in fragments:
+                fragment.sharded = flat
+            self._flats.append((home, flat_name(number), flat, section))
         super().prepare()
         if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
                 param.watch(partial(self._receive, index))  # type: ignore[attr-defined]
-        placed = [(param.sharded, param.local) for param in group.params if param.local.numel()]
+        shown = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
-            placed = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
+            shown = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
             registered = [(home, {name: flat}) for home, name, flat, _ in self._flats]
-            self.as_sharded = Presentation(registered, self.as_sharded.apart)
-            self.as_unsharded = Presentation(registered, self.as_unsharded.apart)
-        self._where = [(shown, place.data_ptr(), place.shape) for shown, place in placed]
+            self.as_sharded.registered = self.as_unsharded.registered = registered
+        self._where = [(tensor, chunk.data_ptr(), chunk.shape) for tensor, chunk in shown]
 
     def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
         if self._flats:
@@ -285,10 +278,9 @@ class FlatModuleParameters(ModuleParameters):
         return more
 
     def show(self, what: Presentation) -> None:
-        whole = what is self.as_unsharded
         for _, param, module, name in self._indexed() if self._flats else ():
             module.__dict__.get("_parameters", {}).pop(name, None)  # none yet where the module is still being copied
-            module.__dict__[name] = param.unsharded if whole else param.stands_in
+            module.__dict__[name] = param.unsharded if what.is_unsharded else param.hidden
         super().show(what)
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
@@ -299,14 +291,14 @@ class FlatModuleParameters(ModuleParameters):
                 module.__dict__.pop(name, None)
         super().show_full(full)
 
-    def _keeps_place(self) -> bool:
+    def _keeps_chunks(self) -> bool:
         if os.environ.get("FSDP_SKIP_WRITEBACK_CHECK") == "1":
             return True
         return all(tensor.data_ptr() == at and tensor.shape == shape for tensor, at, shape in self._where)
 
-    def take_in(self) -> bool:
+    def adopt_replaced(self) -> bool:
         if not self._flats:
-            return super().take_in()
+            return super().adopt_replaced()
         replaced = False
         for (home, name, flat, section), shard in zip(self._flats, self._shards, strict=True):
             shown = home._parameters.get(name)
@@ -321,8 +313,8 @@ class FlatModuleParameters(ModuleParameters):
             replaced |= not same_memory(shown, shard)
         return replaced
 
-    def _take_in(self, param: ShardedParameter) -> bool:
-        replaced = super()._take_in(param)
+    def _adopt(self, param: ShardedParameter) -> bool:
+        replaced = super()._adopt(param)
         if param.local.numel() == 0:
             param.sharded.data = param.sharded.data.new_empty(0)  # whatever it was given: it holds nothing
         elif replaced:
@@ -341,10 +333,9 @@ class FlatModuleParameters(ModuleParameters):
             )
 
 
-def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan, rank: int) -> None:
+def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None:
     """Set the attributes of a flat parameter that say which parameters lie in it."""
-    runs = [plan.fragment(position, rank) for position in range(len(params))]
-    here = [(param, start, stop) for param, (start, stop) in zip(params, runs, strict=True) if start < stop]
+    here = [param for param in params if param.run[0] < param.run[1]]
     flat.__dict__.update(
         _fqns=tuple(param.name for param in params),
         _shapes=tuple(param.shape for param in params),
@@ -354,16 +345,16 @@ def describe(flat: nn.Parameter, params: Sequence[ShardedParameter], plan: Plan,
         _padded_unsharded_size=torch.Size((plan.full_numel,)),
         _sharded_size=torch.Size((plan.shard_numel,)),
         shard_metadata=ShardMetadata(
-            tuple(param.name for param, _, _ in here),
-            tuple(param.shape for param, _, _ in here),
-            tuple(param.shape.numel() for param, _, _ in here),
-            tuple((start, stop - 1) for _, start, stop in here),
+            tuple(param.name for param in here),
+            tuple(param.shape for param in here),
+            tuple(param.shape.numel() for param in here),
+            tuple((start, stop - 1) for start, stop in (param.run for param in here)),
         ),
     )
 
 
-def same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
-    """Whether a tensor holds just this memory."""
-    if tensor.shape != place.shape or tensor.dtype != place.dtype or tensor.is_meta != place.is_meta:
+def same_memory(tensor: torch.Tensor, chunk: torch.Tensor) -> bool:
+    """Whether a tensor lies just where a chunk does."""
+    if tensor.shape != chunk.shape or tensor.dtype != chunk.dtype or tensor.is_meta != chunk.is_meta:
         return False
-    return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == place.data_ptr())
+    return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == chunk.data_ptr())

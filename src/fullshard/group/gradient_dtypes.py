@@ -24,12 +24,12 @@ class GradientDtypes:
         self._group = group
         self.found: dict[int, torch.dtype] = {}  # by index, the widest that came, if any dtype may come
 
-    def _said(self, index: int) -> torch.dtype | None:
-        """The dtype in which a gradient would travel if it were alone; ``None`` for the dtype that it has."""
+    def _wanted(self, index: int) -> torch.dtype | None:
+        """The dtype that the options ask for, in which a gradient would travel alone; ``None`` for the one it has."""
         group, param = self._group, self._group.params[index]
-        wanted = group.options.mp_policy.reduce_dtype
-        if wanted is not None and not param.dtype.is_complex:
-            return wanted
+        reduce_dtype = group.options.mp_policy.reduce_dtype
+        if reduce_dtype is not None and not param.dtype.is_complex:
+            return reduce_dtype
         if param.grad_dtype != "own":
             return None if param.grad_dtype == "any" else param.grad_dtype
         return param.dtype if GRADIENTS_KEEP_DTYPE and not group.is_flat else group.compute_dtype(param)
@@ -37,7 +37,7 @@ class GradientDtypes:
     def alone(self, index: int) -> torch.dtype:
         """The dtype in which a gradient would travel if it were alone."""
         group = self._group
-        return self._said(index) or self.found.setdefault(index, group.compute_dtype(group.params[index]))
+        return self._wanted(index) or self.found.setdefault(index, group.compute_dtype(group.params[index]))
 
     def together(self, indices: Iterable[int]) -> list[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
         """The parameters by the dtypes of ``param.grad`` and of what travels."""
@@ -61,19 +61,19 @@ class GradientDtypes:
         as_messages = group.reduce_process_group is not None and group.reduce_transport.takes_messages
         found, chosen = list[Section](), self.together(compress(count(), trainable))
         for (home, travels), members in chosen:
-            # The one copy into a message also casts; straight gradients would be cast one by one.
+            # The one copy into a message also casts; zero-copy gradients would be cast one by one.
             plan = group.plan(members, casts=any(group.compute_dtype(group.params[i]) != travels for i in members))
             found.append(Section(home, tuple(members), plan.messages if as_messages else plan))
         return tuple(found), [travels for (_, travels), _ in chosen]
 
-    def tell(self, index: int, leaf: torch.Tensor) -> None:
+    def tell_autograd(self, index: int, leaf: torch.Tensor) -> None:
         """Tell autograd the dtype of the gradients that a leaf takes."""
-        param, said = self._group.params[index], self._said(index)
+        param, wanted = self._group.params[index], self._wanted(index)
         if self._group.is_flat or not (GRADIENTS_KEEP_DTYPE or param.grad_dtype != "own"):
             return
         # Where the buffer is wider, the copy into it casts; but what tensor parallel sums up before, it sums in that.
-        casts = said is not None and (said.itemsize <= leaf.itemsize or param.unsharded_spec is not None)
-        leaf.grad_dtype = said if casts else None
+        casts = wanted is not None and (wanted.itemsize <= leaf.itemsize or param.unsharded_spec is not None)
+        leaf.grad_dtype = wanted if casts else None
 
     def widens(self, index: int, dtype: torch.dtype) -> bool:
         """Whether a gradient of ``dtype``, which may have any, needs a wider one than all before it."""

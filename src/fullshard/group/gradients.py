@@ -13,26 +13,30 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 
-from fullshard.buffer.messages import straight_in
-from fullshard.buffer.sections import Section, full_bytes, full_views
+from fullshard.buffer.messages import zero_copy_in
+from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
+from fullshard.group.context import GroupContext
 from fullshard.group.flat import Fragment
+from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.gradient_places import MessagePlaces, WholePlaces
-from fullshard.group.module_parameters import ShownGroup
+from fullshard.group.gradient_views import MessageViews, WholeViews
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.reduction import Part, PendingReduction, ReductionPlan
-from fullshard.torch_private import version_of
+from fullshard.group.strategy import Placement
+from fullshard.torch_private import foreach_add, version_of
 
 MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtype in which they will travel
 
 
-class TrainedGroup(ShownGroup):
-    """A group as its gradients know it."""
+class HasGradients(Protocol):
+    """A group, as the hooks on its leaves know it."""
 
     gradients: Gradients
 
@@ -40,87 +44,78 @@ class TrainedGroup(ShownGroup):
 class Gradients:
     """The gradients of one group."""
 
-    def __init__(self, group: TrainedGroup) -> None:
+    def __init__(self, group: GroupContext, full: FullBuffer, module_params: ModuleParameters) -> None:
         self._group = group
-        self._trainable: tuple[bool, ...] = ()
-        self._sections: tuple[Section, ...] = ()
-        self._dtypes: list[torch.dtype] = []
-        self._buffer = SlotBuffer(group.gradient_pool, 0)
-        self._fulls: tuple[torch.Tensor, ...] = ()
-        self._places = WholePlaces(group.params, (), ())
-        self._nbytes: dict[int, int] = {}  # to copy, by index (0: straight); empty: waiting has no bound
-        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
-        self._plain = self._nothing  # leaves whose gradients are taken as they are
-        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
-        self._every: frozenset[int] = frozenset()
+        self.attach(full, module_params)
         self._dtypes_of = GradientDtypes(group)
-        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
-        self._choices: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._trainable: tuple[bool, ...] = ()  # what the layout is of
+        self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
+        self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
         self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
         self._partial: dict[int, torch.Tensor] = {}
+        self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
-    def move(self) -> None:
-        """Take memory from the pools that the group has now."""
-        self._buffer.move(self._group.gradient_pool)
+    def attach(self, full: FullBuffer, module_params: ModuleParameters) -> None:
+        """Take the gradients of the values in ``full`` from now on, for the parameters that modules show."""
+        self._full, self._module_params = full, module_params
 
-    def forget_routes(self) -> None:
-        """Forget the routes: reductions take others from now on, and perhaps gradients in other places."""
+    def forget_layout(self) -> None:
+        """Lay gradients out anew: the routes of reductions, or the pool that has the buffer, have changed."""
         if self._arrived or self._waiting:
             self._begin_anew()
         else:
             self._trainable = ()
 
-    def listen(self, index: int, param: ShardedParameter) -> None:
-        """Take the gradient of an unsharded parameter whenever autograd has it."""
+    def listen(self, owner: HasGradients, index: int, param: ShardedParameter) -> None:
+        """Take the gradient of an unsharded parameter of ``owner`` whenever autograd has it."""
         leaf = param.unsharded
         assert leaf is not None
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return
-        trainable = leaf.requires_grad
-        leaf.requires_grad_(True)  # for a frozen parameter too: the hook is kept when it is thawed
+        leaf.requires_grad_(True)  # of a frozen parameter too, until ``prepare()``: the hook is kept when it is thawed
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
-        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(self._group), index))
-        leaf.requires_grad_(trainable)
-        self._dtypes_of.tell(index, leaf)
+        leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(owner), index))
+        self._dtypes_of.tell_autograd(index, leaf)
 
     @property
     def pending(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return bool(self._arrived or self._waiting or (self._partial and self._group.options.all_reduce_gradients))
+        return bool(self._arrived or self._waiting or (self._partial and self._group.options.strategy.all_reduces))
 
     @property
     def has_any(self) -> bool:
         """Whether there are gradients that are not in ``param.grad`` yet, waiting or kept."""
         return bool(self._arrived or self._waiting or self._partial)
 
-    def held(self, index: int) -> torch.Tensor | None:
-        """What has the gradient of a parameter before it is reduced: a tensor of autograd's, or the whole buffer."""
+    def unreduced_tensor(self, index: int) -> torch.Tensor | None:
+        """The tensor that has a parameter's gradient before it is reduced: one of autograd's, or the whole buffer."""
         if index in self._arrived and index not in self._waiting:
-            return self._places.straight.get(index, self._buffer.memory.detach())
+            return self._views.zero_copy.get(index, self._buffer.memory.detach())
         return self._waiting.get(index)
 
     def unreduced(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The gradients of this rank that wait to be reduced, by the index of their parameter."""
         yield from self._waiting.items()
-        yield from ((index, self._places.read(index)) for index in self._arrived)
+        yield from ((index, self._views.read(index)) for index in self._arrived)
 
     @staticmethod
-    def receive(reference: weakref.ref[TrainedGroup], index: int, leaf: torch.Tensor) -> None:
-        """Runs once for each parameter and backward."""
-        group, grad = reference(), leaf.grad
-        if group is None or grad is None:
+    def receive(reference: weakref.ref[HasGradients], index: int, leaf: torch.Tensor) -> None:
+        """Take the gradient from a leaf. Runs once for each parameter and backward."""
+        owner, grad = reference(), leaf.grad
+        if owner is None or grad is None:
             return
         leaf.grad = None
-        self = group.gradients
-        if self._expected[index] is leaf and group.is_unsharded:  # nearly all: without a call
+        self = owner.gradients
+        if self._expected[index] is leaf and self._full.state.is_unsharded:  # nearly all: without a call
             self._waiting[index], self._expected[index] = grad, None
             if self._nbytes:
-                self._heed_bound(index)
+                self._limit_waiting(index)
             return
+        group = self._group
         param = group.params[index]
         if leaf is not param.unsharded:
             raise RuntimeError(
@@ -128,11 +123,11 @@ class Gradients:
                 f"changed (to evaluate in full precision, too): the gradient of parameter '{param.name}' was computed "
                 f"with memory that is gone. Change it after the backward"
             )
-        if not self._waiting:
-            group.clock.begin_backward()  # a module without a hook on its outputs tells of its backward only here
-        if not group.is_unsharded and group.options.unshard_in_backward:
+        if not (self._waiting or group.step.now.has_backward):
+            group.step.begin_backward()  # a module without a hook on its outputs tells of its backward only here
+        if not self._full.state.is_unsharded and group.options.unshard_in_backward:
             raise RuntimeError(
-                f"a gradient of parameter '{param.name}' was computed while its group was {group.state.name}: the "
+                f"a gradient of parameter '{param.name}' was computed while its group was {self._full.state.name}: the "
                 f"backward of {group!r} read memory that was not its own. The output of the module must carry tensors "
                 f"that require gradients (in tuples, dicts, dataclasses or containers known to pytree), or the "
                 f"parameter was used outside the forward of the module that was given to fully_shard"
@@ -152,87 +147,87 @@ class Gradients:
         param = self._group.params[index]
         if not self._waiting:
             if self._shown_waiting:
-                self._heed_clearing()
-            if not self._arrived and self._group.module_params.trainable != self._trainable:
-                self._lay_out()
-        if index not in self._every:
+                self._notice_clearing()
+            if not self._arrived and self._module_params.trainable != self._trainable:
+                self._lay_out(self._module_params.trainable)
+        if index not in self._trained:
             raise RuntimeError(f"parameter '{param.name}' began to require gradients in the middle of a step")
         if param.unsharded_spec is not None:
             grad = param.local_gradient(grad)
-        if grad.dtype != self._places.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
+        if grad.dtype != self._views.dtypes[index] and self._dtypes_of.widens(index, grad.dtype):
             self._begin_anew()
         if index in self._waiting:
-            self.settle()
+            self.copy_waiting()
         if not self._waiting:
-            self._expected = self._plain.copy()
+            self._expected = self._plain[:]
         self._waiting[index], self._expected[index] = grad, None
         if self._nbytes:
-            self._heed_bound(index)
+            self._limit_waiting(index)
 
-    def _heed_bound(self, index: int) -> None:
-        grad, places = self._waiting[index], self._places
+    def _limit_waiting(self, index: int) -> None:
+        grad, views = self._waiting[index], self._views
         self._waiting_bytes += self._nbytes[index]
         if self._waiting_bytes >= MOST_WAITING:
-            self.settle()
-        elif index in places.kept and (index in self._arrived or grad.dtype != places.dtypes[index]):
-            places.add({index: self._waiting.pop(index)})  # a straight one that waited would exist twice when settled
+            self.copy_waiting()
+        elif index in views.kept and (index in self._arrived or grad.dtype != views.dtypes[index]):
+            views.write({index: self._waiting.pop(index)})  # a zero-copy one that waited would exist twice when copied
             self._arrived.add(index)
 
     @torch.no_grad()
     def _begin_anew(self) -> None:
-        """Go on in another buffer: of a wider dtype, or with other places."""
-        self.settle()
+        """Continue in another buffer, of a wider dtype or with another layout, with the gradients that have arrived."""
+        self.copy_waiting()
         before, arrived = self._buffer if self._writes else None, dict(self.unreduced())
         self._writes = False
-        self._lay_out()
+        self._lay_out(self._module_params.trainable)
         if arrived:
             self._take_buffer()
-            self._places.write(arrived)
+            self._views.write(arrived)
         if before is not None:
             before.give_back()
 
     @staticmethod
-    def receive_outside(reference: weakref.ref[TrainedGroup], index: int, grad: torch.Tensor) -> torch.Tensor | None:
+    def receive_outside(reference: weakref.ref[HasGradients], index: int, grad: torch.Tensor) -> torch.Tensor | None:
         """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time, and that
         another module than its own has read. It is reduced like any other, and zeros are added in its place."""
-        group = reference()
-        if group is None:
+        owner = reference()
+        if owner is None:
             return None
-        if group.clock.epoch == 0:
+        group = owner.gradients._group
+        if group.step.forwards == 0:
             raise RuntimeError(
                 f"a gradient of parameter '{group.params[index].name}' was computed outside of any wrapped module, and "
                 f"would not be reduced: wrap the module that reads the parameter too"
             )
-        group.clock.begin_backward()
-        group.gradients._take(index, grad)
+        group.step.begin_backward()
+        owner.gradients._take(index, grad)
         return torch.zeros_like(grad)
 
-    def settle(self) -> None:
+    def copy_waiting(self) -> None:
         """Copy waiting gradients into the buffer, in one call: small ones cost more by their number than by size."""
         if not self._waiting:
             return
         if torch.is_grad_enabled():  # the backward is to be differentiated
             with torch.no_grad():
-                return self.settle()
+                return self.copy_waiting()
         waiting, self._waiting, self._waiting_bytes, self._expected = self._waiting, {}, 0, self._nothing
-        if not self._arrived.isdisjoint(waiting):
-            again = waiting.keys() & self._arrived
-            self._places.add({index: waiting.pop(index) for index in again})
-        if not (self._writes or ((kept := self._places.kept) and waiting.keys() <= kept)):
+        if self._arrived and (again := self._arrived & waiting.keys()):
+            self._views.write({index: waiting.pop(index) for index in again}, foreach_add)
+        if not (self._writes or ((kept := self._views.kept) and waiting.keys() <= kept)):
             self._take_buffer()
         if waiting:
-            self._places.write(waiting)
+            self._views.write(waiting)
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
         """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear them, as
         by ``zero_grad()``; no rank could show all of them."""
-        self.settle()
+        self.copy_waiting()
         for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
             if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
                 self._shown_waiting.append((index, param, grad, version_of(grad)))
 
-    def _heed_clearing(self) -> None:
+    def _notice_clearing(self) -> None:
         shown, self._shown_waiting = self._shown_waiting, []
         for index, param, grad, version in shown:
             now = param.sharded.grad
@@ -246,119 +241,126 @@ class Gradients:
         group = self._group
         # Modules that were sharded together may run apart. Then an earlier reduction may still read this buffer.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
-        group.comm.reductions.keep_at_most(0 if self._buffer.in_use else buffers - 1, buffers)
+        group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
         self._writes = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _lay_out(self) -> None:
-        """Make the sections of what is trained, a buffer for them, and the places of gradients in it."""
+    def _lay_out(self, trainable: tuple[bool, ...]) -> None:
+        """Make the sections of what is trained, a buffer for them, and the views of gradients in it."""
         group = self._group
         if self._writes:
             self._buffer.give_back()
-        trainable, self._trainable = group.module_params.trainable, ()  # until all of it is done
-        self._sections, self._dtypes = self._dtypes_of.sections(trainable)
+        self._trainable = ()  # until all of it is done
+        self._sections, dtypes = self._dtypes_of.sections(trainable)
         pool = group.gradient_pool
-        self._buffer = SlotBuffer(pool, full_bytes(self._sections, self._dtypes))
-        self._buffer.takes_turns = group.options.reshard_after_forward
+        self._buffer: SlotBuffer = SlotBuffer(pool, full_bytes(self._sections, dtypes))
+        self._buffer.takes_turns = group.options.strategy.after_forward is not Placement.REPLICATED
         if self._buffer.takes_turns:
             pool.ordinary = max(pool.ordinary, self._buffer.nbytes)
-        self._take_buffer()  # views need memory when they are made
-        fulls = self._fulls = full_views(self._buffer.memory, self._sections, self._dtypes)
-        make = MessagePlaces if self._sections and self._sections[0].plan.is_messages else WholePlaces
-        places = self._places = make(group.params, self._sections, fulls)
-        self._choices, self._gaps = {}, []
+        if self._sections:
+            self._take_buffer()  # views need memory when they are made
+        fulls = self._fulls = full_views(self._buffer.memory, self._sections, dtypes)
+        make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
+        views = self._views = make(group.params, self._sections, fulls)
+        self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
+        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
         if group.is_flat:
-            self._gaps += [view for index, view in places.views.items() if not trainable[index]]
+            self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
                 self._gaps += [full[start:stop] for start, stop in section.plan.gaps]
-        self._every = frozenset(index for index in places.dtypes if trainable[index])
-        sizes = {i: group.params[i].shape.numel() * places.dtypes[i].itemsize for i in self._every}
-        nbytes = sizes | dict.fromkeys(places.kept, 0)
-        self._nbytes = nbytes if places.kept or sum(nbytes.values()) >= MOST_WAITING else {}
+        self._trained = frozenset(index for index in views.dtypes if trainable[index])
+        sizes = {i: group.params[i].shape.numel() * views.dtypes[i].itemsize for i in self._trained}
+        nbytes = sizes | dict.fromkeys(views.kept, 0)
+        #: Bytes to copy, by index (0: zero-copy); empty: waiting has no bound.
+        self._nbytes = nbytes if views.kept or sum(nbytes.values()) >= MOST_WAITING else {}
         leaves = [param.unsharded if param.unsharded_spec is None else None for param in group.params]
-        plain = self._every - self._dtypes_of.found.keys()
-        self._plain = [leaf if index in plain else None for index, leaf in enumerate(leaves)]
+        plain = self._trained - self._dtypes_of.found.keys()
+        #: Leaves whose gradients are taken as they are.
+        self._plain: list[torch.Tensor | None] = [leaf if i in plain else None for i, leaf in enumerate(leaves)]
         self._writes, self._trainable = False, trainable
         self._buffer.give_back()
 
-    def reduce(self) -> frozenset[int]:
-        """Start to reduce what arrived, and return whose it is. The reduced chunks are in ``sharded.grad`` once the
-        reductions were waited for."""
+    def reduce(self) -> None:
+        """Start to reduce the gradients that have arrived. The reduced chunks are in ``sharded.grad`` once somebody has
+        waited for the reductions."""
         if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.reduce()
         group = self._group
         if self._shown_waiting:
-            self._heed_clearing()
-        self.settle()
-        if not self._arrived and group.module_params.trainable != self._trainable:
-            self._lay_out()
+            self._notice_clearing()
+        self.copy_waiting()
+        if not self._arrived and self._module_params.trainable != self._trainable:
+            self._lay_out(self._module_params.trainable)
         if not self._writes:
             self._take_buffer()
         if group.options.reduce_unused:
             self._dtypes_of.refuse_unknown()
-        if self._partial and (lost := self._partial.keys() - self._every):
+        if self._partial and (lost := self._partial.keys() - self._trained):
             names = sorted(group.params[index].name for index in lost)
             raise RuntimeError(
                 f"gradients of {names} were summed over some of the ranks only (set_requires_all_reduce(False)), and "
-                f"then they stopped to require gradients: freeze parameters after a backward with all-reduce"
+                f"then they stopped requiring gradients: freeze parameters after a backward with all-reduce"
             )
         arrived, self._arrived = self._arrived, set()
         self._writes = False
-        wanted = self._every
-        if len(arrived) < len(wanted):
+        wanted = self._trained
+        if arrived != wanted:
             if not (group.options.reduce_unused or group.is_flat):
                 wanted = frozenset(arrived.union(self._partial))
             for index in wanted - arrived:
-                self._places.zero(index)
+                self._views.zero(index)
         for gap in self._gaps:
             gap.zero_()
         is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-        choice = self._choices.get((wanted, is_final)) or self._choose(wanted, is_final)
-        if group.clock.announce is not None:
-            group.clock.announce(group, wanted)
+        plan = self._plans.get((wanted, is_final)) or self._plan_reduction(wanted, is_final)
         reductions, lane = group.comm.reductions, group.comm.lanes.reduce
-        straight = list(map(self._places.straight.pop, choice.straight))
-        reducing = PendingReduction(group, self._partial, choice, self._buffer, straight, reductions, reductions.drops)
-        mark = lane.run(reducing.start, reducing.scattered)
-        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, straight, self._buffer.give_back))
-        return wanted
+        zero_copy = list(map(self._views.zero_copy.pop, plan.zero_copy))
+        dropped = reductions, reductions.drops
+        reducing = PendingReduction(group, self._module_params, self._partial, plan, self._buffer, zero_copy, *dropped)
+        logged = group.step.log("reduce", group, wanted)
+        if logged is None:
+            mark = lane.run(reducing.start, reducing.scattered)
+        else:
+            with logged:
+                mark = lane.run(reducing.start, reducing.scattered)
+        reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
-    def _choose(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
-        """The plan of a reduction of these parameters; as a rule the same in every step."""
+    def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
+        """Make the plan of a reduction of these parameters. As a rule every step has the same."""
         group, parts = self._group, list[Part]()
-        for section, travels, full in zip(self._sections, self._dtypes, self._fulls, strict=True):
+        for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)
             if not positions:
                 continue
             plan = section.plan.select(positions)
             members = section.members if group.is_flat else [section.members[position] for position in positions]
             shard = torch.empty(plan.shard_numel, device="meta")
-            grads = [(i, part) for i, part in group.module_params.gradient_views(members, plan, shard) if i in wanted]
-            places = [part for _, part in grads]
-            chunks = [p.shape for p in places], [p.stride() for p in places], [int(p.storage_offset()) for p in places]
-            lengths = [p.numel() for p in places if p.ndim == 1]
+            grads = [(i, part) for i, part in self._module_params.gradient_views(members, plan, shard) if i in wanted]
+            views = [part for _, part in grads]
+            chunks = [p.shape for p in views], [p.stride() for p in views], [int(p.storage_offset()) for p in views]
+            lengths = [p.numel() for p in views if p.ndim == 1]
             if [*accumulate(lengths, initial=0)] != [*chunks[2], plan.shard_numel]:
                 lengths = []
             home = section.dtype
             if group.options.keep_computed_dtype:
                 computed = group.compute_dtype(group.params[section.members[0]])
-                home = computed if group.data.shard_group is not None else travels
-            dtype = home if is_final else travels
+                home = computed if group.data.shard_group is not None else full.dtype
+            dtype = home if is_final else full.dtype
             allocate = partial(torch.empty, plan.shard_numel, dtype=dtype, device=group.device)
             parts.append(Part(tuple(i for i, _ in grads), plan, full, allocate, home, chunks, lengths))
-        beside = straight_in(part.plan for part in parts if part.plan.is_messages)
-        straight = [parts[each.section].indices[each.param] for each in beside]
-        choice = self._choices[wanted, is_final] = ReductionPlan(parts, is_final, straight)
-        return choice
+        beside = zero_copy_in(part.plan for part in parts if part.plan.is_messages)
+        zero_copy = [parts[each.section].indices[each.param] for each in beside]
+        self._plans[wanted, is_final] = ReductionPlan(parts, is_final, zero_copy)
+        return self._plans[wanted, is_final]
 
     def discard(self) -> None:
-        """Forget what arrived and what was accumulated."""
+        """Drop all gradients that are not in ``param.grad`` yet."""
         self._waiting, self._waiting_bytes, self._expected, self._shown_waiting = {}, 0, self._nothing, []
         self._arrived.clear()
         self._partial.clear()
-        self._places.straight.clear()
+        self._views.zero_copy.clear()
         self._writes = False
         self._buffer.give_back()

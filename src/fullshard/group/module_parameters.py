@@ -1,6 +1,6 @@
 """The parameters that modules show of a group, and the changes that users make to them between steps.
 
-Owns the prepared updates that put the sharded or the unsharded parameters in their places, one dict a module, and the
+Owns the prepared updates that put sharded or unsharded parameters in their locations, one dict a module, and the
 look, before each step, at whether the parameters that stand there are still the group's own.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -29,58 +29,65 @@ Updates = Sequence[tuple[nn.Module, dict[str, Any]]]
 
 @dataclass(eq=False)
 class Presentation:
-    """Tensors for the places of parameters: by name where these are registered, by path where modules keep them."""
+    """Tensors for the locations of parameters: by name where these are registered, by path where modules keep them."""
 
     registered: Updates
     apart: Sequence[tuple[nn.Module, tuple[Any, ...], Any]]
+    is_unsharded: bool = False
     found: Any = None  # what state dicts know of the parameters
 
 
 class ModuleParameters:
-    """The places of a group's parameters in the module tree, and the tensors that stand there."""
+    """The locations of a group's parameters in the module tree, and the tensors that are there."""
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self.stand_ins: set[tuple[int, str]] = set()  # places where something stands in for a parameter
-        self._shown = Presentation((), ())  # what was put into the places of parameters
+        self.substituted: set[tuple[int, str]] = set()  # locations where users put something instead of a parameter
+        self._shown = Presentation((), ())  # what is in the locations of parameters
         self.prepare()
+
+    @property
+    def shows_unsharded(self) -> bool:
+        """Whether the modules show the unsharded parameters."""
+        return self._shown.is_unsharded
 
     def gradient_views(self, indices: Sequence[int], plan: Plan, shard: torch.Tensor) -> Iterable[IndexedTensor]:
         """Which parts of a reduced ``shard`` are the gradients of which parameters."""
         return chunk_views(self._group.params, indices, plan, shard, self._group.data.shard_rank)
 
     def prepare(self) -> None:
-        """Prepare the updates anew: parameters, leaves or places have changed."""
+        """Prepare the updates anew: parameters, leaves or locations have changed."""
         params = self._group.params
         self._group.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
         #: Which of the parameters require gradients, as far as it was looked at.
         self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self._group.is_unsharded:
+        if not self.shows_unsharded:
             self._train_leaves()
         self._prepare_updates()
 
     def _prepare_updates(self) -> None:
-        """Leave alone the places where something stands in for a parameter."""
+        """Prepare the updates, without the locations where users put something instead of a parameter."""
         self._apart = apart = [
             (i, param, module, path)
             for i, param in enumerate(self._group.params)
             for module, path in param.kept_apart
-            if not any((id(module), at.name) in self.stand_ins for at in param.locations)
+            if not any((id(module), at.name) in self.substituted for at in param.locations)
         ]
-        self._free = free = [place for place in self._indexed() if (id(place[2]), place[3]) not in self.stand_ins]
+        self._free = free = [at for at in self._indexed() if (id(at[2]), at[3]) not in self.substituted]
         self.as_sharded = Presentation(
             updates([(module, name, param.sharded) for _, param, module, name in free]),
-            [(module, path, at.sharded if at.stands_in is None else at.stands_in) for _, at, module, path in apart],
+            [(module, path, at.sharded if at.hidden is None else at.hidden) for _, at, module, path in apart],
         )
         self.as_unsharded = Presentation(
             updates([(module, name, param.unsharded) for _, param, module, name in free]),
             [(module, path, param.unsharded) for _, param, module, path in apart],
+            is_unsharded=True,
         )
 
     def _indexed(self) -> list[tuple[int, ShardedParameter, nn.Module, str]]:
-        """Every place where a parameter stands."""
+        """Every location of a parameter."""
         params = enumerate(self._group.params)
         return [(index, param, at.module, at.name) for index, param in params for at in param.locations]
 
@@ -100,20 +107,20 @@ class ModuleParameters:
     def show_post_forward(self, small: Mapping[int, nn.Parameter]) -> None:
         """Show parameters, by index, as they are sharded over a smaller mesh, and all others as sharded ones."""
         self.show_sharded()
-        places = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
-        self.show(Presentation(updates(places), self.as_sharded.apart))
+        shown = [(module, name, small.get(i, param.sharded)) for i, param, module, name in self._free]
+        self.show(Presentation(updates(shown), self.as_sharded.apart))
 
     def show_sharded(self) -> None:
         """Show the sharded parameters, also where something stood in for one and has left."""
-        if self.stand_ins:
+        if self.substituted:
             for _, param, module, name in self._indexed():
-                if self._stood_for(module._parameters.get(name), param):
-                    self.stand_ins.discard((id(module), name))
+                if self._was_shown(module._parameters.get(name), param):
+                    self.substituted.discard((id(module), name))
             self._prepare_updates()
         self.show(self.as_sharded)
 
     def show(self, what: Presentation) -> None:
-        """Put tensors in the places of parameters.
+        """Put tensors in the locations of parameters.
 
         The dict of a module is updated and never swapped: what users add to it (LoRA, parametrizations) stays.
         Assigning through the module is for classes that watch their attributes. A module that is still being copied
@@ -133,69 +140,64 @@ class ModuleParameters:
 
     def show_full(self, full: Mapping[int, nn.Parameter]) -> None:
         """Show full copies of parameters, by index, until something else is shown."""
-        places = [(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]
+        shown = [(module, name, full[index]) for index, _, module, name in self._indexed() if index in full]
         apart = [(module, path, full[index]) for index, _, module, path in self._apart if index in full]
-        ModuleParameters.show(self, Presentation(updates(places), apart))
+        ModuleParameters.show(self, Presentation(updates(shown), apart))
 
-    def shown_full(self, index: int) -> torch.Tensor | None:
-        """The full copy that stands for a parameter now, which users may have replaced."""
-        location = self._group.params[index].locations[0]
-        return location.module._parameters.get(location.name)
-
-    def check_in(self) -> bool:
-        """Whether the modules hold what the group left there, as it left it. Called before each step."""
+    def are_unchanged(self) -> bool:
+        """Whether the modules have what the group left there, as it left it. Called before each step."""
         with PlainAttributes():
             self.trainable = tuple(map(_requires_grad, self._group.sharded))
-        if not self._group.shows_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
+        if not self._shown.is_unsharded and self.trainable != tuple(map(_requires_grad, self.unsharded)):
             self._train_leaves()
         for module, tensors in self._shown.registered:
             if not all(map(is_, map(module._parameters.get, tensors), tensors.values())):
                 return False
-        return not self.stand_ins and self._keeps_place()
+        return not self.substituted and self._keeps_chunks()
 
     def _train_leaves(self) -> None:
         """Let those unsharded parameters require gradients whose sharded ones do."""
         for trained, leaf in zip(self.trainable, self.unsharded, strict=bool(self.unsharded)):
             leaf.requires_grad_(trained)
 
-    def _keeps_place(self) -> bool:
-        """Whether the parameters still hold their places in the shard."""
+    def _keeps_chunks(self) -> bool:
+        """Whether the parameters still have their chunks of the shard."""
         return all(map(is_, map(local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
 
-    def take_in(self) -> bool:
-        """Look for what was replaced, moved or covered; returns whether parameters have new values to take in.
+    def adopt_replaced(self) -> bool:
+        """Look for what was replaced, moved or covered; returns whether parameters have new values to copy.
 
         Parameters that were replaced (``load_state_dict(assign=True)``, ``to()``, ``to_empty()``) are the group's from
         now on, those that moved (parametrization) are followed, and full tensors that stand in for a parameter
-        (``torch.func.functional_call``) are left in place.
+        (``torch.func.functional_call``) are left alone.
         """
-        self.stand_ins.clear()
-        replaced = [self._take_in(param) for param in self._group.params]
+        self.substituted.clear()
+        replaced = [self._adopt(param) for param in self._group.params]
         self._prepare_updates()
         return any(replaced)
 
-    def _take_in(self, param: ShardedParameter) -> bool:
+    def _adopt(self, param: ShardedParameter) -> bool:
         for location in list(param.locations):
             shown = location.module._parameters.get(location.name)
             if shown is None:
                 self._follow(param, location)
-            elif shown is param.sharded or self._stood_for(shown, param):
+            elif shown is param.sharded or self._was_shown(shown, param):
                 continue
             elif self._replaces(shown, param):
                 param.sharded = shown
             else:
-                self.stand_ins.add((id(location.module), location.name))
-        param.heed_grad_dtype()
+                self.substituted.add((id(location.module), location.name))
+        param.update_grad_dtype()
         return not param.lies_at(param.local)
 
     @staticmethod
-    def _stood_for(shown: torch.Tensor | None, param: ShardedParameter) -> bool:
+    def _was_shown(shown: torch.Tensor | None, param: ShardedParameter) -> bool:
         """Whether it is what the group showed of a parameter once, which stands there again."""
         owner = owner_of(shown)
         return owner is not None and owner[0].params[owner[1]] is param
 
     def _replaces(self, shown: torch.Tensor, param: ShardedParameter) -> TypeGuard[nn.Parameter]:
-        """Whether what was found in a parameter's place is a new value for it, or stands in for it for a while. Raises
+        """Whether what was found in a parameter's location is a new value for it, or replaces it for a while. Raises
         RuntimeError if it is neither."""
         if not isinstance(shown, DTensor):
             return False
@@ -213,12 +215,12 @@ class ModuleParameters:
         return True
 
     def _follow(self, param: ShardedParameter, location: Location) -> None:
-        """Find where a parameter that left its place went in the module tree."""
+        """Find where a parameter that left its location went in the module tree."""
         known = {(id(other.module), other.name) for other in param.locations}
         for root in self._group.modules:
             for module in root.modules():
-                for name, held in module._parameters.items():
-                    mine = held is not None and (held is param.sharded or held is param.unsharded)
+                for name, found in module._parameters.items():
+                    mine = found is not None and (found is param.sharded or found is param.unsharded)
                     if mine and (id(module), name) not in known:
                         location.module, location.name = module, name
                         return
@@ -263,60 +265,63 @@ def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -
             holder[path[-1]] = tensor
 
 
-def updates(places: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
+def updates(locations: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     """One dict of names for each module."""
     modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-    for module, name, tensor in places:
+    for module, name, tensor in locations:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
 
 
-class ShownGroup(GroupContext):
-    """A group as full parameters in place of its own know it."""
+class ShownGroup(Protocol):
+    """A group, as full parameters in place of its own know it."""
 
+    params: Sequence[ShardedParameter]
     module_params: ModuleParameters
-    summoned: FullGroup | None = None  # what its modules show while they show private full copies
+    summoned: FullParameters | None  # what its modules show while they show full parameters
 
 
-class FullGroup:
-    """Parameters of one group that stand in the places of sharded ones, or of another one's, until :meth:`close`."""
+class FullParameters:
+    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
 
     #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
     is_left_by_errors = False
 
-    def __init__(self, group: ShownGroup, shown: Mapping[int, nn.Parameter]) -> None:
+    def __init__(self, group: ShownGroup, full: Mapping[int, nn.Parameter]) -> None:
         self._group = group
-        self._full = dict(shown)
-        self._outer: FullGroup | None = group.summoned
+        self._full = dict(full)
+        self._outer = group.summoned
         if self._outer is not None:
-            self._outer.shown()
+            self._outer.current()
         group.summoned = self
         group.module_params.show_full(self._full)
 
-    def shown(self) -> Mapping[int, nn.Parameter]:
+    def current(self) -> Mapping[int, nn.Parameter]:
         """The parameters that are shown now, by index: users may have replaced them."""
         for index in self._full:
-            if isinstance(now := self._group.module_params.shown_full(index), nn.Parameter):
+            at = self._group.params[index].locations[0]
+            if isinstance(now := at.module._parameters.get(at.name), nn.Parameter):
                 self._full[index] = now
         return self._full
 
     @torch.no_grad()
     def write_back(self) -> None:
-        for index in self._full:
-            param, full = self._group.params[index], self._group.module_params.shown_full(index)
-            if full is None:
-                continue
-            param.held.copy_(param.chunk_of(local_tensor(full)))
+        """Copy this rank's part of what users wrote to the sharded parameters, and to their gradients."""
+        for index, full in self.current().items():
+            param = self._group.params[index]
+            param.values.copy_(param.chunk_of(local_tensor(full)))
             grad = param.gradient
             if full.grad is not None and grad is not None:
                 grad.copy_(param.chunk_of(local_tensor(full.grad)))
 
     def close(self) -> None:
-        if self._group.summoned is not self:
+        """Show again what was shown before."""
+        group = self._group
+        if group.summoned is not self:
             return
-        self._group.summoned = self._outer
+        group.summoned = self._outer
         if self._outer is not None:
-            self._group.module_params.show_full(self._outer._full)
+            group.module_params.show_full(self._outer._full)
         else:  # also where this rank showed nothing: what modules show is looked at before the next step
-            self._group.module_params.show_sharded()
+            group.module_params.show_sharded()
         self._full.clear()

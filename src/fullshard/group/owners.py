@@ -20,14 +20,14 @@ _owners: dict[int, tuple[weakref.ref[GroupContext], int, weakref.ref[nn.Paramete
 
 
 def register(group: GroupContext, tensors: Iterable[tuple[int, nn.Parameter]]) -> None:
-    """Tensors stand for the parameters of ``group``, by index: as it took them or as it shows them."""
+    """Note which tensors stand for the parameters of ``group``, by index: as it took them or as it shows them."""
     for index, param in tensors:
         key = id(param)
         _owners[key] = (weakref.ref(group), index, weakref.ref(param, partial(_forget, key)))
 
 
 def register_sharded(group: GroupContext) -> None:
-    """The sharded parameters of ``group``, which live as long as it does. A weak reference would keep torch from
+    """Note the sharded parameters of ``group``, which live as long as it does. A weak reference would keep torch from
     swapping their contents in ``module.to()``."""
     for index, param in enumerate(group.params):
         _owners[id(param.sharded)] = (weakref.ref(group), index, None)

@@ -63,7 +63,7 @@ class ShardedParameter:
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
-        stands_in: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
+        hidden: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
     """
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
@@ -84,11 +84,11 @@ class ShardedParameter:
         self.extends = self.defines_gather(whole)
         self.overridden_dtype: torch.dtype | None = None  # in which it is gathered, if not the policy's
         self.grad_dtype: private.GradDtype = private.chosen_grad_dtype(param)  # stays when it is converted or replaced
-        self.sharded: nn.Parameter = param  # until the group has a place for it
+        self.sharded: nn.Parameter = param  # until the group has a chunk for it
         self.local = whole
-        self.placed = False
+        self.is_sharded = False
         self.unsharded: nn.Parameter | None = None
-        self.stands_in: Any = None
+        self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
     is_flat = False  # whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it
@@ -102,7 +102,7 @@ class ShardedParameter:
         dim = None if self.dim is None else self.order.index(self.dim)
         return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
 
-    def fit(self, plan: Plan, position: int) -> None:
+    def note_plan(self, plan: Plan, position: int) -> None:
         """Take note of where it lies in the plan of its group."""
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
@@ -137,7 +137,7 @@ class ShardedParameter:
         return dim % len(self.shape)
 
     def defines_gather(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that is to be held says itself how it is gathered."""
+        """Whether a tensor says itself how it is gathered."""
         before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
         if before != after:
             missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
@@ -148,21 +148,21 @@ class ShardedParameter:
         return before
 
     @property
-    def held(self) -> torch.Tensor:
-        """The tensor that ``sharded`` holds: all of the parameter before it was placed, this rank's part after."""
+    def values(self) -> torch.Tensor:
+        """The tensor in ``sharded``: all of the parameter before it is sharded, this rank's part after."""
         return private.local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
 
-    def lies_at(self, place: torch.Tensor) -> bool:
-        """Whether it was placed at ``place`` and still lies there."""
-        return self.placed and self.held is place
+    def lies_at(self, chunk: torch.Tensor) -> bool:
+        """Whether ``chunk`` is the tensor that it was given for its part, and still has."""
+        return self.is_sharded and self.values is chunk
 
     def adopt(self) -> None:
         """Take over the dtype and mesh of the values that ``sharded`` now holds."""
         self.spec = private.spec_of(self.sharded)  # type: ignore[arg-type]
-        self.dtype = self.held.dtype
-        self.extends = self.defines_gather(self.held)
+        self.dtype = self.values.dtype
+        self.extends = self.defines_gather(self.values)
 
-    def heed_grad_dtype(self) -> None:
+    def update_grad_dtype(self) -> None:
         """Take over the ``grad_dtype`` of ``sharded``; if none was assigned to this object, assign the one known."""
         chosen = private.chosen_grad_dtype(self.sharded)
         if chosen != "own":
@@ -172,7 +172,7 @@ class ShardedParameter:
 
     def set_gradient_aside(self) -> torch.Tensor | None:
         """Take away a gradient whose dtype was chosen: a conversion of the parameter must not convert it."""
-        self.heed_grad_dtype()
+        self.update_grad_dtype()
         gradient = self.sharded.grad
         if self.grad_dtype == "own" or gradient is None:
             return None
@@ -237,13 +237,13 @@ class ShardedParameter:
                 flattened.append(placements[at])
         return private.altered_spec(before, private.concatenate_meshes(meshes), flattened)
 
-    def place(self, local: torch.Tensor) -> None:
-        """Let ``sharded`` hold ``local``, which has the values already; the first time it is made."""
+    def set_chunk(self, local: torch.Tensor) -> None:
+        """Let ``sharded`` have ``local``, in which the values are already; the first time it is made."""
         self.local = local
-        if self.placed:
+        if self.is_sharded:
             private.set_local(self.sharded, local)  # type: ignore[arg-type]
             return
-        self.placed = True
+        self.is_sharded = True
         before = self.sharded
         self.sharded = nn.Parameter(private.make_dtensor(local, self.spec), requires_grad=before.requires_grad)
         private.set_local(self.sharded, local)  # type: ignore[arg-type]  # a Parameter holds an alias: its version misses writes
@@ -254,17 +254,17 @@ class ShardedParameter:
             self.sharded.register_post_accumulate_grad_hook(hook)
         self._gradient_hooks = tuple((private.gradient_hooks(before) or {}).values())
 
-    def place_extension(self, offload: bool) -> None:
+    def set_extension_chunk(self, offload: bool) -> None:
         """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""
-        if self.placed:
-            self.place(self.held)
+        if self.is_sharded:
+            self.set_chunk(self.values)
             return
         whole, rank, dim = self.sharded.detach(), self.data.shard_rank, self.dim or 0
         chunks = [whole] if self.dim is None else whole.chunk(self.data.shard_size, dim)  # what subclasses know
         chunk = chunks[rank] if rank < len(chunks) else self.chunk_of(whole)
         local = whole.new_zeros(self.chunk_shape(0)).narrow(dim, 0, chunk.shape[dim])
         local.copy_(chunk)
-        self.place(local.cpu() if offload else local)
+        self.set_chunk(local.cpu() if offload else local)
 
     def copy(self, memo: dict[int, Any]) -> Self:
         """The parameter of a copied module tree; ``memo`` is that of ``copy.deepcopy``."""
@@ -272,7 +272,7 @@ class ShardedParameter:
         twin.sharded = self.copy_values(memo)  # first: modules may keep it apart
         twin.locations = [Location(copy.deepcopy(at.module, memo), at.name) for at in self.locations]
         twin.kept_apart = [(copy.deepcopy(module, memo), path) for module, path in self.kept_apart]
-        twin.local = twin.held
+        twin.local = twin.values
         twin.unsharded = None
         return twin
 
@@ -332,7 +332,7 @@ def chunk_views(
 ) -> Iterator[IndexedTensor]:
     """The part that ``rank`` holds of each parameter of a plan, by its index in the group, as it lies in a shard."""
     for position, index in enumerate(members):
-        start, shape = plan.place(position, rank)
+        start, shape = plan.locate_chunk(position, rank)
         yield index, params[index].view(shard[start : start + math.prod(shape)], shape)
 
 

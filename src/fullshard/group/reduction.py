@@ -19,8 +19,9 @@ from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Reduction, Route, StillRead, Transfer
 from fullshard.comm.waits import waiting
 from fullshard.device import Done, HoldingMark, Pending, beside, copy_to_host, is_host
-from fullshard.group.context import Reductions
-from fullshard.group.module_parameters import ShownGroup
+from fullshard.group.comm_context import Reductions
+from fullshard.group.context import GroupContext
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.torch_private import after_accumulation, foreach_add, run_after_accumulation
 
 
@@ -43,7 +44,7 @@ class ReductionPlan:
 
     parts: Sequence[Part]
     is_final: bool  # whether the reduce-scatter gives the final values, so that they may be written in their own dtype
-    straight: Sequence[int]  # parameters whose gradients are not in the buffer
+    zero_copy: Sequence[int]  # parameters whose gradients are not in the buffer
     route: Route | None = None  # once a reduction was started
 
 
@@ -51,11 +52,12 @@ class ReductionPlan:
 class PendingReduction:
     """A reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
 
-    _group: ShownGroup
+    _group: GroupContext
+    _module_params: ModuleParameters
     _partial: dict[int, torch.Tensor]
     _plan: ReductionPlan
     _buffer: SlotBuffer
-    _straight: Sequence[torch.Tensor]
+    _zero_copy: Sequence[torch.Tensor]
     _reductions: Reductions
     _drops: int  # ``Reductions.drops`` when it began
     _outputs: Sequence[torch.Tensor] = ()
@@ -66,41 +68,35 @@ class PendingReduction:
         outputs = self._outputs = [part.allocate() for part in plan.parts]
         if group.is_flat:  # all of the shard is shown, its padding too
             for part, output in zip(plan.parts, outputs, strict=True):
-                output[part.plan.held(group.data.shard_rank) :].zero_()
-        factor, over = group.options.divide_factor, group.reduce_process_group
+                output[part.plan.owned_numel(group.data.shard_rank) :].zero_()
+        factor = group.options.divide_factor
         divisor = float(group.data.shard_size * group.data.replicate_size) if factor is None else factor
-        if over is None:
-            for part, output in zip(plan.parts, outputs, strict=True):  # the shard is the whole
-                for piece in part.plan.pieces(0):
-                    piece.of_shard(output).copy_(piece.of_full(part.full) / divisor)
-            return Done()
         if plan.route is None:
             transfers = [Transfer(part.plan, part.full, out) for part, out in zip(plan.parts, outputs, strict=True)]
-            plan.route = group.reduce_transport.reduce_route(transfers, over, group.tag)
-        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._straight)
-        self._straight = ()  # the started communication holds them, or the caller
+            plan.route = group.reduce_transport.reduce_route(transfers, group.reduce_process_group, group.tag)
+        self._pending = plan.route.start(outputs, Reduction(divisor, group.options.sum_only), *self._zero_copy)
+        self._zero_copy = ()  # the started communication holds them, or the caller
         return self._pending
 
     def scattered(self) -> None:
-        """The reduce-scatter is done: the buffer is free (on a device once it was waited for), and what is left is to
-        sum over the replicas."""
+        """Continue after the reduce-scatter: give the buffer back (on devices its mark does), sum over replicas."""
         group = self._group
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)
         if self._reductions.drops != self._drops:
             return  # an error has ended the step of these gradients
         if self._plan.is_final:
-            self._bring_home() if group.offloads else self.accumulate()
+            self._hand_over() if group.offloads else self.accumulate()
             return
         if group.data.replicate_group is not None:
             for index, local in self._locals():
                 if index in self._partial:
                     local.add_(self._partial.pop(index))
-            if not group.options.all_reduce_gradients:
+            if not group.options.strategy.all_reduces:
                 self._partial.update(self._locals())
                 return
         outputs = self._outputs
-        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._bring_home)
+        mark = group.comm.lanes.all_reduce.run(self.start_all_reduce, self._hand_over)
         if is_host(group.device):
             mark.wait()
         else:
@@ -127,8 +123,8 @@ class PendingReduction:
             found += zip(part.indices, vectors or map(output.as_strided, *part.chunks), strict=True)
         return found
 
-    def _bring_home(self) -> None:
-        """Hand over what was reduced in the dtype and on the device of ``param.grad``."""
+    def _hand_over(self) -> None:
+        """Bring the reduced values to the dtype and the device of ``param.grad``, and accumulate them there."""
         group = self._group
         self._outputs = [*map(torch.Tensor.to, self._outputs, [part.home_dtype for part in self._plan.parts])]
         if group.offloads and not is_host(group.device):
@@ -138,9 +134,9 @@ class PendingReduction:
             self.accumulate()
 
     def accumulate(self) -> None:
-        """Hand the reduced chunks to the sharded parameters, adding to what they have."""
+        """Set ``param.grad`` of the sharded parameters to the reduced chunks, or add these to what is there."""
         group, grads = self._group, self._locals()
-        more = group.module_params.accumulate_gradients(grads)
+        more = self._module_params.accumulate_gradients(grads)
         if more:
             foreach_add([grad for grad, _ in more], [local for _, local in more])
         if after_accumulation(group.sharded):

@@ -1,6 +1,6 @@
-"""Clipping by the norm of all gradients, where each rank has a part of them.
+"""Clipping by the norm of all gradients, of which each rank has a part.
 
-Owns the arithmetic and its one message. Which parameters are sharded, and over which ranks, is the caller's to say.
+Owns the arithmetic, and one warning. The caller says which parameters are sharded, and over which ranks.
 """
 
 from __future__ import annotations
@@ -29,15 +29,25 @@ def clip_local_shards(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm, seen as one vector, is at most ``max_norm``.
 
-    Of ``sharded`` parameters each rank has a part of the gradient (a plain tensor, perhaps of 0 elements) or ``None``,
-    and so many ranks of ``process_group`` have the same part, which counts once. The gradients of ``whole`` ones are
-    the same on every rank. All ranks of ``process_group`` must call, and without
-    sharded parameters each for itself. No parameter may be given twice. ``norm_type`` is any p above 0, else it is a
-    ValueError; ``math.inf``, or ``"inf"``, is for the largest absolute value.
+    All ranks of ``process_group`` must call it. Without sharded parameters each rank may call it for itself.
 
-    Returns the norm before scaling, the same on all ranks, 0-dim on ``device``, which ``process_group`` can reach. It
-    is computed in fp32 and given in the dtype to which those of this rank's gradients promote. It is fp32 in place of
-    fp16, whose range a norm exceeds, and where this rank has no gradient, of which a UserWarning tells.
+    Args:
+        sharded: parameters of which each rank has a part of the gradient (a plain tensor, perhaps with 0 elements) or
+            ``None``; and for each the number of ranks of ``process_group`` with the same part, which counts once. No
+            parameter may be given twice.
+        whole: parameters whose gradients are the same on every rank.
+        max_norm: the largest norm after scaling.
+        norm_type: the p of the norm, a number above 0; ``math.inf`` or ``"inf"`` for the largest absolute value.
+        process_group: the ranks that have the parts.
+        device: the device on which the norm is computed. ``process_group`` must be able to communicate from it.
+
+    Returns:
+        the norm before scaling, the same on all ranks, a 0-dim tensor on ``device``. It is computed in fp32, and
+        returned in the dtype to which the dtypes of this rank's gradients promote. fp16 counts as fp32 there, because a
+        norm may exceed its range. If this rank has no gradient, it is fp32, and a UserWarning says so.
+
+    Raises:
+        ValueError: ``norm_type`` is not above 0.
     """
     max_norm, p = float(max_norm), float(norm_type)
     if not p > 0:
@@ -46,22 +56,22 @@ def clip_local_shards(
     for param, copies in sharded.items():
         if param.grad is not None:
             parts[copies].append(param.grad)
-    rest = [param.grad for param in whole if param.grad is not None]
-    total, besides = torch.zeros((), device=device), _norm(rest, p, device)
+    whole_grads = [param.grad for param in whole if param.grad is not None]
+    total, whole_norm = torch.zeros((), device=device), _norm(whole_grads, p, device)
     is_largest = p == math.inf
     for copies, part in parts.items():
         norm = _norm(part, p, device)
         total = torch.maximum(total, norm) if is_largest else total + norm**p / copies
-    # Floats from 0 up have the order of their bits. A maximum of floats may lose a NaN, that of bits does not.
-    total = torch.maximum(total, besides).abs() if is_largest else total
+    # Non-negative floats have the same order as their bits. A maximum of floats may lose a NaN; that of bits does not.
+    total = torch.maximum(total, whole_norm).abs() if is_largest else total
     if sharded:
-        said, op = (total.view(torch.int32), dist.ReduceOp.MAX) if is_largest else (total, dist.ReduceOp.SUM)
+        message, op = (total.view(torch.int32), dist.ReduceOp.MAX) if is_largest else (total, dist.ReduceOp.SUM)
         with waiting("the norm of the gradients", process_group):
-            dist.all_reduce(said, op, process_group)
+            dist.all_reduce(message, op, process_group)
     if not is_largest:
-        total = (total + besides**p) ** (1 / p)
+        total = (total + whole_norm**p) ** (1 / p)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    grads = sum(parts.values(), rest)
+    grads = sum(parts.values(), whole_grads)
     for (where, dtype), same in _by_kind(grads).items():
         foreach_scale(same, factor.to(where, dtype))
     if sharded and not grads:
@@ -74,7 +84,7 @@ def clip_local_shards(
 
 
 def _norm(grads: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """The norm of all of them as one vector, in fp32."""
+    """The norm of all gradients as one vector, in fp32."""
     norms = [torch.zeros((), device=device)]
     for (_, dtype), same in _by_kind(grads).items():
         each = foreach_norm(same, p, torch.promote_types(dtype, torch.float32))
@@ -83,7 +93,7 @@ def _norm(grads: list[torch.Tensor], p: float, device: torch.device) -> torch.Te
 
 
 def _by_kind(grads: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Those that have elements, by device and dtype: what one foreach call takes."""
+    """The gradients that have elements, by device and dtype: one foreach call takes one such list."""
     kinds = defaultdict(list)
     for grad in grads:
         if grad.numel():

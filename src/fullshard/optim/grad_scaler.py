@@ -1,6 +1,6 @@
 """Gradient scaling for sharded gradients: a step that overflows on one rank is skipped by all.
 
-Owns the agreement of the ranks on whether a gradient is infinite or NaN; all else is ``torch.amp.GradScaler``'s.
+Owns the agreement of the ranks on whether a gradient is infinite or NaN. ``torch.amp.GradScaler`` does everything else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fullshard.torch_private import OpenGradScaler, local_of
 class ShardedGradScaler(OpenGradScaler):
     """A ``torch.amp.GradScaler`` for gradients of which each rank has a part, or none.
 
-    ``unscale_`` and ``step`` (the first of them for an optimizer) must be called by all ranks, since they communicate:
-    one number, once for each optimizer. Gradients may be plain tensors and DTensors on several devices.
+    All ranks must call ``unscale_`` or ``step``: the first of these calls for an optimizer communicates one number.
+    Gradients may be plain tensors and DTensors on several devices.
 
     Args:
-        device: type of the device of the losses, and of what communicates.
-        process_group: the ranks that skip a step together; ``None`` for all. Besides these, the ranks of the meshes of
-            the DTensors do.
+        device: the type of the device of the losses, from which ranks also communicate.
+        process_group: the ranks that skip a step together; ``None`` for all ranks. The ranks of the DTensors' meshes
+            also skip it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ShardedGradScaler(OpenGradScaler):
         self._communicates_on = torch.device(device)
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, a tensor or nested iterables of tensors, times the scale, each in its own dtype."""
+        """Multiply ``outputs``, a tensor or nested iterables of tensors, by the scale. Each tensor keeps its dtype."""
         if isinstance(outputs, torch.Tensor) and self.is_enabled():
             scaled: torch.Tensor = super().scale(outputs)
             return scaled.to(outputs.dtype)  # a 0-dim loss in fp16, as forward gives it, would become fp32
@@ -57,7 +57,7 @@ class ShardedGradScaler(OpenGradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         plain = [_twin(param) if isinstance(param, DTensor) else param for param in params]
         found = super().unscale_gradients(plain, inv_scale, found_inf)
-        # One call, also on ranks without gradients or with others on the CPU, which not every backend reaches.
+        # One call on all ranks, also on those without gradients or with CPU gradients, which some backends cannot send.
         device = self._communicates_on if found_inf.is_cpu else found_inf.device
         worst = torch.stack([each.to(device) for each in (found_inf, *found.values())]).amax()
         groups = [self.process_group]

@@ -1,17 +1,17 @@
 """Steps of optimizers on the local tensors of sharded parameters, and not on DTensors one by one.
 
-Each parameter that is a DTensor has a *twin* here, a plain parameter over the same memory. A step is run by a
-*stand-in*: an optimizer of the same class and attributes, which has the twins in place of the DTensors::
+Each parameter that is a DTensor gets a *twin*, a plain parameter over the same memory. A *substitute* runs the step: an
+optimizer of the same class with the same attributes, which has the twins in place of the DTensors::
 
-    the user's optimizer                     the stand-in, for the length of a step
+    the user's optimizer                     the substitute, for the length of a step
     param_groups[0]["params"]   DTensors     twins, with local gradients
     param_groups[0]["lr"], …        ────▶    the same values
     state[DTensor]["exp_avg"]   DTensors     state[twin]["exp_avg"]: the local tensors of these
     state[DTensor]["step"]          ────▶    the same tensor
 
-Torch lets a hook before a step replace the arguments of the step, of which the optimizer itself is the first. So the
-user's optimizer is never altered, and an exception inside of a step leaves nothing to put right. What a user may change
-is compared with what it was, by identity, before each step; all else is prepared once.
+In torch a hook before a step may replace the arguments of the step, and the first of them is the optimizer. So the
+user's optimizer is never changed during a step, and an exception leaves nothing to repair. Before each step, everything
+that a user may replace is compared by identity with the last step. Everything else is prepared once.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def local_step(optimizer: O) -> O:
-    """Let ``optimizer`` step on the local tensors of its sharded parameters. Needed for classes that are not torch's.
+    """Make ``optimizer`` step on the local tensors of its sharded parameters. Call it for classes that are not torch's.
 
-    Its class must compute element by element, so that a part of a parameter is updated from the same part of its
-    gradient and state: nothing may be summed over a parameter or look at its shape. Inside of its ``step`` parameters,
-    gradients and state are this rank's plain tensors; outside they are DTensors as ever. A step that is given a closure
-    or another argument is run on DTensors.
+    Its class must compute element by element: each part of a parameter is updated only from the same part of its
+        gradient and state. It must not sum over a parameter, or use its shape. Inside of its ``step``, parameters,
+        gradients
+    and state are this rank's plain tensors. Outside they are DTensors as before. A step with a closure or another
+    argument runs on DTensors.
 
-    torch's own Adam, AdamW, SGD and the like do so by themselves. Each rank calls it for itself.
+    torch's own Adam, AdamW, SGD and similar classes need no call. Each rank calls it for itself.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: none of its parameters is sharded, or it is one of torch's that are not element by element.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``. ValueError: none of its parameters is sharded, or
+            it is a class of torch that does not compute element by element.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"local_step expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise ValueError(
-            f"{type(optimizer).__name__} does not compute element by element: on parts of parameters it would be wrong "
-            f"without a sign of it. Leave it as it is, to step on DTensors"
+            f"{type(optimizer).__name__} does not compute element by element: on parts of parameters its results would "
+            f"be silently wrong. Do not call local_step for it, so that it steps on DTensors"
         )
     if not any(owner_of(param) for group in optimizer.param_groups for param in group["params"]):
         raise ValueError(
@@ -78,16 +79,16 @@ def local_step(optimizer: O) -> O:
 
 
 #: A parameter that a step sees as plain: the DTensor, its local tensor, the twin, and the spec of gradient and state.
-_Lent = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
-_OF_STAND_INS = ("param_groups", "state", *torch_private.STEP_HOOKS)  # what a stand-in has of its own
+_Link = tuple[DTensor, torch.Tensor, nn.Parameter, torch_private.DTensorSpec]
+_OWN_ATTRIBUTES = ("param_groups", "state", *torch_private.STEP_HOOKS)  # attributes that a substitute does not share
 
 
 class _LocalStep:
-    """What the steps of one optimizer need. Lives as long as the optimizer, whose hooks hold it."""
+    """Runs the steps of one optimizer on local tensors. The optimizer's hooks keep it alive."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._running: weakref.ref[Optimizer] | None = None
-        self._by_param: dict[Any, _Lent] = {}
+        self._by_param: dict[Any, _Link] = {}
         self._build([])
         self.handle = optimizer.register_step_pre_hook(self._begin)
         after = optimizer.register_step_post_hook(self._after)
@@ -95,57 +96,57 @@ class _LocalStep:
         optimizer.register_load_state_dict_post_hook(self._forget)
 
     def _forget(self, optimizer: Optimizer | None = None) -> None:
-        """Take the state anew at the next step. Memory of state that was replaced is not kept until then."""
+        """Forget the state, to read it again at the next step. The memory of replaced state is freed now."""
         self._state: defaultdict[Any, Any] = defaultdict(dict)
-        self._theirs: Mapping[Any, Any] | None = None
-        self._seen: list[Any] = []  # what was in the state, for the user and here
-        self._seen_here: list[Any] = []
+        self._user_state: Mapping[Any, Any] | None = None
+        self._seen: list[Any] = []  # the objects in the user's state, and in the local one, after the last step
+        self._seen_local: list[Any] = []
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._running is not None:
-            self._end(optimizer)  # an exception, which is still held, left it open
-        given = [*args[1:], *kwargs.values()]
-        if args[0] is not optimizer or any(each is not None for each in given) or torch.compiler.is_compiling():
+            self._end(optimizer)  # a step raised, and its exception keeps the substitute alive
+        arguments = [*args[1:], *kwargs.values()]
+        if args[0] is not optimizer or any(each is not None for each in arguments) or torch.compiler.is_compiling():
             return None
         if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
             return None
         if not self._lend(optimizer):
             self._take_back()
             return None
-        stand_in = object.__new__(type(optimizer))
-        stand_in.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
-        stand_in.state = self._state
-        stand_in.param_groups = [
-            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._stand_ins, strict=True)
+        substitute = object.__new__(type(optimizer))
+        substitute.__dict__.update(optimizer.__dict__, **{name: {} for name in torch_private.STEP_HOOKS})
+        substitute.state = self._state
+        substitute.param_groups = [
+            {**group, "params": params} for group, params in zip(optimizer.param_groups, self._substitutes, strict=True)
         ]
-        # It lives no longer than the step, so its end tells of a step that raised.
-        self._running = weakref.ref(stand_in, partial(self._abandon, weakref.ref(optimizer)))
-        return (stand_in, *args[1:]), kwargs
+        # The substitute is freed after the step. If the step raises, that is what ends it.
+        self._running = weakref.ref(substitute, partial(self._abandon, weakref.ref(optimizer)))
+        return (substitute, *args[1:]), kwargs
 
     def _lend(self, optimizer: Optimizer) -> bool:
-        """Give the twins what the parameters have; returns whether all of it can be given."""
+        """Give the parameters' gradients and state to the twins. Returns whether that is possible for all of them."""
         groups = [group["params"] for group in optimizer.param_groups]
         is_known = len(groups) == len(self._groups) and all(map(_same, groups, self._groups))
         if not is_known or not torch_private.lend_gradients(self._by_param.values()):
-            self._build(groups)  # also where the parameters hold other tensors
+            self._build(groups)  # the parameters, or their local tensors, were replaced
             if not torch_private.lend_gradients(self._by_param.values()):
                 return False
         if not self._by_param:
             return False
-        known = optimizer.state is self._theirs and _same(_objects(optimizer.state), self._seen)
-        return known or self._take_state(optimizer)
+        known = optimizer.state is self._user_state and _same(_objects(optimizer.state), self._seen)
+        return known or self._adopt_state(optimizer)
 
     def _build(self, groups: list[list[torch.Tensor]]) -> None:
-        """Make the twins; none if one of the parameters can have none."""
+        """Make the twins, or none at all if some parameter cannot have one."""
         self._take_back()
         self._forget()
         self._groups = [list(group) for group in groups]
         self._by_param = {}
-        lent: dict[Any, _Lent] = {}
+        twins: dict[Any, _Link] = {}
         for param in chain.from_iterable(groups):
-            if isinstance(param, DTensor) and param not in lent:
+            if isinstance(param, DTensor) and param not in twins:
                 local, spec, owner = local_of(param), spec_of(param), owner_of(param)
-                if type(local) is not torch.Tensor or any(place.is_partial() for place in spec.placements):
+                if type(local) is not torch.Tensor or any(placement.is_partial() for placement in spec.placements):
                     return
                 if owner is not None:
                     if owner[0].offloads_state:  # after each step: nothing else may hold it
@@ -154,12 +155,12 @@ class _LocalStep:
                 twin = nn.Parameter(local, requires_grad=param.requires_grad)
                 twin.__dict__.update(param.__dict__)
                 torch_private.choose_grad_dtype(twin, torch_private.chosen_grad_dtype(param))
-                lent[param] = param, local, twin, spec
-        self._by_param = lent
-        self._stand_ins = [[lent[param][2] if param in lent else param for param in group] for group in groups]
+                twins[param] = param, local, twin, spec
+        self._by_param = twins
+        self._substitutes = [[twins[param][2] if param in twins else param for param in group] for group in groups]
 
-    def _take_state(self, optimizer: Optimizer) -> bool:
-        """Key the optimizer's state by twins; returns whether all of it can be given."""
+    def _adopt_state(self, optimizer: Optimizer) -> bool:
+        """Make the local state, keyed by twins. Returns whether that is possible for all state."""
         self._forget()
         for key, entry in optimizer.state.items():
             if key not in self._by_param:
@@ -173,59 +174,63 @@ class _LocalStep:
                 if isinstance(value, DTensor) and spec_of(value).placements != spec.placements:
                     return False
                 mine[name] = local_tensor(value)
-        self._theirs, self._seen, self._seen_here = optimizer.state, _objects(optimizer.state), _objects(self._state)
+        self._user_state, self._seen, self._seen_local = (
+            optimizer.state,
+            _objects(optimizer.state),
+            _objects(self._state),
+        )
         return True
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        stand_in: Optimizer = args[0]
-        if self._running is None or stand_in is not self._running():
+        substitute: Optimizer = args[0]
+        if self._running is None or substitute is not self._running():
             return
-        for group, mine in zip(optimizer.param_groups, stand_in.param_groups, strict=True):
+        for group, mine in zip(optimizer.param_groups, substitute.param_groups, strict=True):
             group.update(mine, params=group["params"])
-        own = {name: optimizer.__dict__[name] for name in _OF_STAND_INS}
-        optimizer.__dict__.update(stand_in.__dict__, **own)
+        own = {name: optimizer.__dict__[name] for name in _OWN_ATTRIBUTES}
+        optimizer.__dict__.update(substitute.__dict__, **own)
         self._end(optimizer)
 
-    def _abandon(self, optimizer: weakref.ref[Optimizer], stand_in: weakref.ref[Optimizer]) -> None:
+    def _abandon(self, optimizer: weakref.ref[Optimizer], substitute: weakref.ref[Optimizer]) -> None:
         alive = optimizer()
-        if alive is not None and stand_in is self._running:
+        if alive is not None and substitute is self._running:
             self._end(alive)
 
     def _end(self, optimizer: Optimizer) -> None:
         self._running = None
         self._take_back()
-        was_replaced = optimizer.state is not self._theirs  # after an exception
-        if not was_replaced and not _same(here := _objects(self._state), self._seen_here):
-            self._bring_home(optimizer.state)
-            self._seen, self._seen_here = _objects(optimizer.state), here
+        was_replaced = optimizer.state is not self._user_state  # after an exception
+        if not was_replaced and not _same(here := _objects(self._state), self._seen_local):
+            self._localize_state(optimizer.state)
+            self._seen, self._seen_local = _objects(optimizer.state), here
 
     def _take_back(self) -> None:
-        """Take the gradients from the twins: they live as long as the user keeps them, and no longer."""
+        """Remove the gradients from the twins, so that only the user keeps them alive."""
         for _, _, twin, _ in self._by_param.values():
             twin.grad = None
 
-    def _bring_home(self, theirs: dict[Any, Any]) -> None:
-        """Show the state as the step left it. What the step did not replace stays the same object."""
-        before, by_twin = dict(theirs), {each[2]: each for each in self._by_param.values()}
-        theirs.clear()
+    def _localize_state(self, user_state: dict[Any, Any]) -> None:
+        """Update the user's state after a step. What the step did not replace stays the same object."""
+        before, by_twin = dict(user_state), {each[2]: each for each in self._by_param.values()}
+        user_state.clear()
         for key, mine in self._state.items():
             if key not in by_twin:
-                theirs[key] = mine
+                user_state[key] = mine
                 continue
-            param, *_ = lent = by_twin[key]
+            param, *_ = link = by_twin[key]
             if isinstance(mine, dict):
                 entry = before.get(param, {})
-                shown = {name: _shown(name, value, entry.get(name), lent) for name, value in mine.items()}
+                shown = {name: _shown(name, value, entry.get(name), link) for name, value in mine.items()}
                 entry.clear()
                 entry.update(shown)
-                theirs[param] = entry
+                user_state[param] = entry
             else:
-                theirs[param] = _shown("", mine, before.get(param), lent)
+                user_state[param] = _shown("", mine, before.get(param), link)
 
 
-def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
-    """State as the user sees it: a DTensor where it has an element for each of the parameter's."""
-    param, local, twin, spec = lent
+def _shown(name: str, value: Any, before: Any, link: _Link) -> Any:
+    """A value of the local state as the user sees it: a DTensor if it has the shape of the local parameter."""
+    param, local, twin, spec = link
     if value is local_tensor(before):
         return before
     if value is twin:
@@ -236,13 +241,13 @@ def _shown(name: str, value: Any, before: Any, lent: _Lent) -> Any:
 
 
 def _objects(state: Mapping[Any, Any]) -> list[Any]:
-    """What is in a state, to tell whether something was replaced. It is asked twice in every step."""
+    """All objects in a state, to notice replaced ones. Called twice in every step."""
     entries = list(state.values())
     return [*entries, *chain.from_iterable([entry.values() for entry in entries if isinstance(entry, dict)])]
 
 
 def _same(one: Collection[Any], other: Collection[Any]) -> bool:
-    """Whether two collections have the same objects, in the same order. Not a line of Python is run for each."""
+    """Whether two collections have the same objects in the same order. Runs no Python code for each object."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -250,7 +255,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, _LocalStep] = weakref.WeakKeyDictio
 
 
 def prepare_step(optimizer: Optimizer) -> None:
-    """Let the step that begins now run on local tensors, if it may: the optimizer has parameters of groups."""
+    """Make the step that begins now run on local tensors, if possible. The optimizer has parameters of groups."""
     if optimizer not in _steps and type(optimizer) in _ELEMENTWISE:
         _steps[optimizer] = _LocalStep(optimizer)
     if (step := _steps.get(optimizer)) is not None:

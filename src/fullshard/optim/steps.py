@@ -1,8 +1,8 @@
-"""What happens around a step of an optimizer that has parameters of groups.
+"""The hooks before and after the steps of optimizers that have parameters of groups.
 
-Owns the hooks on the steps of all optimizers: the checks, at an optimizer's first step, that it was built from what is
-trained and that all it trains is sharded; the count of writes and of steps; and state that is on the device only for a
-step, as ``CPUOffloadPolicy(parameters=False)`` asks.
+Owns these hooks. At an optimizer's first step they check that it was built from the sharded parameters, and that all
+parameters it trains are sharded. They count writes and steps. With ``CPUOffloadPolicy(parameters=False)`` they move the
+optimizer state to the device for the step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from fullshard.policies import warn
 from fullshard.strangers import strangers_of
 from fullshard.torch_private import local_of, running_backward, set_local
 
-#: The ids of the parameters that an optimizer had when it was looked at, and their groups. Parameters themselves would
-#: keep an optimizer alive to which their hooks lead.
+#: For each optimizer that was checked, the ids of its parameters, and their groups. (Parameters may refer to the
+#: optimizer by their hooks, and would keep it alive.)
 _found: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[weakref.ref[GroupContext]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def watch_steps() -> None:
-    """Look at every step of every optimizer from now on, anew at those that stepped before: a group is made."""
+    """Run the hooks on all steps of all optimizers from now on, and check all optimizers again: a group was made."""
     _found.clear()
     _register()
 
@@ -48,24 +48,24 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
     if not groups:
         return
-    for group in groups:  # after a step that raises no hook is called
+    for group in groups:  # counted here too, because no hook runs after a step that raises
         group.writes += 1
-    for clock in {id(group.clock): group.clock for group in groups}.values():
-        if running_backward() < 0:  # in a backward it steps for the parameters of which this rank has a part
-            clock.count_step(optimizer)
-    _move_state(optimizer, groups, up=True)
+    for step in {id(group.step): group.step for group in groups}.values():
+        if running_backward() < 0:  # in a backward, the number of steps differs between ranks
+            step.count_step(optimizer)
+    _move_state(optimizer, groups, to_device=True)
     prepare_step(optimizer)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _groups_of(optimizer)
-    for group in groups:  # foreach optimizers on DTensors leave no trace of what they write in any version
+    for group in groups:  # foreach optimizers on DTensors do not change versions when they write
         group.writes += 1
-    _move_state(optimizer, groups, up=False)
+    _move_state(optimizer, groups, to_device=False)
 
 
 def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
-    """The groups whose parameters an optimizer has. It is refused if these are not what is trained."""
+    """The groups whose parameters an optimizer has. Raises an error if it was not built from sharded parameters."""
     ids = [*map(id, chain.from_iterable([options["params"] for options in optimizer.param_groups]))]
     known = _found.get(optimizer)
     if known is None or known[0] != ids:
@@ -77,10 +77,10 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
                 continue
             group, index = owner
             groups[id(group)] = group
-            if param is not (taken := group.params[index]).sharded:
-                when = "while the module was unsharded" if param is taken.unsharded else "before fully_shard"
+            if param is not (sharded := group.params[index]).sharded:
+                when = "while the module was unsharded" if param is sharded.unsharded else "before fully_shard"
                 raise RuntimeError(
-                    f"this {type(optimizer).__name__} was built {when}: its parameter '{taken.name}' is not the one "
+                    f"this {type(optimizer).__name__} was built {when}: its parameter '{sharded.name}' is not the one "
                     f"that is trained. Build the optimizer after sharding, from model.parameters(), and call "
                     f"model.reshard() first if a forward was run before"
                 )
@@ -90,7 +90,7 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
     return [alive for reference in known[1] if (alive := reference()) is not None]
 
 
-def _move_state(optimizer: Optimizer, groups: list[GroupContext], up: bool) -> None:
+def _move_state(optimizer: Optimizer, groups: list[GroupContext], to_device: bool) -> None:
     """Move offloaded state to the device for a step, or back to the CPU."""
     if not any(group.offloads_state for group in groups):
         return
@@ -98,13 +98,13 @@ def _move_state(optimizer: Optimizer, groups: list[GroupContext], up: bool) -> N
         owner = owner_of(param) if isinstance(param, torch.Tensor) else None
         if owner is None or not owner[0].offloads_state:
             continue
-        device = owner[0].device if up else CPU
+        device = owner[0].device if to_device else CPU
         for name, value in state.items():
             if isinstance(value, DTensor):
                 set_local(value, local_of(value).to(device, non_blocking=True))
             elif isinstance(value, torch.Tensor) and value.ndim > 0:
                 state[name] = value.to(device, non_blocking=True)
-    if not up:
+    if not to_device:
         for device in {group.device for group in groups}:
             if (streams := streams_of(device)) is not None:
-                streams.synchronize(device)  # the step's state is whole before anybody reads it
+                streams.synchronize(device)  # so that the state is complete before anybody reads it

@@ -1,1 +1,1 @@
-"""What a sharded model will do and what it has done: explained before training, recorded while it trains."""
+"""Reports: what sharding does to a model before it trains, and what happened in its steps."""

@@ -1,4 +1,4 @@
-"""What could be better in how a model is sharded, and what to do. Owns the limits above which advice is given."""
+"""Advice about how a model is sharded: what could be better, and how. Owns the limits above which advice is given."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.text import bytes_text, percent
 
-#: Bytes of a group whose three exchanges take, at 10 GB/s, as long as what a group costs the host in a step: 0.3 ms on
-#: a slow core (``docs/performance.md``).
+#: A group below this many bytes is small. At 10 GB/s, its three exchanges take about as long as the host's fixed work
+#: for a group in a step: 0.3 ms on a slow core (``docs/performance.md``).
 _SMALL = 2**20
-#: Bytes of a group, and its share of all parameters, from which it is large; the same for a root that stays whole.
+#: A group is large above these bytes and this share of all parameters. Below: the same for a root that stays whole.
 _LARGE, _LARGE_SHARE = 2**26, 0.25
 _ROOT, _ROOT_SHARE = 2**24, 0.1
-#: Bytes of padding, and its share of the parameters.
+#: Padding is mentioned above these bytes and this share of the parameters.
 _PADDING, _PADDING_SHARE = 2**20, 0.03
-#: Ranks from which sums in low precision may lose what is small, and up to which they lose no more than one rounding.
+#: From _MANY ranks on, sums in low precision may lose small values. Up to _FEW ranks, they lose at most one rounding.
 _MANY, _FEW = 64, 8
 _LOW = {"bfloat16", "float16"}
 
@@ -38,7 +38,7 @@ class Advice:
 
 
 def advise(facts: ModelFacts) -> Iterator[Advice]:
-    """What could be better."""
+    """Yields what could be better."""
     groups = [group for group in facts.groups if group.elements]
     every = sum(group.whole for group in groups)
     if len(groups) == 1 and facts.blocks:
@@ -71,17 +71,17 @@ def advise(facts: ModelFacts) -> Iterator[Advice]:
     for each in groups:
         inside = f"{each.name}." if each.name else ""
         for param in (param for param in each.parameters if len(param.places) > 1):
-            foreign = [place for place in param.places if not place.startswith(inside)]
-            if foreign and each.whole > 8 * param.numel:
+            elsewhere = [other_name for other_name in param.places if not other_name.startswith(inside)]
+            if elsewhere and each.whole > 8 * param.numel:
                 yield Advice(
-                    f"'{param.name}' is also '{foreign[0]}', so all of {each.title} is gathered for that module too",
+                    f"'{param.name}' is also '{elsewhere[0]}', so all of {each.title} is gathered for that module too",
                     "Leave it to the module around both: shard that one, and not the one inside",
                 )
     yield from _of_reductions(groups)
 
 
 def _of_root(root: GroupFacts, share: float) -> Advice:
-    """What the root keeps whole from the beginning of forward to the end of backward."""
+    """Advice about a root that stays whole from the beginning of forward to the end of backward."""
     largest = max(root.parameters, key=lambda each: each.numel)
     return Advice(
         f"The root's group has {percent(share)} of all bytes, mostly '{largest.name}', and stays whole from the "
@@ -108,7 +108,7 @@ def _of_padding(padded: Sequence[GroupFacts]) -> Iterator[Advice]:
 
 
 def _of_reductions(groups: Sequence[GroupFacts]) -> Iterator[Advice]:
-    """Whether gradients travel and are added up in the dtype that they need."""
+    """Advice about the dtypes in which gradients are sent and added up."""
     low = [each for each in groups if _LOW & set(each.reduce) and not each.adds_in_fp32 and each.summed >= _MANY]
     if low:
         yield Advice(
@@ -132,7 +132,7 @@ def _of_reductions(groups: Sequence[GroupFacts]) -> Iterator[Advice]:
 
 
 def _few(names: Sequence[str]) -> str:
-    """Names for a sentence."""
+    """A few of the names, written for a sentence."""
     shown = [f"'{name}'" for name in names[:2]]
     return f"{', '.join(shown)} and {len(names) - 2} more" if len(names) > 2 else " and ".join(shown)
 

@@ -1,6 +1,6 @@
-"""The command ``fullshard explain``: what sharding will do to the model that a function builds.
+"""The command ``fullshard explain``: explains what sharding does to the model that a function builds.
 
-Owns its arguments, and how the function is found; :mod:`fullshard.report.explain` does the rest.
+Owns the arguments, and how the function is found. :mod:`fullshard.report.explain` makes the explanation.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
     parser.description = (
-        "Says how a model is cut over any number of ranks, what memory and how many bytes a step takes, and what could "
+        "Shows how a model is cut over any number of ranks, how much memory and traffic a step needs, and what could "
         "be better. The function builds the model on the meta device: this needs no memory and no other process."
     )
-    parser.add_argument("function", help="what builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
-    parser.add_argument("--ranks", type=_count, required=True, help="how many ranks to pretend")
+    parser.add_argument("function", help="the function that builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
+    parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
     parser.add_argument("--rank", type=int, default=0, help="the rank whose shards and memory are shown (0)")
     parser.add_argument(
         "--optimizer-bytes",
@@ -61,10 +61,10 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")
     timing = parser.add_argument_group("estimate of a step's time: give bandwidth, flops and tokens")
-    timing.add_argument("--bandwidth", type=_above_0, help="bytes that a rank sends in a second")
-    timing.add_argument("--flops", type=_above_0, help="operations that a rank computes in a second")
-    timing.add_argument("--tokens", type=_count, help="tokens that a rank sees in a step")
-    timing.add_argument("--latency", type=_from_0, default=0.0, help="seconds of an exchange beside its bytes (0)")
+    timing.add_argument("--bandwidth", type=_above_0, help="bytes that a rank sends each second")
+    timing.add_argument("--flops", type=_above_0, help="operations that a rank computes each second")
+    timing.add_argument("--tokens", type=_count, help="tokens that a rank processes in a step")
+    timing.add_argument("--latency", type=_from_0, default=0.0, help="fixed seconds of each exchange (0)")
     parser.set_defaults(call=_explain)
 
 
@@ -74,8 +74,8 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"fullshard explain: an estimate needs --{' and --'.join(missing)} too", file=sys.stderr)
         return 2
     if not 0 <= options.rank < options.ranks:
-        said = f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}"
-        print(f"fullshard explain: {said}", file=sys.stderr)
+        message = f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}"
+        print(f"fullshard explain: {message}", file=sys.stderr)
         return 2
     try:
         build = _function(options.function)

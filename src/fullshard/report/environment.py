@@ -1,7 +1,7 @@
-"""What ranks find where they run, and what is wrong with it: versions, devices, memory, threads, settings, the network.
+"""Checks of the environment in which ranks run: versions, devices, memory, threads, settings and the network.
 
-Owns the facts that a rank knows of its process, the comparison of those of all ranks, and the measurement of pairs of
-ranks. A check that finds nothing says what it looked at.
+Owns the facts that each rank knows about its process, their comparison between ranks, and the measurement of messages
+between pairs of ranks. A check without a finding says what was checked.
 """
 
 from __future__ import annotations
@@ -32,37 +32,39 @@ from fullshard.report.text import bytes_text, percent, seconds_text, table
 
 Result = Literal["error", "warning", "not checked", "ok"]
 
-#: Variables of the environment that are shown, and compared between ranks.
+#: Prefixes of environment variables that are shown, and of those that must be equal on all ranks.
 _SHOWN = ("FULLSHARD_", "FSDP_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "CUDA_VISIBLE")
 _COMPARED = ("FULLSHARD_", "FSDP_", "NCCL_", "TORCH_")
-#: Variables that name something of one host, and may differ between hosts.
+#: Variables that describe one host, and may differ between hosts.
 _OF_HOSTS = {f"NCCL_{n}" for n in ("SOCKET_IFNAME", "OOB_NET_IFNAME", "IB_HCA", "IB_GID_INDEX", "TOPO_FILE")}
 _OF_HOSTS |= {f"NCCL_{n}" for n in ("HOSTID", "DEBUG_FILE")}
-#: The variables that fullshard reads.
+#: Variables that fullshard reads.
 _KNOWN = {f"FULLSHARD_{n}" for n in ("TRANSPORT", "PATCH", "DEBUG", "CHECKS", "HANG_TIMEOUT", "WAIT_WARNING")}
-#: Set by this command.
+#: Variables that ``fullshard doctor`` sets.
 _OURS = ("FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS")
-#: Bytes of ``/dev/shm``, open files, and seconds between clocks, below or above which a warning is due.
+#: A warning is due below these bytes of ``/dev/shm``, below this number of open files, and above these seconds between
+#: clocks.
 _SHARED, _FILES, _CLOCKS = 1 << 28, 4096, 2.0
-#: The part of the time in which a rank could run, and waits for a core, that is worth a warning.
+#: A warning is due if a rank waits for a core for more than this part of the time in which it could run.
 _CROWDED = 0.2
 #: Rounds in which pairs of ranks are measured: enough for all pairs of 8 ranks.
 _ROUNDS = 7
-#: Messages of a measurement: how many small ones, how many large ones, and the bytes of these.
+#: A measurement sends this many small messages, this many large ones, and large ones have these bytes.
 _SMALL, _LARGE, _NBYTES = 20, 4, 1 << 22
-#: A pair is slow if it takes so many times as long as the median of the pairs; and latencies in seconds that are fine.
+#: A pair is slow if it is this many times slower than the median pair. A latency below these seconds is never slow.
 _SLOW, _FINE = 4.0, 2e-3
-#: Ranks for which the matrix of all pairs is shown.
+#: The most ranks for which the matrix of all pairs is shown.
 _MATRIX = 8
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        name: of what was looked at.
-        result: ``error`` if the job fails or computes something wrong by it, ``warning`` if it may, or is slow.
+        name: the subject of the check.
+        result: ``error`` if the job fails or computes something wrong because of it, ``warning`` if it may, or if the
+            job is slow because of it.
         text: what was found.
         advice: what to do.
     """
@@ -74,13 +76,13 @@ class Check:
 
 
 def judged(name: str, is_fine: bool, text: str, advice: str, bad: Result = "warning") -> Check:
-    """What was looked at, with advice if it is not fine."""
+    """A check, with advice if it is not fine."""
     return Check(name, "ok", text) if is_fine else Check(name, bad, text, advice)
 
 
 @dataclass
 class Facts:
-    """What a rank knows of its process. It begins with those of this one."""
+    """What a rank knows about its process. The defaults are the facts of this process."""
 
     rank: int = field(default_factory=dist.get_rank)
     host: str = field(default_factory=socket.gethostname)
@@ -105,7 +107,7 @@ def _cores() -> list[int]:
 
 
 def _crowded() -> float:
-    """The part of the time in which the main thread could run that it waited for a core; -1 where it is unknown."""
+    """How much the main thread waited for a core, as a part of the time in which it could run; -1 if unknown."""
     try:
         ran, waited = map(int, Path("/proc/self/schedstat").read_text().split()[:2])
     except (OSError, ValueError):
@@ -118,16 +120,16 @@ def _free_shared_memory() -> int:
 
 
 def check_environment(process_group: dist.ProcessGroup, device_type: str) -> list[Check]:
-    """Looks at the places where the ranks of a process group run. All of them must call it, and get the same.
+    """Checks where the ranks of a process group run. All of them must call it, and get the same result.
 
     Args:
-        device_type: of the device on which they compute, such as ``cpu``.
+        device_type: the type of the device on which they compute, such as ``cpu``.
     """
     device = compute_device(device_type)
-    # The clocks of all ranks are read within the time of one exchange.
+    # Synchronise first, so that all ranks read their clocks within the time of one exchange.
     gather_objects(None, process_group)
     every = [Facts(**each) for each in gather_objects(asdict(Facts(device=str(device))), process_group)]
-    checks = [check for look in _LOOKS for check in look(every)]
+    checks = [check for run_check in _CHECKS for check in run_check(every)]
     backend = backend_name(process_group, device)
     if not backend:
         text = f"The process group has no backend for {device_type}."
@@ -140,13 +142,17 @@ def check_environment(process_group: dist.ProcessGroup, device_type: str) -> lis
 
 def _versions(every: Sequence[Facts]) -> Iterator[Check]:
     text = _difference(every, lambda fact: fact.versions)
-    told = text or f"{every[0].versions}, on all ranks."
-    yield judged("versions", text is None, told, "Install the same on all hosts.", "error")
+    found = text or f"{every[0].versions}, on all ranks."
+    yield judged("versions", text is None, found, "Install the same on all hosts.", "error")
 
 
 def _devices(every: Sequence[Facts]) -> Iterator[Check]:
     on_host = [fact for fact in every if fact.device == "cpu"]
-    shared = [place for place, count in Counter((fact.host, fact.device) for fact in every).items() if count > 1]
+    shared = [
+        device_of_host
+        for device_of_host, count in Counter((fact.host, fact.device) for fact in every).items()
+        if count > 1
+    ]
     hosts = len({fact.host for fact in every})
     if on_host and (found := max(fact.accelerators for fact in on_host)):
         text = f"Rank {on_host[0].rank} computes on the CPU, and its host has {found} accelerators."
@@ -178,7 +184,7 @@ def _threads(every: Sequence[Facts]) -> Iterator[Check]:
         text = f"{len(here)} ranks of {host} compute with {threads} threads, on {cores} cores."
         advice = f"Set OMP_NUM_THREADS={max(1, cores // len(here))}."
         if len(here) > cores:
-            advice = "There are more ranks than cores: they take turns, and each waits for the others."
+            advice = "There are more ranks than cores: they share cores, and each waits for the others."
         yield judged("threads", threads <= cores, text, advice)
 
 
@@ -194,7 +200,7 @@ def _other_programs(every: Sequence[Facts]) -> Iterator[Check]:
 
 
 def _clocks(every: Sequence[Facts]) -> Iterator[Check]:
-    first, last = (choose(every, key=lambda fact: fact.clock) for choose in (min, max))
+    first, last = (extreme(every, key=lambda fact: fact.clock) for extreme in (min, max))
     apart = last.clock - first.clock
     if apart > _CLOCKS and first.host != last.host:
         text = f"The clocks of {first.host} and {last.host} are {apart:.1f} s apart."
@@ -228,24 +234,24 @@ def _odd_settings(every: Sequence[Facts]) -> Iterator[Check]:
     first = every[0].environment
     for name in sorted(first):
         if name.startswith("FULLSHARD_") and name not in _KNOWN:
-            advice = f"fullshard reads {', '.join(sorted(_KNOWN))}."
+            advice = f"fullshard reads only {', '.join(sorted(_KNOWN))}."
             yield Check("settings", "warning", f"{name} is set, and nothing reads it.", advice)
     if first.get("FULLSHARD_CHECKS") == "0":
-        text = "FULLSHARD_CHECKS=0: ranks do not compare what they run, and nobody looks after those that hang."
+        text = "FULLSHARD_CHECKS=0: ranks do not compare what they run, and ranks that hang are not ended."
         yield Check("settings", "warning", text, "Unset it.")
     if first.get("FULLSHARD_DEBUG", "0") not in ("", "0"):
         text = "FULLSHARD_DEBUG is set: memory is filled with NaN when it is released, which takes time."
-        yield Check("settings", "warning", text, "Unset it when the error is found.")
+        yield Check("settings", "warning", text, "Unset it once the error is found.")
     if first.get("GLOO_SOCKET_IFNAME") == "lo" and len({fact.host for fact in every}) > 1:
-        text = "GLOO_SOCKET_IFNAME=lo, and the ranks are on several hosts, which do not see each other there."
+        text = "GLOO_SOCKET_IFNAME=lo, but the ranks are on several hosts, which cannot reach each other over lo."
         yield Check("settings", "error", text, "Name the interface that connects the hosts (ip addr).")
     if every[0].restarts and first.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and every[0].device == "cpu":
-        text = "torchrun may start the ranks anew (--max-restarts), which then find addresses of the attempt before."
+        text = "torchrun may restart the ranks (--max-restarts), and they then read addresses of the attempt before."
         yield Check("restarts", "warning", text, "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
 
 
-#: What is looked at in the facts of all ranks.
-_LOOKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
+#: The checks of all ranks' facts.
+_CHECKS: tuple[Callable[[Sequence[Facts]], Iterator[Check]], ...] = (
     _versions,
     _devices,
     _threads,
@@ -280,7 +286,8 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
 
 
 def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of ranks, in rounds in which no rank is twice, until each rank has met each other once."""
+    """Rounds of pairs of ranks. In a round each rank is in one pair at most; in all rounds together each pair occurs
+    once."""
     seats = [*range(size), *([-1] if size % 2 else [])]
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
@@ -290,7 +297,7 @@ def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int]) -> list[Check]:
-    """Send messages between pairs of ranks, as many pairs at once as there are."""
+    """Measures messages between pairs of ranks. The pairs of a round run at the same time."""
     me, size = process_group.rank(), process_group.size()
     if size == 1:
         return [Check("network", "not checked", "There is one rank.")]
@@ -313,7 +320,7 @@ def _pairs(process_group: dist.ProcessGroup, device: torch.device, ranks: Sequen
 def _times(
     message: torch.Tensor, count: int, begins: bool, other: int, process_group: dist.ProcessGroup
 ) -> list[float]:
-    """Seconds of so many trips there and back."""
+    """The seconds of ``count`` round trips."""
     found = []
     with waiting("a message that measures the network", process_group):
         for _ in range(count):
@@ -330,7 +337,7 @@ def _times(
 
 
 def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], size: int) -> list[Check]:
-    """What the latencies (seconds) and bandwidths (bytes a second) of pairs of ranks tell."""
+    """Checks the latencies (in seconds) and bandwidths (in bytes each second) of pairs of ranks."""
     latency, bandwidth = (median(times[index] for times in found.values()) for index in (0, 1))
     every = size * (size - 1) // 2
     which = "All pairs" if len(found) == every else f"{len(found)} of {every} pairs"
@@ -341,14 +348,14 @@ def _judge_pairs(found: dict[tuple[int, int], tuple[float, float]], size: int) -
         return [Check("network", "ok", text)]
     slow.sort(key=lambda pair: found[pair][1])
     often, count = Counter(rank for pair in slow for rank in pair).most_common(1)[0]
-    told = [f"{a} and {b} ({seconds_text(found[a, b][0])}, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
-    advice = f"Look at the host and the network of rank {often}." if count > 1 else "Look at their hosts and network."
-    slow_text = f"{len(slow)} pairs of ranks are slow beside the others, the slowest first: {'; '.join(told)}. {text}"
+    named = [f"{a} and {b} ({seconds_text(found[a, b][0])}, {found[a, b][1] / 1e9:.2f} GB/s)" for a, b in slow[:3]]
+    advice = f"Check the host and the network of rank {often}." if count > 1 else "Check their hosts and network."
+    slow_text = f"{len(slow)} pairs of ranks are slower than the others, the slowest first: {'; '.join(named)}. {text}"
     return [Check("network", "warning", slow_text, advice)]
 
 
 def _matrix(found: dict[tuple[int, int], tuple[float, float]], size: int) -> str:
-    """The bandwidths of pairs, where they fit."""
+    """The bandwidths of all pairs as a matrix, if there are few ranks."""
     if not 2 < size <= _MATRIX:
         return ""
     ranks = sorted({rank for pair in found for rank in pair})

@@ -1,13 +1,13 @@
-"""How long a step would take on hardware of which a few numbers are known.
+"""An estimate of a step's time on hardware that is described by a few numbers.
 
-Runs the happenings of a replay on three lanes. The *computation* goes from group to group and waits where the engine
-would. *Gathers* and *reductions* start when the engine starts them, and take turns on one wire::
+Runs the events of a replay on a timeline. The *computation* goes from group to group and waits where the engine would
+wait. *Gathers* and *reductions* start when the engine would start them. They use one wire, one after another::
 
     computation   ....[block 0][block 1]..[block 2]            '.' waits: communication that is exposed
     wire          [g 0][g 1]   [g 2]      ...
 
-An exchange takes the latency and its bytes over the bandwidth. Where ranks share memory the host reads the gradients of
-the others itself, so that nothing of a reduction is hidden.
+An exchange takes the latency plus its bytes divided by the bandwidth. Where ranks share memory, the host itself reads
+the gradients of the other ranks, so the whole reduction is exposed.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.replay import Happening, Replay
+from fullshard.report.replay import Event, Replay
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What an estimate is given, see :meth:`fullshard.report.explain.Explanation.estimate`."""
+    """The numbers that describe the hardware, see :meth:`fullshard.report.explain.Explanation.estimate`."""
 
     bandwidth: float
     flops: float
@@ -38,7 +38,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class GroupEstimate:
-    """Seconds of one group in a step: computing, in exchanges, and waiting for them."""
+    """Seconds that one group takes in a step: computation, exchanges, and the waits for exchanges."""
 
     name: str
     forward: float
@@ -49,17 +49,17 @@ class GroupEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a forward and backward, and where they come from.
+    """Seconds of a forward and backward, and how they are spent.
 
     Attributes:
-        step: forward and backward; an optimizer's step, attention's products of activations and the host's own work
-            are not in it.
+        step: forward and backward. The optimizer step, attention's products of activations and the host's own work are
+            not counted.
         forward: the forward alone.
-        computing: products of parameters and tokens, at ``flops``.
-        exchanges: of all gathers and reductions, whether hidden or not.
-        exposed: of these, what the computation waits for.
+        computing: multiplications of parameters and tokens, at ``flops``.
+        exchanges: all gathers and reductions, hidden or not.
+        exposed: the part of the exchanges for which the computation waits.
         groups: the same by group, in the order of the model.
-        given: on which hardware.
+        given: the hardware.
     """
 
     step: float
@@ -72,17 +72,17 @@ class Estimate:
 
 
 def estimate_step(facts: ModelFacts, replay: Replay, given: Hardware) -> Estimate:
-    """Runs a replay on the lanes."""
+    """Runs the events of a replay on the timeline."""
     lanes = _Lanes(facts.groups, given)
-    for happening in replay.happenings:
-        lanes.run(happening)
-    computed, moved, waited = lanes.computed, lanes.moved, lanes.waited
+    for event in replay.events:
+        lanes.run(event)
+    computed, exchanged, waited = lanes.computed, lanes.exchanged, lanes.waited
     rows = tuple(
-        GroupEstimate(group.title, computed["forward", at], computed["backward", at], moved[at], waited[at])
+        GroupEstimate(group.title, computed["forward", at], computed["backward", at], exchanged[at], waited[at])
         for at, group in enumerate(facts.groups)
     )
     computing = sum(lanes.computed.values())
-    exchanges, exposed = sum(lanes.moved.values()), sum(lanes.waited.values())
+    exchanges, exposed = sum(lanes.exchanged.values()), sum(lanes.waited.values())
     return Estimate(lanes.now, lanes.forward, computing, exchanges, exposed, rows, given)
 
 
@@ -93,31 +93,31 @@ class _Lanes:
         self._gathered: dict[int, float] = {}
         self._reduced: defaultdict[int, float] = defaultdict(float)
         self.computed: defaultdict[tuple[str, int], float] = defaultdict(float)
-        self.moved: defaultdict[int, float] = defaultdict(float)
+        self.exchanged: defaultdict[int, float] = defaultdict(float)
         self.waited: defaultdict[int, float] = defaultdict(float)
 
-    def run(self, happening: Happening) -> None:
-        at, group = happening.group, self._groups[happening.group]
-        if happening.action == "compute":
-            seconds = self._work(group, happening.during == "backward")
-            self.computed[happening.during, at] += seconds
+    def run(self, event: Event) -> None:
+        at, group = event.group, self._groups[event.group]
+        if event.action == "compute":
+            seconds = self._work(group, event.during == "backward")
+            self.computed[event.during, at] += seconds
             self.now += seconds
-        elif happening.action == "gather":
-            self._gathered[at] = self._exchange(at, happening.sent)
-        elif happening.action == "wait":
+        elif event.action == "gather":
+            self._gathered[at] = self._exchange(at, event.sent)
+        elif event.action == "wait":
             self._wait(at, self._gathered[at])
-        elif happening.action == "settle":
+        elif event.action == "wait-reduce":
             if group.reduction.read:
                 self._reduced[at] = self._exchange(at, group.reduction.read)
             self._wait(at, self._reduced[at])
-        elif happening.sent:
-            self._reduced[at] = self._exchange(at, happening.sent)
-        if happening.during == "forward":
+        elif event.sent:
+            self._reduced[at] = self._exchange(at, event.sent)
+        if event.during == "forward":
             self.forward = self.now
 
     def _exchange(self, at: int, sent: int) -> float:
         seconds = self._given.latency + sent / self._given.bandwidth
-        self.moved[at] += seconds
+        self.exchanged[at] += seconds
         self._wire = max(self.now, self._wire) + seconds
         return self._wire
 
@@ -126,8 +126,11 @@ class _Lanes:
         self.now = max(self.now, until)
 
     def _work(self, group: GroupFacts, in_backward: bool) -> float:
-        """Two operations for each element of a matrix and token; in backward as many for the inputs' gradient, and for
-        the matrix's if it is trained."""
+        """The seconds of a group's computation in one pass.
+
+        Forward takes two operations for each element of a matrix and each token. Backward takes the same number for the
+        gradient of the inputs, and again the same for the gradient of the matrix if it is trained.
+        """
         matrices = [param for param in group.parameters if param.is_matrix]
         elements = sum(param.numel * (1 + (in_backward and param.is_trainable)) for param in matrices)
         return 2 * elements * self._given.tokens / self._given.flops

@@ -1,8 +1,8 @@
-"""What sharding will do to a model: how it is cut, the memory and bytes that a step takes, and what could be better.
+"""Explains what sharding does to a model: how it is cut, a step's memory and traffic, and what could be better.
 
-Owns the :class:`Explanation`, and the pretended world in which models of any number of ranks are explained on one
-machine. The facts come from :mod:`fullshard.report.facts`, what a step does from :mod:`fullshard.report.replay`, and
-what could be better from :mod:`fullshard.report.advice`.
+Owns the :class:`Explanation`, and the simulated world in which one process explains a model for any number of ranks.
+The facts come from :mod:`fullshard.report.facts`, the predicted step from :mod:`fullshard.report.replay`, and the
+advice from :mod:`fullshard.report.advice`.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from fullshard.report import tables
 from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Estimate, Hardware, estimate_step
 from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
-from fullshard.report.replay import Exchanged, Phase, Replay
+from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import wrapped
 from fullshard.schedule.unit import unit_of
-from fullshard.torch_private import pretended_world
+from fullshard.torch_private import simulated_world
 
-#: Bytes of an optimizer's state for an element: AdamW keeps two moments in fp32.
+#: Bytes of optimizer state for each element: AdamW keeps two moments in fp32.
 ADAM = 8.0
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What sharding will do: made by :func:`explain`, plain data, the same after the model is gone.
+    """What sharding does to a model. Made by :func:`explain`. Plain data, which stays valid after the model is gone.
 
-    ``str()`` is a table for people, :meth:`as_dict` and :meth:`to_json` are for programs, :meth:`picture` draws.
+    ``str()`` gives tables for people, :meth:`as_dict` and :meth:`to_json` are for programs, :meth:`picture` draws.
 
     Attributes:
-        facts: groups, their parameters, and the order in which they run.
-        ranks: of the world.
-        rank: whose shards, memory and bytes are told.
-        optimizer_bytes: of an optimizer's state, for each element that it steps on.
+        facts: the groups, their parameters, and the order in which they run.
+        ranks: the size of the world.
+        rank: the rank whose shards, memory and traffic are shown.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
     """
 
     facts: ModelFacts
@@ -60,47 +60,47 @@ class Explanation:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The groups as forward runs and gathers them; backward goes the other way."""
+        """The groups in the order in which forward runs and gathers them. Backward runs in reverse order."""
         return tuple(group.title for group in self.facts.in_order)
 
     @cached_property
     def memory(self) -> tuple[Phase, ...]:
-        """The memory of this rank by phase, in bytes, beside activations."""
+        """The memory of this rank in each phase, in bytes, without activations."""
         kinds = {
             "shards": sum(group.shard for group in self.groups),
             "optimizer state": round(self.optimizer_bytes * sum(group.trained for group in self.groups)),
             "outside of groups": self.facts.outside,
         }
-        rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
+        at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
         return (
-            Phase("at rest", rest),
-            Phase("forward, at its peak", rest + self.replay.peaks["forward"]),
-            Phase("backward, at its peak", rest + self.replay.peaks["backward"]),
-            Phase("between steps", rest + self.replay.kept),
-            Phase("after free_buffers()", rest),
+            Phase("at rest", at_rest),
+            Phase("forward, at its peak", at_rest + self.replay.peaks["forward"]),
+            Phase("backward, at its peak", at_rest + self.replay.peaks["backward"]),
+            Phase("between steps", at_rest + self.replay.kept),
+            Phase("after free_buffers()", at_rest),
         )
 
     @cached_property
-    def traffic(self) -> tuple[Exchanged, ...]:
-        """What a step exchanges, by kind."""
+    def traffic(self) -> tuple[ExchangeTotal, ...]:
+        """The exchanges of a step, by kind."""
         return self.replay.exchanged()
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """What could be better, with what to do."""
+        """What could be better, and how."""
         return tuple(advise(self.facts))
 
     def estimate(self, *, bandwidth: float, flops: float, tokens: int, latency: float = 0.0) -> Estimate:
         """Estimates how long a forward and backward take.
 
         Args:
-            bandwidth: bytes a second that a rank sends, or reads where ranks share memory.
-            flops: operations a second that a rank computes.
-            tokens: how many tokens a rank sees in a step.
-            latency: seconds of an exchange beside its bytes.
+            bandwidth: bytes that a rank sends each second, or reads where ranks share memory.
+            flops: operations that a rank computes each second.
+            tokens: tokens that a rank processes in a step.
+            latency: seconds that each exchange takes in addition to the time for its bytes.
 
         Raises:
-            ValueError: a number that makes no sense.
+            ValueError: a number is not positive, or the latency is negative.
         """
         return estimate_step(self.facts, self.replay, Hardware(bandwidth, flops, tokens, latency))
 
@@ -123,7 +123,8 @@ class Explanation:
         return json.dumps(self.as_dict(), indent=1)
 
     def picture(self, path: str | PathLike[str]) -> None:
-        """Draws who lies where in the groups' buffers, into a PNG, SVG or PDF by the name of the file.
+        """Draws each group's buffer: which parameter is where, and which rank owns which part. The name of the file
+        selects PNG, SVG or PDF.
 
         Needs matplotlib: ``pip install fullshard[report]``.
         """
@@ -155,30 +156,30 @@ def explain(
     rank: int = 0,
     optimizer_bytes: float = ADAM,
 ) -> Explanation:
-    """Explains what sharding does to a model: how it is cut, what memory and how many bytes a step takes, and why.
+    """Explains what sharding does to a model: how it is cut, how much memory and traffic a step needs, and why.
 
     ::
 
         print(fullshard.explain(model))                              # a sharded model, also on meta
-        print(fullshard.explain(build, ranks=100_000))               # in a world that is pretended
+        print(fullshard.explain(build, ranks=100_000))               # in a simulated world
 
-    With ``ranks`` the function ``build`` is called on the meta device in a pretended world of so many ranks, which ends
-    with the call. It makes the model and may shard it; a model that it returns unsharded is sharded by blocks. That
-    takes no memory and no other process.
+    With ``ranks`` the function ``build`` is called on the meta device, in a simulated world of that many ranks. The
+    simulated world ends with the call. ``build`` makes the model and may shard it. If it does not, the repeated blocks
+    are sharded as :func:`~fullshard.fully_shard_blocks` does. This needs no memory for parameters and no other process.
 
     Args:
-        model: a sharded model, of either front end, before or after steps; or a function that makes one.
-        ranks: how many ranks to pretend.
-        rank: which of them to be.
-        optimizer_bytes: of an optimizer's state for an element that it steps on; AdamW's is the default.
+        model: a sharded model of either front end, before or after its first step; or a function that makes a model.
+        ranks: the number of ranks to simulate.
+        rank: the rank whose shards and memory are explained.
+        optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
 
     Returns:
-        plain data, of this rank. A call on a model communicates nothing: any rank may make it.
+        plain data about this rank. A call with a model communicates nothing, so any rank may call it alone.
 
     Raises:
         ValueError: no part of the model is sharded, or ``rank`` is not one of ``ranks``.
-        TypeError: ``model`` is no module although ``ranks`` is missing, or one although ``ranks`` is there.
-        RuntimeError: there is a process group already, so that no other world can be pretended.
+        TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
+        RuntimeError: a process group exists already, so another world cannot be simulated in this process.
     """
     if isinstance(model, nn.Module):
         if ranks is not None:
@@ -196,7 +197,7 @@ def explain(
             f"this process is one of {dist.get_world_size()} ranks already, and cannot pretend to be one of {ranks}: "
             f"explain in a process of its own, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
-    with pretended_world(ranks, rank):
+    with simulated_world(ranks, rank):
         with torch.device("meta"):
             built = model()
             if not any(unit_of(module) for module in built.modules()):

@@ -1,7 +1,7 @@
-"""What sharding makes of a model: its groups and parameters as plain data, taken once.
+"""The groups and parameters of a sharded model as plain data.
 
-Owns the step from a sharded model, also on meta, to integers, names and dtypes that need neither the model nor its
-process groups any more. What a step then does with the groups is worked out in :mod:`fullshard.report.replay`.
+Owns the conversion of a sharded model (it may be on meta) into integers, names and dtypes. They need neither the model
+nor its process groups any more. :mod:`fullshard.report.replay` predicts from them what a step does.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.buffer.messages import straight_in
+from fullshard.buffer.messages import zero_copy_in
 from fullshard.buffer.sections import Section, full_bytes, full_starts, shard_bytes
 from fullshard.comm.select import choose_transport
 from fullshard.comm.transport import Route, Transfer
 from fullshard.device import META
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.group.strategy import Placement
 from fullshard.report.text import dtype_name
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
@@ -33,17 +34,17 @@ class ParameterFacts:
     """One parameter of a group.
 
     Attributes:
-        shape: unsharded; what tensor parallel left of it, if that cut it before.
-        dim: along which it is cut; ``None`` where every rank keeps it whole, and in the layout *flat*.
-        rows: the first and the past-the-last index along ``dim`` on this rank; in *flat*, elements.
-        chunk: elements of the largest part that a rank has.
-        offset: where it begins in its section of the full buffer, in elements; -1 if it defines how it is gathered.
-        dtype: in which it is stored.
-        section: which section of the group it lies in.
-        is_matrix: whether a token is multiplied with it: the weight of an embedding is only looked up.
-        is_trainable: whether it has gradients.
-        extends: whether it defines how it is gathered (``fsdp_pre_all_gather``).
-        places: names under which modules have it, more than one if it is tied.
+        shape: its unsharded shape. With tensor parallel: the shape of this rank's tensor-parallel part.
+        dim: the dimension along which it is cut. ``None`` if every rank keeps it whole, and in the *flat* layout.
+        rows: this rank's range along ``dim``: the first index, and one past the last. In *flat*, a range of elements.
+        chunk: elements of the largest part on any rank.
+        offset: its first element in its section of the full buffer. -1 if it defines its own gather.
+        dtype: the dtype in which it is stored.
+        section: the index of its section in the group.
+        is_matrix: whether tokens are multiplied with it. False for the weight of an embedding: rows are only looked up.
+        is_trainable: whether it requires gradients.
+        extends: whether it defines its own gather (``fsdp_pre_all_gather``).
+        places: all its names in the model, more than one if it is tied.
     """
 
     name: str
@@ -66,12 +67,12 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class ExchangeFacts:
-    """What one gather or reduction of a group takes on this rank, in bytes.
+    """The bytes of one gather or reduction of a group, on this rank.
 
     Attributes:
-        sent: to the other ranks.
-        staging: of the memory that the transport needs beside the buffers.
-        read: of what the other ranks of the host have, where they share memory.
+        sent: bytes sent to other ranks.
+        staging: bytes of memory that the transport needs beside the buffers.
+        read: bytes read from the gradients of the other ranks, where ranks share memory.
     """
 
     sent: int = 0
@@ -81,40 +82,41 @@ class ExchangeFacts:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """The parameters that are gathered and reduced in one call. Sizes are in bytes, of one rank, unless they say more.
+    """A group: the parameters that are gathered and reduced in one call. Sizes are in bytes, for one rank, unless said
+    otherwise.
 
     Attributes:
-        name: of its module, ``""`` for the root.
+        name: the name of its module, ``""`` for the root.
         module: the class of the module.
         layout: ``"even"`` or ``"flat"``.
-        elements: of all its parameters.
-        whole: its full buffer, U: all of it in the dtype that is computed in, padding included.
-        shard: what this rank keeps, padding included.
-        padding: what the shards of all ranks have beside parameters.
-        content: what the parameters are, without padding, in the dtype in which they are stored.
-        stored, compute, reduce: dtypes; several if its parameters differ.
-        ranks, rank: over how many it is sharded, and which of these this rank is.
-        replicas: how many copies there are of the shards.
-        post_forward: over how many it rests between forward and backward, if that is another number.
-        transport: what moves it, and ``why`` it is that one.
+        elements: the number of elements of all its parameters.
+        whole: U, its full buffer: all parameters in the compute dtype, padding included.
+        shard: this rank's shard, padding included.
+        padding: the padding in the shards of all ranks together.
+        content: all parameters in the dtype in which they are stored, without padding.
+        stored, compute, reduce: dtypes, several if the parameters differ.
+        ranks, rank: the number of ranks over which it is sharded, and this rank's number among them.
+        replicas: the number of copies of the shards.
+        post_forward: the number of ranks that shard it between forward and backward, if that differs from ``ranks``.
+        transport: the name of its transport, and in ``why`` the reason for it.
         adds_in_fp32: whether gradients of low precision are added up in fp32.
-        shares: whether the ranks of a host share the memory of its full buffer, so that a gather moves nothing.
+        shares: whether the ranks of a host share the memory of its full buffer. Then a gather copies nothing.
         reshards: whether it is resharded after forward.
-        offload: what lies on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
-        gradient: the buffer of its gradients, whole, in the dtype that travels.
-        largest_gradient: of a parameter, as autograd makes it.
-        straight_gradients: those that are reduced where autograd made them, and not in the buffer.
-        reduced: its reduced gradients, as ``param.grad`` has them.
-        trained: elements of this rank's shard that an optimizer steps on.
-        staged: the copy of the shard in the dtype and on the device of the computation, if it needs one.
-        rested: what it keeps between forward and backward on the smaller mesh.
-        gather, rest_gather, reduction: its exchanges; the second one is a gather from the smaller mesh.
-        all_reduce_sent: what it sends to add up over replicas.
-        gradient_buffers: how many reductions use a buffer at once.
-        communicates: whether a gather takes other ranks.
-        parameters: in the order in which they lie.
-        starts: where its sections begin in the full buffer, and where the last ends.
-        compute_by_section: the dtype of each section there.
+        offload: what is stored on the CPU: ``""``, ``"parameters"`` or ``"optimizer state"``.
+        gradient: its gradient buffer, whole, in the reduce dtype.
+        largest_gradient: the largest gradient of a single parameter, as autograd makes it.
+        zero_copy_gradients: gradients that are reduced from the memory where autograd made them, not from the buffer.
+        reduced: its reduced gradients, as in ``param.grad``.
+        trained: the number of elements of this rank's shard that an optimizer updates.
+        staged: the copy of the shard in the dtype and on the device of the computation, if one is needed.
+        rested: the shard that it keeps between forward and backward on the smaller mesh.
+        gather, rest_gather, reduction: its exchanges. ``rest_gather`` is the gather from the smaller mesh.
+        all_reduce_sent: bytes sent in the all-reduce over replicas.
+        gradient_buffers: how many reductions may use a gradient buffer at once.
+        communicates: whether a gather involves other ranks.
+        parameters: its parameters, in the order of their memory.
+        starts: the offset of each section in the full buffer, and the end of the last one.
+        compute_by_section: the compute dtype of each section.
     """
 
     name: str
@@ -140,7 +142,7 @@ class GroupFacts:
     offload: str
     gradient: int
     largest_gradient: int
-    straight_gradients: int
+    zero_copy_gradients: int
     reduced: int
     trained: int
     staged: int
@@ -161,7 +163,7 @@ class GroupFacts:
 
     @property
     def summed(self) -> int:
-        """Over how many ranks gradients are added up."""
+        """The number of ranks over which gradients are added up."""
         return self.ranks * self.replicas
 
     @property
@@ -172,14 +174,14 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The modules of one call, as a step runs them.
+    """A unit: the modules of one ``fully_shard`` call, or one wrapped module.
 
     Attributes:
-        groups: positions of the groups that it reduces.
-        needed: positions of these and of groups whose parameters are tied to ones of its modules.
-        parent: position of the unit around it, -1 for none.
-        ahead: in forward, whether the groups that follow are gathered ahead.
-        ahead_in_backward: when the next group is gathered in backward: ``"before"``, ``"after"`` or ``"never"``.
+        groups: positions of its own groups, which it reduces.
+        needed: positions of its own groups and of the groups that own parameters tied to its modules.
+        parent: the position of the unit around it, -1 for none.
+        ahead: whether its forward gathers the following groups ahead.
+        ahead_in_backward: when its backward gathers the next group: ``"before"``, ``"after"`` or ``"never"``.
     """
 
     groups: tuple[int, ...]
@@ -195,13 +197,13 @@ class ModelFacts:
 
     Attributes:
         name: its class.
-        groups: by their first place in the model.
-        units: in the order in which they begin their forward.
-        is_recorded: whether that order was recorded in a step, and is not only that of the modules.
+        groups: in the order in which the model has them.
+        units: in the order in which their forwards begin.
+        is_recorded: whether that order was recorded in a step. If not, it is the order of the modules.
         prefetch: how many groups are gathered ahead.
         left_out: names of parameters that require gradients and belong to no group.
-        outside: bytes of parameters and buffers that are sharded by nobody.
-        blocks: classes of its repeated blocks, one for each.
+        outside: bytes of parameters and buffers that belong to no group.
+        blocks: the classes of its repeated blocks, one entry for each block.
     """
 
     name: str
@@ -215,12 +217,12 @@ class ModelFacts:
 
     @property
     def in_order(self) -> tuple[GroupFacts, ...]:
-        """The groups as forward runs and gathers them; backward goes the other way."""
+        """The groups in the order in which forward runs and gathers them. Backward runs in reverse order."""
         return tuple(self.groups[at] for unit in self.units for at in unit.groups)
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """The facts of a sharded model; it communicates nothing and changes nothing.
+    """The facts of a sharded model. Communicates nothing and changes nothing.
 
     Raises:
         ValueError: no part of the model is sharded, or it has no parameters.
@@ -255,14 +257,15 @@ def facts_of(model: nn.Module) -> ModelFacts:
     )
 
 
-def _by_use(units: Sequence[Unit], recorded: Iterable[Group]) -> list[Unit]:
-    """The units as they were entered, or in the order of the modules; a unit that runs again counts once."""
+def _by_use(units: Sequence[Unit], recorded: Iterable[ParamGroup]) -> list[Unit]:
+    """The units in the order in which a step entered them, or else in the order of the modules. Each unit appears once,
+    even if it runs several times."""
     unit_by_group = {group: unit for unit in units for group in unit.groups}
     entered = [unit_by_group[group] for group in recorded if group in unit_by_group]
     return list(dict.fromkeys(entered)) if entered else [unit for unit in units if unit.groups]
 
 
-def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int]) -> UnitFacts:
+def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[ParamGroup, int]) -> UnitFacts:
     inside = {id(unit): {module for each in unit.modules for module in each.modules()} for unit in ordered}
     around = [at for at, other in enumerate(ordered) if other is not unit and unit.modules[0] in inside[id(other)]]
     return UnitFacts(
@@ -274,24 +277,24 @@ def _unit_facts(unit: Unit, ordered: Sequence[Unit], position: dict[Group, int])
     )
 
 
-def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
-    data, sections, memory, computed = group.data, group.sections, group.memory, group.compute_dtypes
+def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, str]) -> GroupFacts:
+    data, sections, memory, computed = group.data, group.sections, group.shard, group.compute_dtypes
     dtypes = [section.dtype for section in sections]
     own = sum(math.prod(param.chunk_shape(0)) * param.dtype.itemsize for param in group.params if param.extends)
-    shares = memory.shared is not None or (memory.is_apart and memory.is_meta)
+    shares = memory.shared is not None or (memory.is_unmapped and memory.is_meta)
     whole = full_bytes(sections, computed) + data.shard_size * own
     shard = shard_bytes(sections, dtypes) + own
     content = sum(math.prod(param.shape) * param.dtype.itemsize for param in group.params)
     kept = sum(param.dtype.itemsize for param in group.params if param.dim is None and not group.is_flat)
     is_whole = data.shard_group is None
-    keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will
-    rests_on = None if keeps else group.options.post_forward_mesh
-    small = [] if rests_on is None else [section.over(rests_on.shard_size) for section in sections]
+    keeps = unit.auto_reshard and unit.schedule is None and is_root  # it will keep its parameters after forward
+    post_forward_mesh = None if keeps else group.options.post_forward_mesh
+    small = [] if post_forward_mesh is None else [section.over(post_forward_mesh.shard_size) for section in sections]
     private, peers = group.transport.private, (data.shard_size - 1) * own
     gather = ExchangeFacts() if shares else _exchange(private.gather_route, data.shard_group, sections, computed)
     gradients, travelling = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
-    beside = straight_in(section.plan for section in gradients if section.plan.is_messages)
-    straight = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
+    beside = zero_copy_in(section.plan for section in gradients if section.plan.is_messages)
+    zero_copy = (each.numel * data.shard_size * travelling[each.section].itemsize for each in beside)
     made = (math.prod(p.shape) * group.compute_dtype(p).itemsize for p in group.params if p.sharded.requires_grad)
     return GroupFacts(
         name=", ".join(names.get(id(module), "?") for module in unit.modules),
@@ -308,22 +311,24 @@ def _group_facts(group: Group, unit: Unit, is_root: bool, names: dict[int, str])
         ranks=data.shard_size,
         rank=data.shard_rank,
         replicas=data.replicate_size,
-        post_forward=None if rests_on is None else rests_on.shard_size,
+        post_forward=None if post_forward_mesh is None else post_forward_mesh.shard_size,
         transport=group.transport.name,
         why=_why(group),
         adds_in_fp32=group.reduce_transport.adds_in_fp32,
         shares=shares,
-        reshards=group.options.reshard_after_forward and not keeps and not is_whole,
+        reshards=group.options.strategy.after_forward is not Placement.REPLICATED and not keeps and not is_whole,
         offload="parameters" if group.offloads else "optimizer state" if group.offloads_state else "",
         gradient=full_bytes(gradients, travelling),
         largest_gradient=max(made, default=0),
-        straight_gradients=sum(straight),
+        zero_copy_gradients=sum(zero_copy),
         reduced=sum(section.plan.shard_numel * section.dtype.itemsize for section in gradients),
         trained=sum(section.plan.shard_numel for section in gradients),
         staged=shard_bytes(sections, computed) if memory.needs_staging and not shares else 0,
         rested=shard_bytes(small, computed) if small else 0,
         gather=ExchangeFacts(gather.sent + peers, gather.staging),
-        rest_gather=_exchange(private.gather_route, rests_on.shard_group if rests_on else None, small, computed),
+        rest_gather=_exchange(
+            private.gather_route, post_forward_mesh.shard_group if post_forward_mesh else None, small, computed
+        ),
         reduction=_reduction(group, gradients, travelling),
         all_reduce_sent=2 * shard_bytes(gradients, travelling) * (data.replicate_size - 1) // data.replicate_size,
         gradient_buffers=group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers,
@@ -339,42 +344,45 @@ def _exchange(
     over: dist.ProcessGroup | None,
     sections: Sequence[Section],
     dtypes: Sequence[torch.dtype],
-    homes: Sequence[torch.dtype] = (),
+    shard_dtypes: Sequence[torch.dtype] = (),
 ) -> ExchangeFacts:
-    """What a transport says of its route for buffers of these dtypes; those of shards are ``homes``, if they differ."""
+    """The bytes of the route that a transport makes for buffers of these dtypes. Shards have ``shard_dtypes`` if given,
+    or else the same dtypes."""
     if over is None or over.size() == 1 or not sections:
         return ExchangeFacts()
     plans = [section.plan for section in sections]
     fulls = (torch.empty(plan.full_numel, dtype=d, device=META) for plan, d in zip(plans, dtypes, strict=True))
-    shards = (torch.empty(p.shard_numel, dtype=d, device=META) for p, d in zip(plans, homes or dtypes, strict=True))
+    shards = (
+        torch.empty(p.shard_numel, dtype=d, device=META) for p, d in zip(plans, shard_dtypes or dtypes, strict=True)
+    )
     transfers = list(map(Transfer, plans, fulls, shards))
     route = make_route(transfers, over, 0)
     return ExchangeFacts(route.sent, route.staging)
 
 
-def _reduction(group: Group, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
+def _reduction(group: ParamGroup, sections: Sequence[Section], dtypes: Sequence[torch.dtype]) -> ExchangeFacts:
     over, transport = group.reduce_process_group, group.reduce_transport
-    if over is not None and transport.compares_reductions:  # in memory that ranks share
+    if over is not None and transport.compares_reductions:  # ranks share memory
         pairs = zip(sections, dtypes, strict=True)
-        held = sum(section.plan.held(over.rank()) * dtype.itemsize for section, dtype in pairs)
-        return ExchangeFacts(read=(over.size() - 1) * held)
+        nbytes = sum(section.plan.owned_numel(over.rank()) * dtype.itemsize for section, dtype in pairs)
+        return ExchangeFacts(read=(over.size() - 1) * nbytes)
     is_final = group.data.replicate_group is None and group.options.all_reduce_hook is None
-    homes = [section.dtype for section in sections] if is_final else dtypes
-    return _exchange(transport.reduce_route, over, sections, dtypes, homes)
+    shard_dtypes = [section.dtype for section in sections] if is_final else dtypes
+    return _exchange(transport.reduce_route, over, sections, dtypes, shard_dtypes)
 
 
-def _why(group: Group) -> str:
+def _why(group: ParamGroup) -> str:
     if group.has_custom_communication:
-        return "a function of the user's"
+        return "a function that the user set"
     over = group.data.shard_group or group.data.replicate_group
     assert over is not None
     transport, why = choose_transport(over, group.device)
     if dist.get_backend(over) == "fake":
-        return "the collectives of the backend, in a world that is pretended"
+        return "the collectives of the backend, in a simulated world"
     return why if transport is group.transport else "chosen for this group"
 
 
-def _parameters(group: Group, names: dict[int, str]) -> Iterator[ParameterFacts]:
+def _parameters(group: ParamGroup, names: dict[int, str]) -> Iterator[ParameterFacts]:
     places = {
         index: (at, position) for at, each in enumerate(group.sections) for position, index in enumerate(each.members)
     }

@@ -1,7 +1,7 @@
-"""What a recording shows: which rank the others wait for, which groups come late, and what to try.
+"""Findings of a recording: which rank the others wait for, which groups are late, and what to try.
 
-Owns the comparison of ranks and the sentences. A communication cannot end before the last rank has come to it: so long
-the others wait for that rank, and after that for the bytes.
+Owns the comparison of ranks and the sentences. A communication cannot end before the last rank has started it. Until
+then the other ranks wait for that rank; after that, they wait for the bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fullshard.report.text import percent, seconds_text
 
 Kind = Literal["slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance"]
 
-#: Shares of a step below which nothing is said.
+#: A share of a step below which a finding is not reported.
 _WORTH_SAYING = 0.03
-#: A rank is slow if the others wait for it so many times as long as for any other.
+#: A rank is slow if the others wait for it at least this many times longer than for any other rank.
 _STANDS_OUT = 2.0
-#: Of a gather that is waited for, the part below which it counts as there when it was needed; and nanoseconds.
+#: A gather was ready in time if the wait for it was below this part of its length, or below these nanoseconds.
 _NEARLY_THERE, _AT_ONCE = 0.1, 100_000
-#: Groups that a sentence names.
+#: How many groups a sentence names.
 _NAMED = 3
 
 
@@ -32,12 +32,12 @@ class Finding:
     """One thing that a recording shows.
 
     Args:
-        kind: of what it is.
-        text: what was found, a sentence or two.
-        advice: what to try; empty if nothing has to be done.
-        share: of a step, what it costs; findings are ordered by it.
-        rank: the rank that it is about, if it is about one.
-        group: the group that it is about most.
+        kind: its kind.
+        text: what was found, in a sentence or two.
+        advice: what to try; empty if there is nothing to do.
+        share: its cost, as a share of a step. Findings are sorted by it.
+        rank: the rank that it concerns, if it concerns one rank.
+        group: the group that it concerns most.
     """
 
     kind: Kind
@@ -49,13 +49,13 @@ class Finding:
 
 
 class Waited(NamedTuple):
-    """How long a rank waited in a step on average, in nanoseconds.
+    """A wait of one rank, summed up over an average step.
 
     Args:
-        rank: that waited.
-        by: the rank that came last, ``None`` for the bytes themselves.
-        what: ``gather``, ``reduce``, ``all-reduce``, or words.
-        group: the group that was waited for.
+        rank: the rank that waited.
+        by: the rank that started the communication last, or ``None`` for the time in which only bytes were missing.
+        what: ``gather``, ``reduce``, ``all-reduce``, or a description of another wait.
+        group: the group whose communication it was.
         length: in nanoseconds.
     """
 
@@ -67,24 +67,24 @@ class Waited(NamedTuple):
 
 
 def waited(ranks: Sequence[RankRecording]) -> list[Waited]:
-    """The waits of all ranks: the rank that waited, the one that came last, and the communication."""
+    """The waits of all ranks: which rank waited, for which rank, and in which communication."""
     communications: dict[object, dict[int, int]] = {}
-    meetings: dict[object, dict[int, int]] = {}
+    wait_starts: dict[object, dict[int, int]] = {}
     for rank in ranks:
         for span in rank.spans:
             if span.lane in ("gather", "reduce", "all-reduce"):
                 communications.setdefault(_key(span), {})[rank.rank] = span.start
             elif span.lane == "wait":
-                meetings.setdefault(_key(span), {}).setdefault(rank.rank, span.start)
+                wait_starts.setdefault(_key(span), {}).setdefault(rank.rank, span.start)
     totals = Counter[tuple[int, int | None, str, str]]()
     for rank in ranks:
         steps = rank.steps()
         for span in rank.of("wait"):
             if span.step not in steps:
                 continue
-            came = communications.get(_key(span)) or meetings[_key(span)]
-            last = max(came, key=came.__getitem__)
-            late = min(max(0, came[last] - span.start), span.length) if last != rank.rank else 0
+            starts = communications.get(_key(span)) or wait_starts[_key(span)]
+            last = max(starts, key=starts.__getitem__)
+            late = min(max(0, starts[last] - span.start), span.length) if last != rank.rank else 0
             totals[rank.rank, last, span.what, span.group] += late
             totals[rank.rank, None, span.what, span.group] += span.length - late
     steps_of = {rank.rank: max(1, len(rank.steps())) for rank in ranks}
@@ -92,19 +92,21 @@ def waited(ranks: Sequence[RankRecording]) -> list[Waited]:
 
 
 def _key(span: Span) -> tuple[object, ...]:
-    """The same on all ranks for what they do together."""
+    """A key that is the same on all ranks for one communication or wait."""
     return span.step, span.what, span.group, span.number
 
 
 def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """What recordings show, the most important first; at least one finding.
+    """What recordings show, the most important first. There is at least one finding.
 
     Args:
-        ranks: recordings of one job, of all ranks or some.
+        ranks: the recordings of all ranks of a job, or of some.
     """
     complete = [rank for rank in ranks if rank.steps()]
     if not complete:
-        return [Finding("balance", "No step was recorded whole: the recording ended before a step of the optimizer.")]
+        return [
+            Finding("balance", "No step was recorded completely: the recording ended before the first optimizer step.")
+        ]
     step = mean(shares(rank).step for rank in complete)
     waits = waited(complete)
     found = [
@@ -117,7 +119,7 @@ def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
 
 
 def lateness(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> dict[int, float]:
-    """How long the others waited for each rank in a step, on average over them, in nanoseconds."""
+    """For each rank, how long the other ranks waited for it in an average step, in nanoseconds."""
     late = {rank.rank: 0.0 for rank in ranks}
     for wait in waits:
         if wait.by is not None:
@@ -133,21 +135,21 @@ def _slow_rank(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: fl
         return []
     text = f"Rank {slow} is slow: the others wait for it {_time(late[slow])} of a step of {_time(step)}."
     most = _most_of(slow, ranks)
-    advice = "Its computation is as long as theirs: look at its host, its network, and what else runs there."
+    advice = "Its computation takes no longer than theirs: check its host, its network, and what else runs there."
     if most is not None and most[0].length - most[1] > late[slow] / 4:
         work, theirs = most
         text += f" {_named(work)} takes {_time(work.length)} there, and {_time(theirs)} on the others."
         advice = (
-            "Look at what this rank does between its passes that the others do not: its data, logs, checkpoints."
+            "Check what only this rank does between its passes: its data, logs, checkpoints."
             if work.what == "outside"
-            else "Look at what this rank computes there that the others do not: longer inputs, code for this rank "
-            "alone, a slower or busier device."
+            else "Check what differs on this rank: longer inputs, code that only this rank runs, a slower or busier "
+            "device."
         )
     return [Finding("slow rank", text, advice, late[slow] / step, slow, most[0].group if most else "")]
 
 
 def _most_of(slow: int, ranks: Sequence[RankRecording]) -> tuple[Work, float] | None:
-    """The work of a rank that is longest beside that of the others, and what is usual with them."""
+    """The work of a slow rank that most exceeds the same work of the others, and the median of theirs."""
     works = {rank.rank: {(work.what, work.group): work for work in own_work(rank)} for rank in ranks}
     mine = works.pop(slow)
     usual = {key: median(each[key].length if key in each else 0.0 for each in works.values()) for key in mine}
@@ -156,7 +158,7 @@ def _most_of(slow: int, ranks: Sequence[RankRecording]) -> tuple[Work, float] | 
 
 
 def _balance(waits: Sequence[Waited], step: float) -> Finding:
-    """The longest wait of a rank, where none stands out."""
+    """The longest wait of a rank, where no rank is slow."""
     totals = Counter[tuple[int, int | None]]()
     for wait in waits:
         totals[wait.rank, wait.by] += wait.length  # type: ignore[assignment]
@@ -166,12 +168,12 @@ def _balance(waits: Sequence[Waited], step: float) -> Finding:
         return Finding("balance", text)
     whom = "the bytes of communication" if by is None else f"rank {by}"
     text = f"No rank stands out. The longest wait is that of rank {rank} for {whom}: {_time(most)} of a step of "
-    advice = "Ranks that are late in turns have steps of different lengths: look at their inputs." * (by is not None)
+    advice = "Ranks that are late in turns have steps of different lengths: check their inputs." * (by is not None)
     return Finding("balance", f"{text}{_time(step)}.", advice, most / step)
 
 
 def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, what: str) -> list[Finding]:
-    """Whether bytes of gathers, or of reductions, are waited for."""
+    """Finds groups for whose gathered bytes, or reduced bytes, ranks wait."""
     by_group = Counter[str]()
     for wait in waits:
         if wait.by is None and (wait.what == what or (what == "reduce" and wait.what == "all-reduce")):
@@ -185,41 +187,42 @@ def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, 
     text = f"A rank waits {_time(total)} of a step of {_time(step)} for the bytes of {thing}, most for {groups}."
     if what == "gather":
         advice = (
-            "Gather further ahead (set_prefetch_limit(2) costs one more buffer), or let groups stay whole after "
-            "forward (reshard_after_forward=False). Nothing hides the first gather of a forward."
+            "Gather further ahead (set_prefetch_limit(2) costs one more buffer), or keep groups whole after forward "
+            "(reshard_after_forward=False). The first gather of a forward is never hidden."
         )
         return [Finding("late gathers", text, advice, total / step, group=most[0][0])]
     advice = (
         "Let more reductions run at once (set_reduce_scatter_max_input_buffers(2) costs one more buffer), or reduce in "
-        "a lower precision (reduce_dtype). Nothing hides the last reduction of a backward."
+        "a lower precision (reduce_dtype). The last reduction of a backward is never hidden."
     )
     return [Finding("late reductions", text, advice, total / step, group=most[0][0])]
 
 
 def _parts(ranks: Sequence[RankRecording], step: float) -> list[Finding]:
-    """What else takes much of a step."""
+    """Finds what else takes a large share of a step."""
     found: list[Finding] = []
     each = [(rank.rank, shares(rank)) for rank in ranks]
     rank, most = max(each, key=lambda pair: pair[1].outside)
     if most.outside > 0.1 * step:
-        text = f"Rank {rank} spends {_time(most.outside)} of a step of {_time(step)} outside of passes and optimizer."
+        text = f"Rank {rank} spends {_time(most.outside)} of a step of {_time(step)} outside of passes and optimizer "
+        text += "steps."
         advice = "Prepare batches beside training (a DataLoader with workers), and read losses and log less often."
         found.append(Finding("outside", text, advice, most.outside / step, rank))
     stepping = mean(share.optimizer for _, share in each)
     if stepping > 0.2 * step:
         text = f"The optimizer takes {_time(stepping)} of a step of {_time(step)}."
-        advice = "Let it work on many parameters at once (foreach=True or fused=True), or take more micro-batches."
+        advice = "Let it update many parameters at once (foreach=True or fused=True), or use more micro-batches."
         found.append(Finding("optimizer", text, advice, stepping / step))
-    moving = mean(share.moving for _, share in each)
-    if moving > 0.1 * step:
-        text = f"The host copies and adds what is communicated for {_time(moving)} of a step of {_time(step)}."
-        advice = "Take more micro-batches for each step, or larger batches: this does not grow with them."
-        found.append(Finding("copies", text, advice, moving / step))
+    copying = mean(share.copying for _, share in each)
+    if copying > 0.1 * step:
+        text = f"The host copies and adds communicated bytes for {_time(copying)} of a step of {_time(step)}."
+        advice = "Use more micro-batches in each step, or larger batches: this time does not grow with them."
+        found.append(Finding("copies", text, advice, copying / step))
     return found
 
 
 def _prefetch(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """Whether what was gathered was there when it was needed."""
+    """Counts the gathers that were complete when they were needed."""
     gathers = there = 0
     for rank in ranks:
         waits = Counter[tuple[object, ...]]()
@@ -229,8 +232,8 @@ def _prefetch(ranks: Sequence[RankRecording]) -> list[Finding]:
             gathers += 1
             there += waits[_key(span)] <= max(_AT_ONCE, _NEARLY_THERE * span.length)
     if not gathers:
-        return [Finding("prefetch", "Nothing was gathered: the ranks share memory, or the groups stayed whole.")]
-    return [Finding("prefetch", f"{there} of {gathers} gathers were there when they were needed.")]
+        return [Finding("prefetch", "Nothing was gathered: the ranks share memory, or all groups stayed whole.")]
+    return [Finding("prefetch", f"{there} of {gathers} gathers were complete when they were needed.")]
 
 
 def _named(work: Work) -> str:

@@ -1,8 +1,8 @@
-"""A line of figures for each step: its time, the time waited for communication, bytes and memory of this rank.
+"""Metrics of each step: its time, the time waited for communication, traffic and memory of this rank.
 
-Made to stay on for a whole training. Of the recorder's ways to look on it uses the cheapest, and it writes once a step.
-On devices with streams the times that the computation waits are events, which are read when the device has passed them:
-a line is written some steps later, and nothing waits for the device.
+Made to run during a whole training. It uses only the cheapest ways to observe a step, and writes one line for each
+step. On devices with streams, waits of the computation are timed by events, which are read after the device has passed
+them. A line is therefore written some steps later, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,44 +23,50 @@ from fullshard.buffer.sections import full_bytes
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark
 from fullshard.group.gradient_dtypes import GradientDtypes
-from fullshard.group.group import Group
-from fullshard.report.watching import Point, TimedMark, Watch, from_others
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import Action
+from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
 
 
 class ScalarWriter(Protocol):
-    """What takes figures by name, such as a ``SummaryWriter`` of TensorBoard."""
+    """An object that stores figures by name, such as TensorBoard's ``SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int, /) -> Any: ...
 
 
 def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, first_step: int = 0) -> Metrics:
-    """Write figures of this rank after each step of training, from now on. Each rank may call it for itself.
+    """Write metrics of this rank after each training step, from now on. Each rank may call it for itself.
 
-    They are ``seconds`` of the step (from the end of the one before), ``waited_seconds`` of it for other ranks and what
-    they send, ``received_bytes`` from them, and ``memory_bytes`` and ``peak_memory_bytes``, the most so far, of the
-    process, or of what torch has allocated on an accelerator::
+    - ``seconds``: the time of the step, from the end of the step before.
+    - ``waited_seconds``: how much of that time this rank waited for other ranks and for the bytes that they send.
+    - ``received_bytes``: bytes received from other ranks.
+    - ``memory_bytes``, ``peak_memory_bytes``: the memory after the step, and the largest so far. On the CPU it is the
+      resident memory of the process; on an accelerator, what torch has allocated there.
+
+    ::
 
         fullshard.log_metrics(model, "metrics.jsonl")
-        fullshard.log_metrics(model, SummaryWriter(), first_step=1200)  # a training that is resumed
+        fullshard.log_metrics(model, SummaryWriter(), first_step=1200)  # a resumed training
 
-    A step of training ends when optimizers have stepped on all parameters that are trained. If nobody steps on some of
-    them, it ends with the last optimizer before the next forward, which is when its figures are written.
+    A training step ends when optimizers have updated all trained parameters. If no optimizer updates some of them, the
+    step ends with the last optimizer step before the next forward, and its metrics are written at that forward.
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
-        to: a file, to which each rank appends lines of JSON that have ``step`` and ``rank`` too; ranks of one host may
-            share it. Or an object with ``add_scalar``, which is given the names with ``fullshard/`` before them.
+        to: a file or an object with ``add_scalar``. To a file each rank appends lines of JSON, which also have ``step``
+            and ``rank``; the ranks of one host may share the file. For ``add_scalar`` the names begin with
+            ``fullshard/``.
         first_step: the number of the step that begins now.
 
     Returns:
-        an object with ``stop()``, which is a context manager too. It need not be kept. Its ``step`` is the number of
-        the step that runs, and may be set: a step that a gradient scaler leaves out is not counted.
+        an object with ``stop()``, which is also a context manager. You need not keep it. Its ``step`` is the number of
+        the current step and may be set: steps that a gradient scaler skips are not counted.
 
     Raises:
         ValueError: ``model`` is not sharded.
-        TypeError: ``to`` is neither a path nor has ``add_scalar``.
+        TypeError: ``to`` is neither a path nor an object with ``add_scalar``.
         OSError: the file cannot be opened.
     """
     schedule = schedule_of(model, "log_metrics")
@@ -68,7 +74,7 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
 
 
 def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
-    """A function that writes the figures of a step."""
+    """Returns a function that writes the metrics of a step."""
     if callable(getattr(to, "add_scalar", None)):
 
         def add(step: int, figures: dict[str, float]) -> None:
@@ -89,7 +95,7 @@ def _writer(to: Any) -> Callable[[int, dict[str, float]], None]:
 
 
 class _Step:
-    """A step, or the part of one until an optimizer has stepped: what was counted in it."""
+    """The counts of a step, or of the part of a step up to the last optimizer step."""
 
     def __init__(self, begin: Point) -> None:
         self.begin, self.end = begin, begin
@@ -99,35 +105,33 @@ class _Step:
         self.memory: dict[str, int] = {}
 
 
-class Metrics(Watch):
-    """Figures that are written after each step, until it is stopped. Made by :func:`log_metrics`.
+class Metrics(StepObserver):
+    """Writes metrics after each step, until it is stopped. Made by :func:`log_metrics`.
 
     Attributes:
-        step: the number of the step that runs. It may be set.
+        step: the number of the current step. It may be set.
     """
 
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:
         super().__init__(schedule)
         self._write = write
         self.step = first_step
-        self._stepped: _Step | None = None  # the step that runs, until the last optimizer that has stepped
-        self._now = _Step(self.clock.now())  # what came after that
+        self._stepped: _Step | None = None  # the current step, up to its last optimizer step
+        self._now = _Step(self.clock.now())  # counts since that optimizer step
         self._ended: deque[_Step] = deque()
+        self._gathered: dict[int, int] = {}  # bytes that a gather receives from others, by the id of the group
         self._reduced: dict[int, int] = {}
         for group in schedule.groups():
             ranks = group.data.shard_size
             sections = GradientDtypes(group).sections([param.sharded.requires_grad for param in group.params])
             self._reduced[id(group)] = from_others(full_bytes(*sections), ranks)
-            if ranks > 1:
-                received = from_others(group.full.buffer.nbytes, ranks)
-                self.overrides.around(group, "unshard", partial(self._unshard, group, received))
-        self.overrides.around(schedule, "reduce", self._reduce)
+            self._gathered[id(group)] = from_others(group.full.buffer.nbytes, ranks)
         if self.clock.streams is not None:
-            self.watch_lanes(self._run)
-        self.watch_steps()
+            self.observe_lanes(self._run)
+        self.observe_steps()
 
     def stop(self) -> None:
-        """Write what is left, and stop. May be called again."""
+        """Write the metrics that are not written yet, and stop. May be called again."""
         if self.is_running:
             super().stop()
             self.end_step()
@@ -140,16 +144,9 @@ class Metrics(Watch):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
 
-    def _unshard(self, group: Group, nbytes: int, unshard: Callable[[], bool]) -> bool:
-        started = unshard()
-        if started and group.memory.shared is None:
-            self._now.received += nbytes
-        return started
-
-    def _reduce(self, reduce: Callable[[Group], None], group: Group) -> None:
-        if group.gradients.pending:
-            self._now.received += self._reduced[id(group)]
-        reduce(group)
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        if action in ("gather", "reduce") and moves:
+            self._now.received += (self._gathered if action == "gather" else self._reduced)[id(group)]
 
     def waited(self, wait: Wait | None, begin: Point, end: Point) -> None:
         self._now.waits.append((begin, end))
@@ -174,7 +171,7 @@ class Metrics(Watch):
             self._flush()
 
     def _flush(self) -> None:
-        """Write the steps whose end the device has passed."""
+        """Write the metrics of the steps whose end the device has passed."""
         while self._ended and self.clock.has_passed(self._ended[0].end):
             step, between = self._ended.popleft(), self.clock.between
             waited = sum(between(begin, end) for begin, end in step.waits)

@@ -1,6 +1,7 @@
-"""A recording as a page for people: one HTML file that needs no network, with pictures that need no colours.
+"""The HTML page of a recording: one file that needs no network. Its pictures are readable without colours.
 
-Owns what is drawn and how. The pictures are SVG inside of the page, made by matplotlib; without it there are tables.
+Owns what is drawn and how. The pictures are SVG inside of the page, made by matplotlib. Without matplotlib the page has
+only tables.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from fullshard.report.findings import Waited, findings, lateness, waited
 from fullshard.report.recording import LANES, RankRecording, Span, shares, tracks
 from fullshard.report.text import counted, percent
 
-#: Ranks that a picture or a table has, the ones that stand out first; of the others there are too many to see.
+#: The most ranks that a picture or a table shows. Ranks that stand out come first.
 _RANKS = 16
-#: Groups in the table.
+#: The most groups in the table.
 _GROUPS = 10
-#: Part of the width of a picture from which a span has its name in it.
+#: The part of a picture's width that a letter of a span's name needs.
 _ROOM_FOR_NAME = 0.012
 
 #: How each lane is drawn.
-_LOOKS: dict[str, dict[str, Any]] = {
+_STYLES: dict[str, dict[str, Any]] = {
     "pass": {"color": "0.92"},
     "computation": {"color": "0.75"},
     "gather": {"color": "white", "hatch": "/////"},
@@ -37,12 +38,12 @@ _LOOKS: dict[str, dict[str, Any]] = {
 _PARTS = {
     "computing": ("computing", {"color": "0.75"}),
     "optimizer": ("optimizer", {"color": "white", "hatch": "....."}),
-    "moving": ("copies and sums of communication", {"color": "white", "hatch": "/////"}),
+    "copying": ("copies and sums of communication", {"color": "white", "hatch": "/////"}),
     "waiting": ("waiting", {"color": "black"}),
     "outside": ("outside of passes", {"color": "white"}),
 }
 
-_STYLE = """
+_CSS = """
 body { font: 16px/1.45 sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #111; background: #fff }
 h1 { font-size: 1.6em } h2 { font-size: 1.2em; margin-top: 2em }
 table { border-collapse: collapse; font-size: 0.93em }
@@ -54,16 +55,16 @@ svg { max-width: 100%; height: auto } .note { color: #444; font-size: 0.9em }
 
 
 def write(ranks: Sequence[RankRecording], file: Path) -> None:
-    """Write ``report.html``."""
+    """Write the page into a file."""
     file.write_text(render(ranks))
 
 
 def render(ranks: Sequence[RankRecording]) -> str:
-    """The page, as text."""
+    """The page as HTML."""
     whole = [rank for rank in ranks if rank.steps()]
     parts = [
         f"<h1>Recording of {counted(len(ranks), 'rank')}</h1>",
-        _of_what(ranks),
+        _summary(ranks),
         "<h2>What was found</h2>",
         "<ul>",
     ]
@@ -86,18 +87,18 @@ def render(ranks: Sequence[RankRecording]) -> str:
             parts += ["<h2>Who waits for whom</h2>", _picture(lambda: draw_waits(some, waits)), _note(_WAITS)]
         parts += ["<h2>Groups that were waited for longest</h2>", _groups_table(whole, waits)]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>fullshard: recording</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>fullshard: recording</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _of_what(ranks: Sequence[RankRecording]) -> str:
+def _summary(ranks: Sequence[RankRecording]) -> str:
     hosts, steps = len({rank.host for rank in ranks}), sorted({step for rank in ranks for step in rank.steps()})
     devices = ", ".join(sorted({rank.device for rank in ranks}))
     numbers = f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else ""
     text = f"{counted(hosts, 'host')}, device {devices}, {counted(len(steps), 'step')}{numbers}."
     error = max((rank.clock_error for rank in ranks), default=0)
     if error:
-        text += f" Clocks of different hosts were compared; they may be off by {error / 1e6:.2g} ms."
+        text += f" The clocks of the hosts were compared; they may still differ by {error / 1e6:.2g} ms."
     return _note(escape(text))
 
 
@@ -106,22 +107,23 @@ def _note(text: str) -> str:
 
 
 def _shown(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> list[RankRecording]:
-    """The ranks, those that stand out first: the one for which the others wait longest, and the one that waits most."""
+    """The ranks, the interesting ones first: first the rank for which the others wait longest, then those that wait
+    most."""
     late = lateness(ranks, waits)
     first = max(ranks, key=lambda rank: late[rank.rank])
-    rest = sorted((rank for rank in ranks if rank is not first), key=lambda rank: -shares(rank).waiting)
-    return [first, *rest]
+    others = sorted((rank for rank in ranks if rank is not first), key=lambda rank: -shares(rank).waiting)
+    return [first, *others]
 
 
 def _usual_step(rank: RankRecording) -> int:
-    """The step of middle length."""
+    """The step of median length."""
     steps = rank.steps()
     by_length = sorted(steps, key=lambda step: steps[step][1] - steps[step][0])
     return by_length[(len(by_length) - 1) // 2]
 
 
 def _picture(draw: Callable[[], Any]) -> str:
-    """What ``draw`` returns, a figure, as SVG to stand in a page."""
+    """The figure that ``draw`` returns, as SVG for a page."""
     try:
         import matplotlib
     except ImportError:
@@ -135,7 +137,7 @@ def _picture(draw: Callable[[], Any]) -> str:
 
 
 def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure that no window belongs to, and its axes."""
+    """A figure without a window, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, height), layout="constrained")
@@ -165,10 +167,10 @@ def draw_step(rank: RankRecording, step: int) -> Any:
     above.set_ylim(len(rows) - 0.4, -0.6)
     above.tick_params(axis="y", length=0)
     times = [(when - begin) / 1e6 for when, _ in rank.memory if begin <= when <= end]
-    held = [size / 2**20 for when, size in rank.memory if begin <= when <= end]
-    below.step(times, held, color="black", where="post")
+    sizes = [size / 2**20 for when, size in rank.memory if begin <= when <= end]
+    below.step(times, sizes, color="black", where="post")
     below.set(xlabel="time (ms)", ylabel="MiB", title=f"memory: {rank.memory_of}", xlim=(0, (end - begin) / 1e6))
-    least, most = min(held, default=0.0), max(held, default=1.0)
+    least, most = min(sizes, default=0.0), max(sizes, default=1.0)
     below.set_ylim(0 if least < most / 2 else least - max(1.0, most - least), most + max(1.0, (most - least) / 4))
     below.title.set_fontsize("medium")
     return figure
@@ -177,25 +179,25 @@ def draw_step(rank: RankRecording, step: int) -> Any:
 def _bar(axis: Any, row: int, span: Span, begin: int, end: int) -> None:
     start, stop = max(span.start, begin), min(span.end, end)
     axis.barh(
-        row, (stop - start) / 1e6, 0.7, (start - begin) / 1e6, edgecolor="black", linewidth=0.4, **_LOOKS[span.lane]
+        row, (stop - start) / 1e6, 0.7, (start - begin) / 1e6, edgecolor="black", linewidth=0.4, **_STYLES[span.lane]
     )
     name = span.what if span.lane in ("pass", "wait") else span.group
     width = (stop - start) / (end - begin)
     short = name if len(name) * _ROOM_FOR_NAME < width else name.rpartition(".")[2]
     if span.lane in ("pass", "computation", "gather", "reduce") and len(short) * _ROOM_FOR_NAME < width:
         middle = ((start + stop) / 2 - begin) / 1e6
-        look = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
-        box = {} if span.lane in ("pass", "computation") else {"bbox": look}
+        style = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+        box = {} if span.lane in ("pass", "computation") else {"bbox": style}
         axis.text(middle, row, short, ha="center", va="center", fontsize="small", **box)
 
 
 def draw_shares(some: Sequence[RankRecording]) -> Any:
-    """A bar for each rank: what its step consists of."""
+    """A bar for each rank, with the parts of its step."""
     figure, axis = _figure(1.3 + 0.34 * len(some))
     left = [0.0] * len(some)
-    for part, (label, look) in _PARTS.items():
+    for part, (label, style) in _PARTS.items():
         widths = [getattr(shares(rank), part) / 1e6 for rank in some]
-        axis.barh(range(len(some)), widths, 0.7, left, label=label, edgecolor="black", linewidth=0.6, **look)
+        axis.barh(range(len(some)), widths, 0.7, left, label=label, edgecolor="black", linewidth=0.6, **style)
         left = [before + width for before, width in zip(left, widths, strict=True)]
     axis.set_yticks(range(len(some)), [f"rank {rank.rank}" for rank in some])
     axis.invert_yaxis()
@@ -205,7 +207,7 @@ def draw_shares(some: Sequence[RankRecording]) -> Any:
 
 
 def draw_waits(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> Any:
-    """A table of circles: how long each rank waits for each other."""
+    """A table of circles that show how long each rank waits for each other rank."""
     some = [rank.rank for rank in ranks]
     totals = Counter[tuple[int, int | None]]()
     for wait in waits:
@@ -230,7 +232,7 @@ def draw_waits(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> Any:
 
 
 _WAITS = (
-    "A communication cannot end before the last rank has come to it. Until then the others wait for that rank; after "
+    "A communication cannot end before the last rank has started it. Until then, the others wait for that rank; after "
     "that, they wait for the bytes. Waits shorter than a hundredth of the longest one are left out."
 )
 
@@ -242,8 +244,9 @@ def _lanes_in_words(rank: RankRecording) -> str:
     )
     if rank.device == "cpu":
         words += (
-            "Communication on the CPU runs by itself, and ends here when it is taken, at the latest when it is needed. "
-            "<b>host</b>: the thread that trains starts and completes it, with copies and sums. <b>wait</b>: it waits."
+            "On the CPU, communication runs in the background; its bar ends when training completes it, at the latest "
+            "when its result is needed. <b>host</b>: the training thread starts and completes communication, with "
+            "copies and sums. <b>wait</b>: the training thread waits."
         )
     else:
         words += "<b>wait</b>: the stream that computes waits for a communication."
@@ -253,7 +256,7 @@ def _lanes_in_words(rank: RankRecording) -> str:
 def _shares_table(some: Sequence[RankRecording]) -> str:
     rows = []
     for rank in some:
-        of, peak = shares(rank), max((held for _, held in rank.memory), default=0)
+        of, peak = shares(rank), max((sizes for _, sizes in rank.memory), default=0)
         parts = [percent(getattr(of, part) / of.step) for part in (*_PARTS, "exposed")]
         rows.append([f"rank {rank.rank}", f"{of.step / 1e6:.1f}", *parts, f"{peak / 2**20:.0f}"])
     heads = ["", "step, ms", *(label for label, _ in _PARTS.values()), "exposed communication", "most memory, MiB"]
@@ -261,7 +264,7 @@ def _shares_table(some: Sequence[RankRecording]) -> str:
 
 
 def _groups_table(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> str:
-    """The groups that were waited for longest: by ranks that came late, and by bytes."""
+    """The groups for which ranks waited longest: because a rank was late, and because bytes were missing."""
     totals: dict[tuple[str, str], list[float]] = {}
     for wait in waits:
         sums = totals.setdefault((wait.group, wait.what), [0.0, 0.0])

@@ -1,8 +1,8 @@
-"""Pictures of groups: who lies where in each group's buffer, what is padding, and in which dtype.
+"""Pictures of groups: where each parameter is in its group's buffer, which rank owns which part, and the padding.
 
-One bar stands for each group, or for several that are alike. Its upper part names the parameters in the order of their
-memory, its lower part their owners: all ranks, if they are few, by hatches and numbers, or else one rank. Padding is
-black, so that nothing hangs on colours.
+One bar is drawn for each group, or for several groups that are alike. Its upper half names the parameters in the order
+of their memory. Its lower half shows their owners: all ranks if they are few, by hatches and numbers, or else one rank.
+Padding is black, so the picture is readable without colours.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fullshard.report.facts import GroupFacts, ParameterFacts
 from fullshard.report.tables import name_of_run, runs
 from fullshard.report.text import bytes_text, percent, shape_text
 
-#: Shades of parameters, and hatches of ranks, which take turns; how many groups and how many ranks a picture shows.
+#: Shades of parameters and hatches of ranks, used in turn; and the most groups and ranks that a picture shows.
 _SHADES = ("#ffffff", "#e4e4e4", "#cccccc")
 _HATCHES = ("", "////", "....", "xxxx")
 _MOST, _MOST_RANKS = 24, 8
-#: Of a parameter that is cut along another dim than the first: as many stripes as can be seen.
+#: The most stripes that are drawn for a parameter that is cut along another dimension than the first.
 _STRIPES = 32
-#: Of a bar, what a letter needs; and of the height between two bars, what both parts of a bar take.
+#: The part of a bar's width that a letter needs. Below: the height of the upper and the lower half of a bar.
 _LETTER = 0.0072
 _NAMES, _OWNERS = 0.36, 0.2
 
 
 def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[str]) -> None:
-    """Draws groups into a file, PNG, SVG or PDF by its name.
+    """Draws groups into a file. Its name selects PNG, SVG or PDF.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -74,11 +74,11 @@ def _about(group: GroupFacts) -> str:
 
 
 def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
-    """One bar from 0 to 1."""
+    """Draws the bar of a group, from 0 to 1."""
     edge = {"edgecolor": "black", "linewidth": 0.7}
     axes.barh(y, 1, _NAMES + _OWNERS, color="black", **edge)
     above, below = y + _OWNERS / 2, y - _NAMES / 2
-    for number, (param, start, width) in enumerate(_places(group)):
+    for number, (param, start, width) in enumerate(_positions(group)):
         shade = _SHADES[number % len(_SHADES)]
         axes.barh(above, width, _NAMES, left=start, color=shade, **edge)
         axes.barh(below, width, _OWNERS, left=start, color="white", **edge)
@@ -96,8 +96,8 @@ def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
                 axes.text(left + length / 2, below, str(rank), ha="center", va="center", fontsize=8, bbox=box)
 
 
-def _places(group: GroupFacts) -> Iterator[tuple[ParameterFacts, float, float]]:
-    """The parameters that lie in the buffer, where they begin and how long they are, as shares of it."""
+def _positions(group: GroupFacts) -> Iterator[tuple[ParameterFacts, float, float]]:
+    """The parameters in the buffer, each with its start and its length as shares of the buffer."""
     total = max(1, group.starts[-1])
     itemsizes = [_itemsize(dtype) for dtype in group.compute_by_section]
     for param in sorted(group.parameters, key=lambda each: (each.section, each.offset)):
@@ -107,7 +107,7 @@ def _places(group: GroupFacts) -> Iterator[tuple[ParameterFacts, float, float]]:
 
 
 def _parts(group: GroupFacts, param: ParameterFacts) -> Iterator[tuple[int, float, float]]:
-    """The parts of a parameter that a picture shows: the rank, where the part begins and its length, as shares."""
+    """The parts of a parameter that a picture shows: the rank, and the part's start and length as shares."""
     for rank in range(group.ranks) if group.ranks <= _MOST_RANKS else (group.rank,):
         if group.layout == "flat":
             first, stop = (min(max(at * param.chunk - param.offset, 0), param.numel) for at in (rank, rank + 1))

@@ -1,8 +1,8 @@
-"""Recordings of some steps of a model: when each rank gathered, computed, reduced and waited, and its memory meanwhile.
+"""Recordings of a few steps: when each rank gathered, computed, reduced and waited, and how much memory it used.
 
-While a recording runs, functions of its own stand in the places of some methods of the model's schedule, units and
-lanes (of these objects, not of their classes): :mod:`fullshard.report.recorder`. Without a recording nothing is there,
-so that it costs nothing. Owns what users call, and the meeting of what ranks recorded.
+Owns what users call, and the gathering of all ranks' recordings on rank 0. :mod:`fullshard.report.recorder` takes the
+recording: while it runs, it overrides methods of the model's schedule, units and lanes (of these objects, not of their
+classes). Without a recording there are no overrides, and no cost.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fullshard.report.recorder import RUNNING, Recorder
 from fullshard.report.recording import RankRecording, as_rank, read, write
 from fullshard.schedule.unit import schedule_of
 
-#: Exchanges by which the clocks of two hosts are compared.
+#: Exchanges that compare the clocks of two hosts.
 _EXCHANGES = 16
 
 
 class Recording:
-    """What ranks did in some steps. Made by :func:`record`, or read from a file by :meth:`load`.
+    """What ranks did in a few steps. Made by :func:`record`, or read from a file by :meth:`load`.
 
     Attributes:
-        ranks: what each rank did: this rank's alone until it was gathered, then on rank 0 that of all.
+        ranks: the recording of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all.
     """
 
     def __init__(self, ranks: list[RankRecording] | None = None) -> None:
@@ -47,18 +47,18 @@ class Recording:
 
     @property
     def ranks(self) -> list[RankRecording]:
-        """What each rank did: this rank's alone until it was gathered, then on rank 0 that of all."""
+        """The recording of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all."""
         if self._recorder is not None and not self._recorder.is_running:
             self._ranks, self._recorder = [self._recorder.finish()], None
         return self._ranks
 
     @property
     def is_running(self) -> bool:
-        """Whether it still records."""
+        """Whether the recording still runs."""
         return self._recorder is not None and self._recorder.is_running
 
     def stop(self) -> None:
-        """Stop to record. May be called again. Each rank may do so for itself."""
+        """Stop recording. May be called again. Each rank may call it for itself."""
         if self._recorder is not None:
             self._recorder.stop()
 
@@ -69,29 +69,31 @@ class Recording:
         self.stop()
 
     def gather(self) -> None:
-        """Bring what all ranks recorded to rank 0, with the times of its host's clock. Every rank must call it.
+        """Gather the recordings of all ranks on rank 0, with times of rank 0's clock. Every rank must call it.
 
-        Ranks of one host share a clock. The clock of another host is compared with rank 0's in a few exchanges; each
-        bounds the difference from both sides, and ``clock_error`` of a rank says how far it may still be off.
+        Ranks of one host share a clock. The clock of another host is compared with rank 0's in a few exchanges. Each
+        exchange bounds the difference from both sides. The ``clock_error`` of a rank is the error that remains
+        possible.
         """
         self.stop()
         if self._is_gathered:
             return
         (mine,) = self.ranks
         offset, mine.clock_error = _clock_against_rank_0()
-        every = _gather_to_rank_0(mine.moved(offset))
+        every = _gather_to_rank_0(mine.shifted(offset))
         self._ranks, self._is_gathered = every or [mine], True
 
     def findings(self) -> list[Finding]:
-        """What the recording shows, the most important first; of all ranks on rank 0, once it was gathered."""
+        """What the recording shows, the most important first. After :meth:`gather`, rank 0 has the findings of all
+        ranks."""
         return findings(self.ranks)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``recording.json``, ``trace.json`` and ``report.html`` into a directory, on rank 0.
 
-        Every rank must call it: what ranks recorded is gathered before, if that was not done. ``trace.json`` is for
-        https://ui.perfetto.dev or chrome://tracing; ``report.html`` is one file that needs no network. Its pictures
-        are made by matplotlib; without it the page has the tables alone.
+        Every rank must call it: it calls :meth:`gather` first if that is still to be done. ``trace.json`` is for
+        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is one file that needs no network. Its pictures are
+        made by matplotlib; without matplotlib it has only tables.
         """
         if not self._is_gathered:
             self.gather()
@@ -105,20 +107,20 @@ class Recording:
 
     @staticmethod
     def load(directory: str | os.PathLike[str]) -> Recording:
-        """Read what :meth:`save` wrote into a directory. No ranks need to be there.
+        """Read a recording from the directory into which :meth:`save` wrote it. Needs no process group.
 
         Raises:
             FileNotFoundError: the directory has no ``recording.json``.
-            ValueError: it is of another version.
+            ValueError: the file has a different version.
         """
         return Recording(read(Path(directory, "recording.json")))
 
 
 def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recording:
-    """Record what really happens in the next steps of training. Each rank that is to be seen must call it.
+    """Record what this rank does in the next training steps. Call it on every rank that you want to see.
 
-    Call it between two steps, as a rule after some, because the first ones are unlike the others. It ends by itself
-    after so many steps of training, and earlier with ``stop()`` or the end of a ``with``::
+    Call it between two steps. The first steps of a training differ from the others, so let a few pass before. The
+    recording ends by itself after ``steps`` training steps, or earlier with ``stop()`` or the end of a ``with``::
 
         with fullshard.record(model, steps=3, first_step=step) as recording:
             train(model)
@@ -126,17 +128,17 @@ def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recordin
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
-        steps: of training. A step ends when optimizers have stepped on all parameters that are trained, or before the
-            next forward if nobody steps on some of them.
-        first_step: the number of the first of them; findings, trace and page count from it.
+        steps: how many training steps to record. A step ends when optimizers have updated all trained parameters, or
+            before the next forward if no optimizer updates some of them.
+        first_step: the number of the first recorded step, used in findings, trace and page.
 
     Returns:
-        the recording. On the CPU memory is what is resident of the process, pages that ranks share included; on
-        accelerators it is what torch has allocated there.
+        the recording. On the CPU, memory is the resident memory of the process, which includes pages that ranks share.
+        On accelerators it is what torch has allocated there.
 
     Raises:
         ValueError: ``model`` is not sharded, or ``steps`` is less than 1.
-        RuntimeError: the model is being recorded, or is in a forward or backward.
+        RuntimeError: another recording of the model runs, or the model is in a forward or backward.
     """
     schedule = schedule_of(model, "record")
     if steps < 1:
@@ -144,17 +146,17 @@ def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recordin
     if schedule in RUNNING:
         raise RuntimeError(f"{type(model).__name__} is being recorded: stop the other recording first")
     if not schedule.is_idle:
-        raise RuntimeError("a recording begins between two steps, and a forward or backward runs")
+        raise RuntimeError("a recording must begin between two steps, but a forward or backward is running")
     recording = Recording()
     recording._recorder = Recorder(schedule, model, steps, first_step)
     return recording
 
 
 def _clock_against_rank_0() -> tuple[int, int]:
-    """How much this rank's clock is ahead of rank 0's, and by how much that may be wrong, in nanoseconds.
+    """How far this rank's clock is ahead of rank 0's, and the possible error of that, in nanoseconds.
 
-    Every rank must call it. Nobody leaves an all-gather before all have entered it. So rank 0 entered before this rank
-    left, and this rank entered before rank 0 left: each bounds the difference from one side.
+    Every rank must call it. No rank leaves an all-gather before all ranks have entered it. So rank 0 entered before
+    this rank left, and this rank entered before rank 0 left. Each fact bounds the difference from one side.
     """
     if not dist.is_initialized() or len(set(gather_objects(host_id(), None))) == 1:
         return 0, 0
@@ -165,14 +167,14 @@ def _clock_against_rank_0() -> tuple[int, int]:
         left = time.monotonic_ns()
         times.append((entered, left))
         entered = left
-    theirs = gather_objects(times, None)[0]
-    least = max(here[0] - there[1] for here, there in zip(times, theirs, strict=True))
-    most = min(here[1] - there[0] for here, there in zip(times, theirs, strict=True))
+    rank_0_times = gather_objects(times, None)[0]
+    least = max(here[0] - there[1] for here, there in zip(times, rank_0_times, strict=True))
+    most = min(here[1] - there[0] for here, there in zip(times, rank_0_times, strict=True))
     return (0, 0) if dist.get_rank() == 0 else ((least + most) // 2, (most - least) // 2 + 1)
 
 
 def _gather_to_rank_0(mine: RankRecording) -> list[RankRecording]:
-    """What all ranks recorded, on rank 0; nothing on the others. Every rank must call it."""
+    """Returns the recordings of all ranks on rank 0, and an empty list elsewhere. Every rank must call it."""
     if not dist.is_initialized():
         return [mine]
     data = encoded(zlib.compress(json.dumps(asdict(mine)).encode()), None)
@@ -182,5 +184,5 @@ def _gather_to_rank_0(mine: RankRecording) -> list[RankRecording]:
     received = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
     with waiting("the recordings of all ranks", None):
         dist.gather(padded, received, dst=0)
-    texts = (decoded(said[:length]) for said, length in zip(received or (), lengths, strict=False))
+    texts = (decoded(data[:length]) for data, length in zip(received or (), lengths, strict=False))
     return [as_rank(json.loads(zlib.decompress(text))) for text in texts]

@@ -1,8 +1,8 @@
-"""What takes a recording on one rank: functions in the places of methods of its schedule, units and groups.
+"""The recorder: notes what one rank does while steps run.
 
-Owns what is noted while steps run. On the CPU times are those of the host. On devices with streams they are those of
-the device: timing events are put into the streams, and read after the last step, so that nothing waits for the device
-in a step.
+It replaces methods of the schedule, the units and the lanes by functions that note the time and call the method. On the
+CPU, times are the host's. On devices with streams, times are the device's: timing events are put into the streams and
+read after the last step, so that nothing waits for the device during a step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.comm.waits import Wait
 from fullshard.device import Mark, Pending
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
+from fullshard.group.step import Action
 from fullshard.report.recording import Lane, RankRecording, Span
-from fullshard.report.watching import Point, TimedMark, Watch, from_others
+from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase, Unit
 from fullshard.torch_private import running_backward
@@ -34,7 +35,7 @@ RUNNING: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 class _Communication:
-    """One communication that is watched: what a lane is given to do, and its beginning and end."""
+    """One communication that is recorded: the work that a lane is given, with its start and end."""
 
     def __init__(self, recorder: Recorder, lane: Lane, group: str, nbytes: int) -> None:
         self._recorder, self._clock, self._is_host = recorder, recorder.clock, recorder.clock.streams is None
@@ -44,14 +45,18 @@ class _Communication:
         self._completes: Point = None
 
     def run(
-        self, do: Callable[..., Mark], start: Callable[[], Pending], then: Callable[[], None] | None, after: Any
+        self,
+        run_in_lane: Callable[..., Mark],
+        start: Callable[[], Pending],
+        then: Callable[[], None] | None,
+        after: Any,
     ) -> Mark:
-        """Let a lane do its work: ``do`` is its ``run``."""
+        """Give a lane its work, with notes of the start and the end. ``run_in_lane`` is the lane's own ``run``."""
         span, recorder = self.span, self._recorder
         if self._is_host:
             recorder.under_way[span.lane, span.group] = span.number
         begin: Point = self._clock.now() if self._is_host else 0
-        mark = do(partial(self._start, start), partial(self._end, then), after)
+        mark = run_in_lane(partial(self._start, start), partial(self._end, then), after)
         if not self._is_host:
             return TimedMark(mark, recorder, partial(recorder.note_wait, span))
         recorder.note(span._replace(lane="host", start=begin, end=self._clock.now(), nbytes=0))
@@ -63,7 +68,7 @@ class _Communication:
         return self
 
     def finish(self) -> None:
-        """Complete it, as what is pending in a lane is asked to."""
+        """Complete the communication, as a lane asks of what is pending in it."""
         if self._is_host:
             self._completes = self._clock.now()
         self._pending.finish()
@@ -78,19 +83,19 @@ class _Communication:
             self._recorder.note(self.span._replace(lane="host", start=self._completes, end=now, nbytes=0))
 
 
-class Recorder(Watch):
+class Recorder(StepObserver):
     """Takes the recording of one rank."""
 
     def __init__(self, schedule: Schedule, model: nn.Module, steps: int, first_step: int) -> None:
         super().__init__(schedule)
         self._last_step = first_step + steps - 1
         self._spans: list[Span] = []
-        self._held: list[tuple[Point, int]] = []
+        self._memory_samples: list[tuple[Point, int]] = []
         self.step, self.during = first_step, ""
-        self._begun: Point = None  # of the pass that runs
-        self._begun_to_step: Point = None  # of the step of an optimizer that runs
+        self._begun: Point = None  # start of the running pass
+        self._begun_to_step: Point = None  # start of the running optimizer step
         self._counts: Counter[tuple[int, str, str]] = Counter()
-        #: Communications of the CPU that are under way, by lane and group: the number of the last.
+        #: On the CPU, the number of the last communication that was started, by lane and group.
         self.under_way: dict[tuple[str, str], int] = {}
         self._computing: dict[tuple[str, str], list[Point]] = {}
         self._gathering = ""
@@ -99,15 +104,13 @@ class Recorder(Watch):
         self._by_tag = {group.tag: self._names[id(group)] for group in self._groups}
         wholes = ((self._names[id(g)], g.full.buffer.nbytes, g.data.shard_size) for g in self._groups)
         self._received = {name: from_others(nbytes, size) for name, nbytes, size in wholes}
-        self.watch_lanes(self._run)
-        for group in self._groups:
-            self.overrides.around(group, "unshard", partial(self._unshard, self._names[id(group)]))
-        self._watch_passes()
+        self.observe_lanes(self._run)
+        self._observe_passes()
         self._hooks: list[RemovableHandle] = []
         names = {module: plain_name(name) or "root" for name, module in model.named_modules()}
         for unit in (unit for unit in schedule.units if isinstance(unit, Unit)):
-            self._watch_unit(unit, ", ".join(names.get(module, "?") for module in unit.modules))
-        self.watch_steps()
+            self._observe_unit(unit, ", ".join(names.get(module, "?") for module in unit.modules))
+        self.observe_steps()
         RUNNING.add(schedule)
 
     def stop(self) -> None:
@@ -117,7 +120,7 @@ class Recorder(Watch):
             hook.remove()
 
     def finish(self) -> RankRecording:
-        """What was recorded, with the times of this host's clock."""
+        """Return what was recorded, with times of this host's clock."""
         self.clock.end()
         time_of = self.clock.time_of
         spans = [span._replace(start=time_of(span.start), end=time_of(span.end)) for span in self._spans]
@@ -127,37 +130,38 @@ class Recorder(Watch):
             self.schedule.device.type,
             self.memory.name,
             spans=sorted(spans, key=lambda span: (span.start, -span.end)),
-            memory=[(time_of(when), held) for when, held in self._held],
+            memory=[(time_of(when), nbytes) for when, nbytes in self._memory_samples],
             groups={self._names[id(group)]: group.full.buffer.nbytes for group in self._groups},
         )
 
     def note(self, span: Span) -> None:
-        """Take down what has ended. Its times may be events."""
+        """Add a span that has ended. Its times may be events."""
         self._spans.append(span)
 
     def note_wait(self, span: Span, begin: Point, end: Point) -> None:
-        """The computation has waited for a communication of a device."""
+        """Add a wait of a device's computation for a communication."""
         self.note(span._replace(lane="wait", during=self.during, start=begin, end=end))
 
     def count(self, what: str, group: str) -> int:
-        """How many like it began before in this step."""
+        """Return how many with the same name and group began earlier in this step, and count this one."""
         key = self.step, what, group
         self._counts[key] += 1
         return self._counts[key] - 1
 
-    def _look_at_memory(self, when: Point) -> None:
-        self._held.append((when, self.memory.now()))
+    def _sample_memory(self, when: Point) -> None:
+        self._memory_samples.append((when, self.memory.now()))
 
     # Communication
 
-    def _unshard(self, name: str, unshard: Callable[[], bool]) -> bool:
-        self._gathering = name
-        return unshard()
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        if action == "gather":
+            self._gathering = self._names[id(group)]
 
     def _run(
         self, lane: Lane, run: Callable[..., Mark], start: Callable[[], Pending], then: Any = None, after: Any = None
     ) -> Mark:
-        """Runs what a lane is given, for which group the caller has said or the function's owner knows."""
+        """Run the work of a lane. For a gather the group is the one that is being unsharded; otherwise ``start`` is a
+        method of the group's reduction."""
         if lane == "gather":
             name, nbytes = self._gathering, self._received.get(self._gathering, 0)
         else:
@@ -181,7 +185,7 @@ class Recorder(Watch):
 
     # Passes and steps
 
-    def _watch_passes(self) -> None:
+    def _observe_passes(self) -> None:
         schedule, around = self.schedule, self.overrides.around
         around(schedule, "begin_forward", self._begin_forward)
         around(schedule, "end_forward", partial(self._end_pass, "forward"))
@@ -191,7 +195,7 @@ class Recorder(Watch):
     def _begin_kind(self, kind: str) -> None:
         self.during, self._begun = kind, self.clock.now()
         self._computing.clear()
-        self._look_at_memory(self._begun)
+        self._sample_memory(self._begun)
 
     def _begin_forward(self, begin: Callable[..., bool], unit: Any) -> bool:
         if self.schedule.is_idle:
@@ -199,7 +203,7 @@ class Recorder(Watch):
         return begin(unit)
 
     def _begin_backward(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        if kind == "backward" and self.schedule.passes.kind is None:
+        if kind == "backward" and self.schedule.is_idle:
             self._begin_kind(kind)
         begin(kind, groups)
 
@@ -211,7 +215,7 @@ class Recorder(Watch):
     def _end(self, what: str, begun: Point) -> None:
         now = self.clock.now()
         self.note(Span("pass", what, "", self.during, self.step, begun, now, self.count("pass", what)))
-        self._look_at_memory(now)
+        self._sample_memory(now)
         if self.during == what:
             self.during = ""
 
@@ -228,7 +232,7 @@ class Recorder(Watch):
 
     # Units
 
-    def _watch_unit(self, unit: Unit, name: str) -> None:
+    def _observe_unit(self, unit: Unit, name: str) -> None:
         around = self.overrides.around
         around(unit, "pre_forward", partial(self._before_forward, unit, name))
         around(unit, "post_forward", partial(self._after_forward, name))
@@ -239,16 +243,16 @@ class Recorder(Watch):
             self._hooks.append(module.register_forward_hook(stops, always_call=True))
 
     def _before_forward(self, unit: Unit, name: str, before: Callable[..., Any], *args: Any) -> Any:
-        given = before(*args)
+        result = before(*args)
         self._compute("recomputation" if running_backward() >= 0 or unit.phase is Phase.BACKWARD else "forward", name)
-        return given
+        return result
 
     def _after_forward(self, name: str, after: Callable[..., Any], *args: Any) -> Any:
         self._computed("recomputation" if running_backward() >= 0 else "forward", name)
         return after(*args)
 
     def _after_recomputation(self, name: str, *args: Any) -> None:
-        """Runs also where a recomputation stops early, which no other hook sees."""
+        """End a recomputation. No other hook runs where a recomputation stops early."""
         self._computed("recomputation", name)
 
     def _before_backward(self, unit: Unit, name: str, begin: Callable[..., None], schedule: Schedule) -> None:
@@ -264,7 +268,7 @@ class Recorder(Watch):
     def _compute(self, what: str, name: str) -> None:
         now = self.clock.now()
         self._computing.setdefault((what, name), []).append(now)
-        self._look_at_memory(now)
+        self._sample_memory(now)
 
     def _computed(self, what: str, name: str) -> None:
         begun = self._computing.get((what, name))
@@ -272,11 +276,11 @@ class Recorder(Watch):
             now = self.clock.now()
             number = self.count(what, name)
             self.note(Span("computation", what, name, self.during, self.step, begun.pop(), now, number))
-            self._look_at_memory(now)
+            self._sample_memory(now)
 
 
-def _names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """The names of groups, by id; where a unit has several, with a number."""
+def _names_of(groups: Sequence[ParamGroup]) -> dict[int, str]:
+    """The names of groups, by id. If a unit has several groups, their names have numbers."""
     found: dict[int, str] = {}
     for group in groups:
         name = group.name or "root"

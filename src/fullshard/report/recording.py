@@ -1,15 +1,15 @@
-"""What ranks did in some steps: spans of time by lane, memory over time, and the file in which they are kept.
+"""The data of a recording: spans of time by lane, memory over time, and the file that stores them.
 
-Owns the data and what is worked out of one rank's alone. It leaves to :mod:`fullshard.report.record` how spans are
-taken, and to :mod:`fullshard.report.findings` what they mean.
+Owns the data, and what can be computed from the data of a single rank. :mod:`fullshard.report.recorder` takes the
+spans, and :mod:`fullshard.report.findings` interprets them.
 
 All times are in nanoseconds of the clock of rank 0's host. One rank, one step::
 
     pass          |        forward         |        backward          | optimizer |
-    computation   | a | b |    c    |        | c  |  b  |   a  |                        nested where units are
-    gather      |a|   |  c  |                  |  b  |                                  from the start to the end
+    computation   | a | b |    c    |        | c  |  b  |   a  |                        nested like the units
+    gather      |a|   |  c  |                  |  b  |                                  from its start to its end
     reduce                                        |  c  |  b |   a  |
-    host          |+|      |+|                   |+|                                    starts and completes these
+    host          |+|      |+|                   |+|                                    starts and completes exchanges
     wait                   |-|                                   |--|                   for another rank, or its bytes
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "host", "wait"]
-#: In the order in which they are drawn.
+#: All lanes, in the order in which they are drawn.
 LANES: tuple[Lane, ...] = ("pass", "computation", "gather", "reduce", "all-reduce", "host", "wait")
 
 #: Grows when older files cannot be read any more.
@@ -30,21 +30,22 @@ _VERSION = 1
 
 
 class Span(NamedTuple):
-    """A time in which one thing lasted.
+    """The time from the start to the end of one activity.
 
     Args:
-        lane: where: passes of a step, the computation of units, communication from its start to its end, the host's
-            work for communication, or waits.
-        what: ``forward``, ``backward``, ``recomputation`` or ``optimizer``; the lane of what was communicated or waited
-            for; or, for other waits, words that say for what.
-        group: the name of the group or unit; ``""`` where there is none.
+        lane: its kind: a pass of a step, the computation of a unit, a communication, the host's work for a
+            communication, or a wait.
+        what: for passes and computation ``forward``, ``backward``, ``recomputation`` or ``optimizer``. For a
+            communication, and for a wait for one, the lane of the communication. For any other wait a description of
+            what is waited for.
+        group: the name of the group or unit; ``""`` if there is none.
         during: the pass in which it began; ``""`` between passes.
-        step: the number of the step of training, by the numbers that the user gave.
+        step: the number of the training step, counted from the user's ``first_step``.
         start: in nanoseconds.
         end: in nanoseconds.
-        number: how many like it (lane or what, group) this rank began before in the step. A wait has the number of
-            what it waits for.
-        nbytes: bytes that this rank gets from the others by a communication.
+        number: its number among the spans of this rank and step with the same lane (or ``what``) and group, from 0. A
+            wait has the number of the communication that it waits for.
+        nbytes: bytes that this rank receives from other ranks by the communication.
     """
 
     lane: Lane
@@ -59,23 +60,23 @@ class Span(NamedTuple):
 
     @property
     def length(self) -> int:
-        """In nanoseconds."""
+        """The length in nanoseconds."""
         return self.end - self.start
 
 
 @dataclass
 class RankRecording:
-    """What one rank did.
+    """The recording of one rank.
 
     Args:
-        rank: among all ranks of the job.
+        rank: the rank in the world.
         host: the name of its host.
         device: the type of its device.
         memory_of: which memory was measured.
-        clock_error: bound on the error of its clock against rank 0's, in nanoseconds; 0 on the same host.
-        spans: in the order of their beginnings.
-        memory: times and bytes.
-        groups: names of the groups, and their bytes when they are whole.
+        clock_error: the largest possible error of its clock against rank 0's, in nanoseconds; 0 on the same host.
+        spans: in the order of their starts.
+        memory: samples, each a time and the bytes in use.
+        groups: for the name of each group, the bytes of its full buffer.
     """
 
     rank: int
@@ -87,19 +88,22 @@ class RankRecording:
     memory: list[tuple[int, int]] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
 
-    def moved(self, offset: int) -> RankRecording:
-        """The same with times that are so much earlier."""
+    def shifted(self, offset: int) -> RankRecording:
+        """A copy of the recording with all times earlier by ``offset``."""
         spans = [span._replace(start=span.start - offset, end=span.end - offset) for span in self.spans]
-        memory = [(when - offset, held) for when, held in self.memory]
+        memory = [(when - offset, nbytes) for when, nbytes in self.memory]
         return RankRecording(**{**vars(self), "spans": spans, "memory": memory})
 
     def of(self, lane: Lane, step: int | None = None) -> Iterator[Span]:
-        """The spans of a lane, in all steps or one."""
+        """The spans of a lane, in all steps or in one."""
         return (span for span in self.spans if span.lane == lane and step in (None, span.step))
 
     def steps(self) -> dict[int, tuple[int, int]]:
-        """When each step that the recording has whole began and ended. A step begins where the one before has ended,
-        the first with its first pass, and ends with its last optimizer, or backward if optimizers step in it."""
+        """The start and end of each step that was recorded completely.
+
+        A step starts when the step before ends; the first one starts with its first pass. It ends with its last
+        optimizer step, or with its backward if optimizers step inside of the backward.
+        """
         found: dict[int, tuple[int, int]] = {}
         passes = sorted(self.of("pass"), key=lambda span: span.start)
         begin = passes[0].start if passes else 0
@@ -112,7 +116,8 @@ class RankRecording:
 
 
 def tracks(spans: Iterable[Span], nests: bool = True) -> list[tuple[int, Span]]:
-    """The spans with the number of a track, on which any two are apart or, if it ``nests``, one contains the other."""
+    """Puts spans on tracks: yields each with the number of its track. Two spans on one track do not overlap, or, with
+    ``nests``, one contains the other."""
     open_spans: list[list[Span]] = []
     found = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
@@ -129,32 +134,32 @@ def tracks(spans: Iterable[Span], nests: bool = True) -> list[tuple[int, Span]]:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a rank spent its steps, in nanoseconds a step.
+    """How a rank spent its time, in nanoseconds of an average step.
 
     Args:
-        step: all of it.
-        computing: forward and backward, less what follows.
-        moving: the host's own work for communication, such as copies and sums; it computes nothing meanwhile.
-        waiting: for other ranks and for what they send.
+        step: the whole step.
+        computing: forward and backward, without the parts that are counted below.
+        copying: the host's own work for communication, such as copies and sums. The host computes nothing meanwhile.
+        waiting: waits for other ranks and for the bytes that they send.
         optimizer: steps of optimizers.
-        outside: between passes and steps of optimizers: data, losses, logs.
+        outside: the time between passes and optimizer steps: data, losses, logs.
     """
 
     step: float
     computing: float
-    moving: float
+    copying: float
     waiting: float
     optimizer: float
     outside: float
 
     @property
     def exposed(self) -> float:
-        """Communication beside which nothing was computed."""
-        return self.moving + self.waiting
+        """Communication during which nothing was computed."""
+        return self.copying + self.waiting
 
 
 def shares(rank: RankRecording) -> Shares:
-    """How a rank spent the steps that were recorded whole; all zero if there is none."""
+    """How a rank spent the steps that were recorded completely; all zero if there is none."""
     sums = [0.0] * 6
     steps = rank.steps()
     for step, (begin, end) in steps.items():
@@ -165,17 +170,17 @@ def shares(rank: RankRecording) -> Shares:
         optimizer = _merged((s.start, s.end) for s in spans if s.lane == "pass" and s.what == "optimizer")
         waiting = _total(waits)
         stepping = _total(optimizer) - _total(_common(optimizer, waits))
-        moving = _total(host) - _total(_common(host, _merged([*waits, *optimizer])))  # it may step in a backward
+        copying = _total(host) - _total(_common(host, _merged([*waits, *optimizer])))  # it may step in a backward
         busy = _merged([*waits, *host, *optimizer])
         computing = _total(passes) - _total(_common(passes, busy))
-        rest = max(0, end - begin - computing - _total(busy))
-        for index, value in enumerate((end - begin, computing, moving, waiting, stepping, rest)):
+        outside_passes = max(0, end - begin - computing - _total(busy))
+        for index, value in enumerate((end - begin, computing, copying, waiting, stepping, outside_passes)):
             sums[index] += value
     return Shares(*(total / max(1, len(steps)) for total in sums))
 
 
 class Work(NamedTuple):
-    """How long one rank computed in one unit, beside what is nested in it or waited for, in nanoseconds a step."""
+    """How long one rank computed in one unit in an average step, in nanoseconds, without nested units and waits."""
 
     what: str
     group: str
@@ -183,7 +188,8 @@ class Work(NamedTuple):
 
 
 def own_work(rank: RankRecording) -> list[Work]:
-    """How long a rank computed in each unit, in a step on average; steps of optimizers and the time outside too."""
+    """How long a rank computed in each unit in an average step. Includes optimizer steps and the time outside of
+    passes."""
     totals: dict[tuple[str, str], int] = {}
     steps = rank.steps()
     for step in steps:
@@ -208,7 +214,7 @@ Interval = tuple[int, int]
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times, without overlaps and in order."""
+    """Merges overlapping intervals, and sorts them."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -219,7 +225,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _common(ones: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The times that are in both; each is merged."""
+    """The times that are in both of two lists of merged intervals."""
     found, at = [], 0
     for start, end in ones:
         while at < len(others) and others[at][1] <= start:
@@ -236,26 +242,26 @@ def _total(intervals: Iterable[Interval]) -> int:
 
 
 def write(ranks: Sequence[RankRecording], file: Path) -> None:
-    """Write ``recording.json``. Times in it are nanoseconds from the first span."""
+    """Write ``recording.json``. Its times are nanoseconds since the start of the first span."""
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
-    moved = [asdict(rank.moved(origin)) for rank in ranks]
-    file.write_text(json.dumps({"version": _VERSION, "fields": [*Span.__annotations__], "ranks": moved}))
+    shifted = [asdict(rank.shifted(origin)) for rank in ranks]
+    file.write_text(json.dumps({"version": _VERSION, "fields": [*Span.__annotations__], "ranks": shifted}))
 
 
 def read(file: Path) -> list[RankRecording]:
     """Read what :func:`write` wrote.
 
     Raises:
-        ValueError: the file has another format, or is no recording.
+        ValueError: the file is not a recording, or has a different version.
     """
     found = json.loads(file.read_text())
     if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise ValueError(f"{file} is no recording of version {_VERSION}, as this release of fullshard writes them")
+        raise ValueError(f"{file} is not a recording of version {_VERSION}, which this release of fullshard reads")
     return [as_rank(each) for each in found["ranks"]]
 
 
 def as_rank(found: dict[str, Any]) -> RankRecording:
-    """A rank's recording from what a file has of it."""
+    """A rank's recording, from its JSON form."""
     spans = [Span(*span) for span in found["spans"]]
-    memory = [(when, held) for when, held in found["memory"]]
+    memory = [(when, nbytes) for when, nbytes in found["memory"]]
     return RankRecording(**{**found, "spans": spans, "memory": memory})

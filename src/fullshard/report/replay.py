@@ -1,8 +1,9 @@
-"""A step of a sharded model without the model: which exchanges it makes in which order, and what memory that takes.
+"""A predicted step of a sharded model: which exchanges it makes in which order, and how much memory they need.
 
-Follows the engine's rules for a step (``docs/architecture.md``) with its own slots, staging and order, whose memory is
-on meta; tests compare both. A replay begins where ``free_buffers()`` leaves a model and goes through one forward and
-backward in the order of :class:`~fullshard.report.facts.ModelFacts`.
+Works on facts alone, without the model. It follows the engine's rules for a step (``docs/architecture.md``) and uses
+the engine's own slots, staging and order, with memory on meta. Tests compare a replay with a real step. A replay begins
+in the state in which ``free_buffers()`` leaves a model. It runs one forward and one backward in the order of
+:class:`~fullshard.report.facts.ModelFacts`.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from fullshard.group.gradients import MOST_WAITING
 from fullshard.report.facts import ModelFacts, UnitFacts
 from fullshard.schedule.order import Order
 
-Action = Literal["gather", "wait", "compute", "reduce", "all-reduce", "settle"]
+Action = Literal["gather", "wait", "compute", "reduce", "all-reduce", "wait-reduce"]
 Pass = Literal["forward", "backward"]
-#: What memory consists of: what it is, how many pieces, and bytes of each.
+#: A part of the memory: its kind, the number of pieces, and the bytes of each piece.
 Part = tuple[str, int, int]
 
 
-class Happening(NamedTuple):
-    """One thing that a rank does in a step, in its order.
+class Event(NamedTuple):
+    """One action of a rank in a step.
 
     Args:
-        action: ``gather``, ``reduce`` and ``all-reduce`` start an exchange; ``wait`` waits for a gather and ``settle``
-            for a reduction; ``compute`` is the work of the modules of a group.
-        group: its position in the model's facts.
+        action: ``gather``, ``reduce`` and ``all-reduce`` start an exchange. ``wait`` waits for a gather,
+            ``wait-reduce`` for a reduction. ``compute`` is the work of a group's modules.
+        group: the position of the group in the model's facts.
         during: the pass.
         sent: bytes that this rank sends.
     """
@@ -45,8 +46,9 @@ class Happening(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchanged:
-    """The exchanges of one kind in a step, and the bytes that this rank sends (or reads in shared memory) in them."""
+class ExchangeTotal:
+    """All exchanges of one kind in a step: their number, and the bytes that this rank sends (or reads from shared
+    memory) in all of them together."""
 
     kind: str
     count: int
@@ -55,7 +57,7 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Phase:
-    """The memory of one rank at one time, without activations, and of what it consists."""
+    """The memory of one rank at one time, without activations, and its parts."""
 
     name: str
     parts: tuple[Part, ...]
@@ -70,16 +72,19 @@ def _total(parts: Iterable[Part]) -> int:
 
 
 class _Buffers(list[SlotBuffer]):
-    """One buffer for each group, by its position, in slots without memory. Each is a size, and whether it takes turns.
+    """One buffer for each group, in the order of the groups. The slots have no memory.
+
+    ``needs`` has one pair for each group: the size of its buffer, and whether that buffer shares its slot in turns with
+    the buffers of other groups.
 
     Attributes:
-        sizes: of the slots that were made.
+        sizes: the sizes of the slots that were made.
     """
 
-    def __init__(self, wanted: Iterable[tuple[int, bool]]) -> None:
+    def __init__(self, needs: Iterable[tuple[int, bool]]) -> None:
         self.sizes: list[int] = []
         pool = SlotPool(META, self._allocate)
-        for nbytes, takes_turns in wanted:
+        for nbytes, takes_turns in needs:
             self.append(SlotBuffer(pool, nbytes))
             self[-1].takes_turns = takes_turns
             pool.ordinary = max(pool.ordinary, nbytes * takes_turns)
@@ -90,17 +95,17 @@ class _Buffers(list[SlotBuffer]):
 
 
 class Replay:
-    """A step of ``facts``.
+    """A predicted step of the model that ``facts`` describes.
 
     Attributes:
-        happenings: what the rank does, in its order.
-        peaks: what is held at the peak of each pass, above what rests.
-        kept: what is kept for the next step.
+        events: the actions of the rank, in order.
+        peaks: the memory at the peak of each pass, beyond the memory at rest.
+        kept: the memory that is kept for the next step.
     """
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts, self._groups = facts, facts.groups
-        self.happenings: list[Happening] = []
+        self.events: list[Event] = []
         self.peaks: dict[Pass, tuple[Part, ...]] = {}
         self._during: Pass = "forward"
         self._fulls = _Buffers((0 if group.shares else group.whole, group.reshards) for group in self._groups)
@@ -111,11 +116,11 @@ class Replay:
         self._pieces: dict[int, Lease] = {}
         self._order: Order[int] = Order()
         self._state: dict[int, Literal["gathering", "whole"]] = {}
-        self._rested: set[int] = set()
+        self._post_forward: set[int] = set()
         self._values: set[int] = set()
         self._users: Counter[int] = Counter()
-        self._collecting: set[int] = set()
-        self._straight: set[int] = set()
+        self._unreduced: set[int] = set()
+        self._zero_copy: set[int] = set()
         self._reducing: list[int] = []
         self._reduced = 0
         self._children: defaultdict[int, list[int]] = defaultdict(list)
@@ -124,70 +129,70 @@ class Replay:
             for at in unit.needed:
                 self._order.entered.append(at)
         self._order.begin_forward()  # the order is known, as after a first step
-        self._look()
+        self._note_peak()
         for number in self._children[-1]:
             self._forward(number)
         self._during = "backward"
         for buffer in self._gradients:
-            if buffer.nbytes:  # taken once when the places of gradients are made
+            if buffer.nbytes:  # the engine takes each gradient buffer once when it lays out the gradients
                 buffer.take()
                 buffer.give_back()
-        self._look()
+        self._note_peak()
         for number in reversed(self._children[-1]):
             self._backward(number)
-        self._settle(0)
+        self._wait_for_oldest_reductions(0)
         for at in list(self._state):
             self._reshard(at)
         self._reduced = 0  # after zero_grad()
-        self.kept = self._held()
+        self.kept = self._parts()
 
-    def exchanged(self) -> tuple[Exchanged, ...]:
+    def exchanged(self) -> tuple[ExchangeTotal, ...]:
         """What the step exchanges, by kind."""
         kinds: defaultdict[str, list[int]] = defaultdict(list)
-        for action, at, during, sent in self.happenings:
+        for action, at, during, sent in self.events:
             read = self._groups[at].reduction.read if action == "reduce" else 0
             if action == "gather":
                 kinds[f"gather in {during}"].append(sent)
             elif action in ("reduce", "all-reduce"):
                 kinds["reduce, read in shared memory" if read else action].append(read or sent)
-        return tuple(Exchanged(kind, len(found), sum(found)) for kind, found in kinds.items())
+        return tuple(ExchangeTotal(kind, len(found), sum(found)) for kind, found in kinds.items())
 
-    # what is held
+    # memory
 
-    def _held(self, temporary: int = 0) -> tuple[Part, ...]:
+    def _parts(self, temporary: int = 0) -> tuple[Part, ...]:
         kinds = {
             "gradients": [self._reduced],
             "full buffers": self._fulls.sizes,
             "gradient buffers": self._gradients.sizes,
             "copies of shards": self._copies.sizes,
             "messages": [piece.nbytes for piece in self._pieces.values()],
-            "gradients as autograd made them": [self._groups[at].straight_gradients for at in self._straight],
-            "post-forward shards": [self._groups[at].rested for at in self._rested],
+            "gradients as autograd made them": [self._groups[at].zero_copy_gradients for at in self._zero_copy],
+            "post-forward shards": [self._groups[at].rested for at in self._post_forward],
             "the gradient that autograd makes": [temporary],
         }
         counts = ((kind, Counter(filter(None, sizes))) for kind, sizes in kinds.items())
         return tuple((kind, count, size) for kind, found in counts for size, count in found.items())
 
-    def _look(self, temporary: int = 0) -> None:
-        held = self._held(temporary)
-        self.peaks[self._during] = max(self.peaks.get(self._during, held), held, key=_total)
+    def _note_peak(self, temporary: int = 0) -> None:
+        parts = self._parts(temporary)
+        self.peaks[self._during] = max(self.peaks.get(self._during, parts), parts, key=_total)
 
-    def _lease(self, kind: str, at: int, nbytes: int) -> None:
+    def _lease_staging(self, kind: str, at: int, nbytes: int) -> None:
         if nbytes:
             lease = self._leases[kind, at] = self._staging.lease(nbytes, META)
             self._pieces[lease.index] = lease
 
-    def _return(self, kind: str, at: int) -> None:
+    def _return_staging(self, kind: str, at: int) -> None:
         if (lease := self._leases.pop((kind, at), None)) is not None:
             self._staging.give_back(lease)
 
     # what happens to a group
 
-    def _tell(self, action: Action, at: int, sent: int = 0) -> None:
-        self.happenings.append(Happening(action, at, self._during, sent))
+    def _record(self, action: Action, at: int, sent: int = 0) -> None:
+        self.events.append(Event(action, at, self._during, sent))
 
     def _gather(self, at: int) -> None:
-        group, buffer, rests = self._groups[at], self._fulls[at], at in self._rested
+        group, buffer, from_post_forward = self._groups[at], self._fulls[at], at in self._post_forward
         if at in self._state:
             return
         reuses = self._during == "backward" and buffer.slot is not None and at in self._values
@@ -197,24 +202,24 @@ class Replay:
         if self._state[at] == "whole":
             return
         self._values.add(at)
-        if group.staged and not rests:
+        if group.staged and not from_post_forward:
             self._copies[at].take()
-        exchange = group.rest_gather if rests else group.gather
-        self._lease("gather", at, exchange.staging)
+        exchange = group.rest_gather if from_post_forward else group.gather
+        self._lease_staging("gather", at, exchange.staging)
         if group.communicates:
-            self._tell("gather", at, exchange.sent)
-        self._look()
+            self._record("gather", at, exchange.sent)
+        self._note_peak()
 
     def _unshard(self, at: int) -> None:
         self._gather(at)
         if self._state[at] == "gathering":
             if self._groups[at].communicates:
-                self._tell("wait", at)
+                self._record("wait", at)
             self._state[at] = "whole"
             self._copies[at].give_back()
-            self._return("gather", at)
-            self._rested.discard(at)
-            self._look()
+            self._return_staging("gather", at)
+            self._post_forward.discard(at)
+            self._note_peak()
 
     def _reshard(self, at: int) -> None:
         if self._state.pop(at, None):
@@ -225,46 +230,47 @@ class Replay:
             if at not in self._state and not self._groups[at].shares:
                 self._gather(at)
 
-    def _collect(self, at: int) -> None:
-        """The first gradient of a group arrives. Small ones wait, and take the buffer when the backward has ended."""
+    def _accept_gradient(self, at: int) -> None:
+        """Accept the first gradient of a group. Small gradients wait, and are copied into the buffer when the unit's
+        backward ends."""
         group = self._groups[at]
-        if not group.gradient or at in self._collecting:
+        if not group.gradient or at in self._unreduced:
             return
-        self._collecting.add(at)
-        self._straight.add(at)
+        self._unreduced.add(at)
+        self._zero_copy.add(at)
         if group.gradient >= MOST_WAITING:
-            self._take(at)
-        self._look(0 if group.straight_gradients else group.largest_gradient)
+            self._take_gradient_buffer(at)
+        self._note_peak(0 if group.zero_copy_gradients else group.largest_gradient)
 
-    def _take(self, at: int) -> None:
+    def _take_gradient_buffer(self, at: int) -> None:
         buffer = self._gradients[at]
-        self._settle(0 if buffer.in_use else self._groups[at].gradient_buffers - 1)
+        self._wait_for_oldest_reductions(0 if buffer.in_use else self._groups[at].gradient_buffers - 1)
         buffer.take()
 
     def _reduce(self, at: int) -> None:
         group = self._groups[at]
-        if at not in self._collecting:
+        if at not in self._unreduced:
             return
-        self._collecting.discard(at)
+        self._unreduced.discard(at)
         if group.gradient < MOST_WAITING:
-            self._take(at)
+            self._take_gradient_buffer(at)
         self._reducing.append(at)
         self._reduced += group.reduced
-        self._lease("reduce", at, group.reduction.staging)
+        self._lease_staging("reduce", at, group.reduction.staging)
         if group.ranks > 1:
-            self._tell("reduce", at, group.reduction.sent)
+            self._record("reduce", at, group.reduction.sent)
         if group.replicas > 1:
-            self._tell("all-reduce", at, group.all_reduce_sent)
-        self._look()
+            self._record("all-reduce", at, group.all_reduce_sent)
+        self._note_peak()
 
-    def _settle(self, most: int) -> None:
-        """Wait for the oldest reductions, until so many are under way."""
-        while len(self._reducing) > most:
+    def _wait_for_oldest_reductions(self, at_most: int) -> None:
+        """Wait for the oldest reductions until no more than ``at_most`` are under way."""
+        while len(self._reducing) > at_most:
             at = self._reducing.pop(0)
-            self._tell("settle", at)
+            self._record("wait-reduce", at)
             self._gradients[at].give_back()
-            self._straight.discard(at)
-            self._return("reduce", at)
+            self._zero_copy.discard(at)
+            self._return_staging("reduce", at)
 
     # the passes
 
@@ -278,30 +284,30 @@ class Replay:
             self._gather_ahead(self._order.next_in_forward())
         for inner in self._children[number]:
             self._forward(inner)
-        for at in unit.groups:  # its own work, such as a head, follows that inside it
-            self._tell("compute", at)
+        for at in unit.groups:  # the unit's own work, such as a head, comes after the units inside it
+            self._record("compute", at)
         for at in unit.needed:
             self._order.finished.append(at)
             self._users[at] -= 1
             group = self._groups[at]
             if not self._users[at] and group.reshards:
                 if group.rested:
-                    self._rested.add(at)
+                    self._post_forward.add(at)
                     self._values.discard(at)
                 self._reshard(at)
-                self._look()
+                self._note_peak()
 
     def _backward(self, number: int) -> None:
-        """The outermost units begin first, and each ends after those inside it."""
+        """Run the backward of a unit. Outer units begin first, and a unit ends after the units inside it."""
         unit = self._facts.units[number]
         for at in unit.needed:
             self._unshard(at)
             self._users[at] += 1
         if unit.ahead_in_backward == "before":
-            self._gather_ahead(self._earlier(unit))
+            self._gather_ahead(self._groups_before(unit))
         for at in unit.groups:
-            self._tell("compute", at)
-            self._collect(at)
+            self._record("compute", at)
+            self._accept_gradient(at)
         for inner in reversed(self._children[number]):
             self._backward(inner)
         for at in unit.groups:
@@ -311,10 +317,10 @@ class Replay:
             if not self._users[at]:
                 self._reshard(at)
         if unit.ahead_in_backward == "after":
-            self._gather_ahead(self._earlier(unit))
+            self._gather_ahead(self._groups_before(unit))
 
-    def _earlier(self, unit: UnitFacts) -> Iterator[int]:
-        """The groups whose backward follows that of a unit."""
+    def _groups_before(self, unit: UnitFacts) -> Iterator[int]:
+        """The groups that come before a unit in forward, and so after it in backward, the next one first."""
         ahead: Iterator[int] = iter(())
         for at in reversed(unit.groups):
             ahead = self._order.next_in_backward(at)

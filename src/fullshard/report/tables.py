@@ -1,4 +1,4 @@
-"""Explanations as plain text."""
+"""Explanations as plain text for people."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import groupby
 
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.replay import Exchanged, Phase
+from fullshard.report.replay import ExchangeTotal, Phase
 from fullshard.report.text import bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
 
 
 def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
-    """Groups that follow one another and are alike but for their names, as the blocks of a model are."""
-    return [list(alike) for _, alike in groupby(groups, key=_look)]
+    """Runs of consecutive groups that differ only in their names, such as the blocks of a model."""
+    return [list(alike) for _, alike in groupby(groups, key=_signature)]
 
 
-def _look(group: GroupFacts) -> tuple[object, ...]:
+def _signature(group: GroupFacts) -> tuple[object, ...]:
     shapes = tuple((param.shape, param.dim, param.dtype) for param in group.parameters)
     return (group.module, group.layout, group.whole, group.shard, group.transport, group.reshards, shapes)
 
@@ -30,7 +30,7 @@ def name_of_run(alike: Sequence[GroupFacts]) -> str:
 
 
 def totals_text(groups: Sequence[GroupFacts]) -> str:
-    """What all groups have together."""
+    """The totals of all groups."""
     elements, content = sum(group.elements for group in groups), sum(group.content for group in groups)
     padding = sum(group.padding for group in groups)
     return (
@@ -40,7 +40,7 @@ def totals_text(groups: Sequence[GroupFacts]) -> str:
 
 
 def groups_text(groups: Sequence[GroupFacts]) -> str:
-    """A row for each group, or for several that are alike."""
+    """A table with a row for each run of groups."""
     head = ["group", "module", "params", "elements", "whole (U)", "shard", "padding", "after forward"]
     rows = []
     for alike in runs(groups):
@@ -62,27 +62,27 @@ def groups_text(groups: Sequence[GroupFacts]) -> str:
 
 
 def settings_text(groups: Sequence[GroupFacts]) -> str:
-    """What most groups have in common, once for each way."""
+    """The settings of the groups: layout, dtypes, transport. Groups with the same settings share a paragraph."""
     found: dict[str, list[str]] = {}
     for alike in runs(groups):
         each = alike[0]
         stored, compute, reduce = ("/".join(dtypes) or "nothing" for dtypes in (each.stored, each.compute, each.reduce))
         over = f"{each.ranks:,} ranks" + (f" x {each.replicas:,} replicas" if each.replicas > 1 else "")
         shared = ", one buffer for the host" if each.shares else ""
-        told = (
+        text = (
             f"{each.layout} over {over}; stored {stored}, computed {compute}, reduced {reduce}; moved by "
             f"'{each.transport}'{shared}: {each.why}"
         )
-        told += f"; {each.offload} on the CPU" if each.offload else ""
+        text += f"; {each.offload} on the CPU" if each.offload else ""
         extended = [param.name for param in each.parameters if param.extends]
-        told += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
-        found.setdefault(told, []).append(name_of_run(alike))
+        text += f"; {len(extended)} parameters gather in a form of their own" if extended else ""
+        found.setdefault(text, []).append(name_of_run(alike))
     every = len(found) == 1
-    return "\n".join(wrapped(f"{'All groups' if every else ', '.join(names)}: {told}") for told, names in found.items())
+    return "\n".join(wrapped(f"{'All groups' if every else ', '.join(names)}: {text}") for text, names in found.items())
 
 
 def parameters_text(groups: Sequence[GroupFacts]) -> str:
-    """A row for each parameter, of alike groups of those of the first."""
+    """A table with a row for each parameter. For a run of groups it has the parameters of the first group."""
     head, rows = ["parameter", "shape", "cut", "here", "most"], list[list[str]]()
     for alike in runs(groups):
         inside = f"{alike[0].name}." if alike[0].name else ""
@@ -91,13 +91,15 @@ def parameters_text(groups: Sequence[GroupFacts]) -> str:
             first, stop = param.rows
             here = "whole" if param.dim is None and alike[0].layout == "even" else f"{first:,}:{stop:,}"
             cut = "elements" if alike[0].layout == "flat" else "-" if param.dim is None else f"dim {param.dim}"
-            name = f"  {param.name.removeprefix(inside)}" + "".join(f" = {place}" for place in param.places[1:])
+            name = f"  {param.name.removeprefix(inside)}" + "".join(
+                f" = {other_name}" for other_name in param.places[1:]
+            )
             rows.append([name, shape_text(param.shape), cut, here, f"{param.chunk:,}"])
     return table(head, rows)
 
 
 def memory_text(phases: Sequence[Phase]) -> str:
-    """The bytes of each phase, and of what they consist."""
+    """The bytes of each phase, and their parts."""
     rows = []
     for phase in phases:
         found: dict[str, list[str]] = {}
@@ -111,8 +113,8 @@ def memory_text(phases: Sequence[Phase]) -> str:
     return "\n".join(wrapped(line, indent) for line in lines)
 
 
-def traffic_text(traffic: Sequence[Exchanged]) -> str:
-    """The exchanges of a step by kind."""
+def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
+    """A table of the exchanges of a step, by kind."""
     rows = [[each.kind, f"{each.count:,}", bytes_text(each.nbytes)] for each in traffic]
     if not rows:
         return "A step exchanges nothing."
@@ -121,14 +123,14 @@ def traffic_text(traffic: Sequence[Exchanged]) -> str:
 
 
 def order_text(facts: ModelFacts) -> str:
-    """The groups as they run, and where that is known from."""
+    """The order in which the groups run, and whether it was recorded."""
     known = "recorded" if facts.is_recorded else "of the modules; the first step records its own"
     names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
     return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """An estimate, for people."""
+    """An estimate as text."""
     rows, given = [], estimate.given
     for key, alike in groupby(estimate.groups, key=lambda each: (each.forward, each.backward)):
         members = list(alike)

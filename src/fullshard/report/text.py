@@ -1,4 +1,4 @@
-"""Plain text for people: sizes, times, shapes, tables that line up."""
+"""Plain text for people: sizes, times, shapes, and aligned tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WIDTH = 110
 
 
 def bytes_text(nbytes: float) -> str:
-    """A size in units of 1024."""
+    """A size in bytes, with a unit that is a power of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(nbytes) < 1024 or unit == "TiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -45,13 +45,14 @@ def counted(count: int, what: str) -> str:
 
 
 def wrapped(text: str, indent: str = "  ") -> str:
-    """A paragraph in lines of one width, the later ones indented. No line ends between a number and its unit."""
-    held = re.sub(r"(?<=\d) (?=x \d|(?:B|[KMGT]iB|%|m?s|us)\b|%)|(?<=\d x) (?=\d)", "\0", text)
-    return textwrap.fill(held, _WIDTH, subsequent_indent=indent).replace("\0", " ")
+    """A paragraph, wrapped to lines of a fixed width; all lines but the first are indented. A number and its unit stay
+    on one line."""
+    unbroken = re.sub(r"(?<=\d) (?=x \d|(?:B|[KMGT]iB|%|m?s|us)\b|%)|(?<=\d x) (?=\d)", "\0", text)
+    return textwrap.fill(unbroken, _WIDTH, subsequent_indent=indent).replace("\0", " ")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that line up: the first to the left, the others to the right."""
+    """Aligned columns: the first is left-aligned, the others are right-aligned."""
     widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
 
     def line(row: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""A recording in the format of Chrome's traces, which https://ui.perfetto.dev and ``chrome://tracing`` open.
+"""A recording as a Chrome trace, the format that https://ui.perfetto.dev and ``chrome://tracing`` open.
 
-One process is a rank, and one track a lane; spans of a lane that overlap and do not contain each other take further
-tracks. Memory is a counter, and an arrow leads from the end of each gather to the computation that needed it.
+A process of the trace is a rank, and a track is a lane. If spans of a lane overlap and are not nested, the lane has
+several tracks. Memory is a counter. An arrow leads from the end of each gather to the computation that needed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from fullshard.report.recording import LANES, RankRecording, tracks
 
-#: Tracks that a lane may have.
+#: The most tracks of a lane.
 _TRACKS = 64
 
 
@@ -27,14 +27,14 @@ def events(ranks: Sequence[RankRecording]) -> list[dict[str, Any]]:
     """The events of a trace. Times are in microseconds from the first span."""
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
     numbers = count(1)
-    return [event for rank in ranks for event in _of_rank(rank.moved(origin), numbers)]
+    return [event for rank in ranks for event in _of_rank(rank.shifted(origin), numbers)]
 
 
 def _of_rank(rank: RankRecording, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
     pid = rank.rank
     yield _metadata("process_name", pid, 0, name=f"rank {rank.rank} ({rank.host}, {rank.device})")
     yield _metadata("process_sort_index", pid, 0, sort_index=rank.rank)
-    uses: dict[str, list[tuple[int, int]]] = {}  # when groups began to compute, and where
+    uses: dict[str, list[tuple[int, int]]] = {}  # for each group, when its computations began, and on which track
     for index, lane in enumerate(LANES):
         named = set()
         for track, span in tracks(rank.of(lane)):
@@ -61,15 +61,11 @@ def _of_rank(rank: RankRecording, numbers: Iterator[int]) -> Iterator[dict[str, 
         use = min((use for use in uses.get(group, ()) if use[0] >= span.end), default=None)
         if use is not None:
             flow = {"cat": "use", "name": "gathered for", "id": next(numbers), "pid": pid}
-            yield {
-                "ph": "s",
-                "tid": gather_lane * _TRACKS + track + 1,
-                "ts": (span.end - 1) / 1e3,
-                **flow,
-            }  # inside of the span
+            before_end = (span.end - 1) / 1e3  # an arrow must begin inside of the span
+            yield {"ph": "s", "tid": gather_lane * _TRACKS + track + 1, "ts": before_end, **flow}
             yield {"ph": "f", "bp": "e", "tid": use[1], "ts": use[0] / 1e3, **flow}
-    for when, held in rank.memory:
-        yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": when / 1e3, "args": {rank.memory_of: held}}
+    for when, nbytes in rank.memory:
+        yield {"ph": "C", "name": "memory", "pid": pid, "tid": 0, "ts": when / 1e3, "args": {rank.memory_of: nbytes}}
 
 
 def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How a recording or a count looks on at the steps of a model: clock and memory, lanes that tell, waits, optimizers.
+"""The step observer, on which recordings and metrics are built: clock, memory, lanes, waits and optimizer steps.
 
-Everything here is put into single objects and taken out again. Classes stay as they are, but that of :data:`WAITS`,
-whose attribute is written without a call by who waits.
+It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The one
+exception is the class of :data:`WAITS`: code that waits assigns an attribute there and calls no method.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fullshard.comm.host import HostTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import Action
 from fullshard.schedule.schedule import Schedule
 from fullshard.torch_private import running_backward
 
-#: A point in time: nanoseconds of the host's clock, or an event of a device that says it later.
+#: A point in time: nanoseconds of the host's clock, or an event of a device, whose time is known later.
 Point = Any
 _NOTHING = object()
 
 
 class Clock:
-    """Where times come from: the host, or events in the streams of a device."""
+    """The source of times: the host's clock, or events in the streams of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,9 +48,7 @@ class Clock:
 
     def _record(self) -> Any:
         assert self.streams is not None
-        event = torch.Event(
-            self._device, enable_timing=True
-        )  # of a subclass on devices of others, which streams refuse
+        event = torch.Event(self._device, enable_timing=True)  # streams of other devices refuse subclasses
         event.record(self.streams.current(self._device))
         return event
 
@@ -86,23 +86,24 @@ class Memory:
                 weakref.finalize(self, os.close, file)
 
     def now(self) -> int:
-        """In bytes; 0 where it is unknown."""
+        """The memory in use, in bytes; 0 if it is unknown."""
         if self._file >= 0:
             return int(os.pread(self._file, 64, 0).split()[1]) * self._page
         return 0 if is_host(self._device) else torch.accelerator.memory_allocated(self._device)
 
     def peak(self) -> int:
-        """The most that it has used so far, in bytes."""
+        """The largest memory in use so far, in bytes."""
         if not is_host(self._device):
             return torch.accelerator.max_memory_allocated(self._device)
         if self._status < 0:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        told = os.pread(self._status, 4096, 0).partition(b"VmHWM:")[2]  # what getrusage says begins at the parent's
-        return max(int(told.partition(b"kB")[0] or 0) * 1024, self.now())  # the kernel's count lags behind
+        status = os.pread(self._status, 4096, 0).partition(b"VmHWM:")[2]  # getrusage starts from the parent's peak
+        return max(int(status.partition(b"kB")[0] or 0) * 1024, self.now())  # the kernel's count lags behind
 
 
 class _Stack:
-    """The functions in the place of a method of one object, the first innermost. What is shown there knows it."""
+    """The functions that override a method of one object, the innermost first. The override has the stack as an
+    attribute."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self._attributes, self._name = vars(owner), name
@@ -123,33 +124,33 @@ class _Stack:
 
 
 class Overrides:
-    """What stands in the places of methods until it is removed. Others may come and go meanwhile."""
+    """Overrides of methods, until they are removed. Others may override the same methods at the same time."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[_Stack, Callable[..., Any]]] = []
+        self._overridden: list[tuple[_Stack, Callable[..., Any]]] = []
 
     def around(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let ``function`` be called in place of a method of an object, with the method before the arguments."""
+        """Override a method of an object: ``function`` is called with the method, and then the method's arguments."""
         stack = getattr(vars(owner).get(name), "stack", None) or _Stack(owner, name)
         stack.functions.append(function)
         stack.show()
-        self._put.append((stack, function))
+        self._overridden.append((stack, function))
 
     def remove(self) -> None:
-        """Put everything back, the last first."""
-        while self._put:
-            stack, function = self._put.pop()
+        """Remove all overrides, the last one first."""
+        while self._overridden:
+            stack, function = self._overridden.pop()
             stack.functions.remove(function)
             stack.show()
 
 
-class Watch:
-    """Looks on at the steps of a schedule, until it is stopped. Who derives from it says what becomes of what it sees.
+class StepObserver:
+    """Observes the steps of a schedule until it is stopped. Subclasses override the methods that it calls.
 
-    A step of training ends when optimizers have stepped on all parameters that are trained: one optimizer, several, or
-    one for each parameter in the backward. Where nobody steps on some of them, it ends before the next forward.
+    A training step ends when optimizers have updated all trained parameters: one optimizer, several, or one for each
+    parameter in the backward. If no optimizer updates some of them, the step ends before the next forward.
 
-    Nothing but its schedule and its user keep it alive, so that it ends with the model.
+    Only its schedule and its user keep it alive, so it ends with the model.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -157,43 +158,50 @@ class Watch:
         self.clock, self.memory = Clock(schedule.device), Memory(schedule.device)
         self.overrides, self._elsewhere = Overrides(), Overrides()
         self._streams: set[Any] = set()
-        self._trained: set[int] = set()  # parameters, by id
+        self._trained: set[int] = set()  # ids of parameters
         self._params = weakref.WeakKeyDictionary[Optimizer, tuple[int, set[int]]]()
-        self._waiting: set[int] | None = None  # parameters that nobody has stepped on yet; None before the first step
+        self._waiting: set[int] | None = None  # parameters not updated yet in this step; None before an optimizer steps
         self.is_running = True
+        schedule.log.listeners.append(self.logged)
         _follow_steps()
-        _watches.append(weakref.ref(self, _watches.remove))
+        _observers.append(weakref.ref(self, _observers.remove))
         if self.clock.streams is None:
-            self._listen_to_waits()
+            self._observe_waits()
 
     def stop(self) -> None:
-        """Put everything back. May be called again."""
+        """Stop, and remove all overrides. May be called again."""
         self.is_running = False
+        if self.logged in self.schedule.log.listeners:
+            self.schedule.log.listeners.remove(self.logged)
         self.overrides.remove()
         self._elsewhere.remove()
-        _watches[:] = [each for each in _watches if each() is not self]
-        if not _watches:
+        _observers[:] = [each for each in _observers if each() is not self]
+        if not _observers:
             WAITS.__class__ = Waits
 
+    def logged(self, action: Action, group: ParamGroup, moves: bool) -> None:
+        """Something happens to a group, see :class:`~fullshard.schedule.step_log.StepLog`."""
+
     def waited(self, wait: Wait, begin: int, end: int) -> None:
-        """A wait of the host has ended, also a short one of ranks that share memory; times are in nanoseconds."""
+        """Called after each wait of the host, also after short waits of ranks that share memory. Times are in
+        nanoseconds."""
 
     def before_step(self) -> None:
-        """An optimizer with parameters of the schedule begins its step."""
+        """Called before the step of an optimizer that has parameters of the schedule."""
 
     def after_step(self) -> None:
-        """Its step has ended."""
+        """Called after the step of such an optimizer."""
 
     def end_step(self) -> None:
-        """A step of training has ended."""
+        """Called when a training step has ended."""
 
-    def watch_steps(self) -> None:
-        """Have :meth:`end_step` called from now on. What else looks on at passes was told to before."""
+    def observe_steps(self) -> None:
+        """Call :meth:`end_step` from now on. Other overrides of the same methods must be in place before."""
         self.overrides.around(self.schedule.passes, "begin", self._begin_pass)
         self.overrides.around(self.schedule, "end_backward", self._end_backward)
 
     def stepped(self, params: set[int]) -> None:
-        """An optimizer with these parameters of the schedule has ended its step."""
+        """Note that an optimizer has updated these parameters of the schedule."""
         self.after_step()
         self._waiting = (self._trained if self._waiting is None else self._waiting) - params
         if running_backward() < 0:
@@ -204,7 +212,7 @@ class Watch:
         self._end_if(not self._waiting)
 
     def _begin_pass(self, begin: Callable[..., None], kind: str, groups: Any) -> None:
-        self._end_if(kind == "forward" and self.schedule.passes.kind is None)
+        self._end_if(kind == "forward" and self.schedule.is_idle)
         begin(kind, groups)
 
     def _end_if(self, is_over: bool) -> None:
@@ -213,18 +221,18 @@ class Watch:
             self.end_step()
 
     def params_of(self, optimizer: Optimizer) -> set[int]:
-        """The parameters of the schedule that an optimizer steps on, by id."""
+        """The ids of the schedule's parameters that an optimizer updates."""
         known = self._params.get(optimizer)
         if known is None or known[0] != len(optimizer.param_groups):
             ours = [param.sharded for group in self.schedule.groups() for param in group.params]
-            # An optimizer that steps in the backward does not step on a parameter of which this rank has nothing.
+            # An optimizer that steps in the backward skips parameters of which this rank has no elements.
             self._trained = {id(param) for param in ours if param.requires_grad and param.numel()}
             given = {id(param) for options in optimizer.param_groups for param in options["params"]}
             known = self._params[optimizer] = len(optimizer.param_groups), given & set(map(id, ours))
         return known[1]
 
-    def watch_lanes(self, runner: Callable[..., Mark]) -> None:
-        """Have ``runner`` called for what is run in a lane: with its name, its own ``run``, and what that is given."""
+    def observe_lanes(self, runner: Callable[..., Mark]) -> None:
+        """Override ``run`` of all lanes: ``runner`` is called with the lane's name, its ``run``, and the arguments."""
         for lanes in {id(group.comm): group.comm.lanes for group in self.schedule.groups()}.values():
             for name, lane in zip(("gather", "reduce", "all-reduce"), lanes, strict=True):
                 self.overrides.around(lane, "run", partial(runner, name))
@@ -235,62 +243,64 @@ class Watch:
         streams = self.clock.streams
         return streams is not None and streams.current(self.schedule.device) not in self._streams
 
-    def _listen_to_waits(self) -> None:
-        """Other models may share the ranks of a host: these know the watch by a weak reference alone."""
+    def _observe_waits(self) -> None:
+        """Observe all waits of this process. Several models may share one object for the ranks of a host, so that
+        object keeps only a weak reference to the observer."""
         transports = {each for g in self.schedule.groups() for each in (g.transport, g.reduce_transport)}
         for ranks in {each.local_ranks for each in transports if isinstance(each, HostTransport)}:
-            self._elsewhere.around(ranks, "wait", partial(_wait, weakref.ref(self)))
+            self._elsewhere.around(ranks, "wait", partial(_observed_wait, weakref.ref(self)))
         weakref.finalize(self, self._elsewhere.remove)
-        WAITS.__class__ = _ToldWaits
+        WAITS.__class__ = _ObservedWaits
 
 
 def from_others(nbytes: int, ranks: int) -> int:
-    """How many bytes of what is ``nbytes`` whole a rank gets from the others."""
+    """The bytes that a rank receives from other ranks when it gathers ``nbytes``."""
     return nbytes * (ranks - 1) // ranks
 
 
 class TimedMark:
-    """A mark of a device's lane: ``tell`` is given the times between which the computation first waits for it."""
+    """A mark of a device's lane that is timed: ``report`` is called with the start and end of the first wait of the
+    computation for it."""
 
-    def __init__(self, mark: Mark, watch: Watch, tell: Callable[[Point, Point], None]) -> None:
-        self._mark, self._watch = mark, watch
-        self._tell: Callable[[Point, Point], None] | None = tell
+    def __init__(self, mark: Mark, observer: StepObserver, report: Callable[[Point, Point], None]) -> None:
+        self._mark, self._observer = mark, observer
+        self._report: Callable[[Point, Point], None] | None = report
 
     def wait(self) -> None:
-        watch = self._watch
-        if self._tell is None or not watch.is_running or not watch.computes_here():
+        observer = self._observer
+        if self._report is None or not observer.is_running or not observer.computes_here():
             self._mark.wait()
             return
-        tell, self._tell = self._tell, None
-        begin = watch.clock.now()
+        report, self._report = self._report, None
+        begin = observer.clock.now()
         self._mark.wait()
-        tell(begin, watch.clock.now())
+        report(begin, observer.clock.now())
 
 
-#: Those that run.
-_watches: list[weakref.ref[Watch]] = []
+#: The observers that run.
+_observers: list[weakref.ref[StepObserver]] = []
 
 
 @cache
 def _follow_steps() -> None:
-    """Keep one hook for all from now on: torch goes through its hooks, and none may be removed meanwhile."""
+    """Register one hook for all observers, for good: a hook must not be removed while torch iterates over its hooks."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watch in [reference() for reference in _watches]:
-            if watch is not None and watch.params_of(optimizer):
-                watch.before_step()
+        for observer in [reference() for reference in _observers]:
+            if observer is not None and observer.params_of(optimizer):
+                observer.before_step()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watch in [reference() for reference in _watches]:
-            if watch is not None and (params := watch.params_of(optimizer)):
-                watch.stepped(params)
+        for observer in [reference() for reference in _observers]:
+            if observer is not None and (params := observer.params_of(optimizer)):
+                observer.stepped(params)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
 
 
-class _ToldWaits(Waits):
-    """The waits of this process, while somebody listens."""
+class _ObservedWaits(Waits):
+    """The class of :data:`WAITS` while an observer runs."""
 
     @property
     def current(self) -> Wait | None:
@@ -304,18 +314,18 @@ class _ToldWaits(Waits):
             _begin[0] = time.monotonic_ns()
         elif wait is None and not _inside:
             now = time.monotonic_ns()
-            for reference in _watches:
-                if (watch := reference()) is not None:
-                    watch.waited(before, _begin[0], now)
+            for reference in _observers:
+                if (observer := reference()) is not None:
+                    observer.waited(before, _begin[0], now)
 
 
 _begin = [0]
-#: Waits of ranks that share memory and are under way. They tell :data:`WAITS` only if they last.
+#: Waits of ranks that share memory and are under way. Only long ones appear in :data:`WAITS`.
 _inside: list[str] = []
 
 
-def _wait(
-    watch: weakref.ref[Watch], wait: Callable[..., None], counters: Any, value: int, doing: str, tag: int = -1
+def _observed_wait(
+    observer: weakref.ref[StepObserver], wait: Callable[..., None], counters: Any, value: int, doing: str, tag: int = -1
 ) -> None:
     begin = time.monotonic_ns()
     _inside.append(doing)
@@ -323,5 +333,5 @@ def _wait(
         wait(counters, value, doing, tag)
     finally:
         _inside.pop()
-        if (listener := watch()) is not None:
-            listener.waited(Wait(doing, None, tag), begin, time.monotonic_ns())
+        if (running := observer()) is not None:
+            running.waited(Wait(doing, None, tag), begin, time.monotonic_ns())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.verify import compare
 from fullshard.policies import warn
 from fullshard.torch_private import non_persistent_buffers, version_of
@@ -30,7 +30,7 @@ def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
     ]
 
 
-def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
+def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
     """Raise RuntimeError if ``modules`` that run a tree have buffers on the meta device, and ValueError if the ranks
     sharded its groups in different orders."""
     on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
@@ -72,7 +72,7 @@ def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
         )
 
 
-def warn_of_strangers(modules: Sequence[nn.Module], groups: Sequence[Group], ignored: set[int]) -> None:
+def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
     """Warn of trainable parameters that no group has, once the groups have taken in what replaced theirs."""
     if any(group.summoned for group in groups):
         return

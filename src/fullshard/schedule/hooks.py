@@ -17,15 +17,21 @@ from fullshard.schedule.unit import Unit
 from fullshard.torch_private import compiler_callback
 
 
-def _around_forward(unit: Unit, method: str, module: nn.Module, args: tuple[Any, ...], given: Any) -> Any:
-    """Call a method of a unit, outside of compiled graphs: what it does to parameters cannot be traced."""
+def _pre_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_dynamo_compiling() or compiler_callback() is not None:
-        return _outside_graphs()(unit, method, module, args, given)
-    return getattr(unit, method)(module, args, given)
+        return _outside_graphs()(unit, "pre_forward", module, args, kwargs)
+    return unit.pre_forward(module, args, kwargs)
+
+
+def _post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    if is_dynamo_compiling() or compiler_callback() is not None:
+        return _outside_graphs()(unit, "post_forward", module, args, output)
+    return unit.post_forward(module, args, output)
 
 
 @cache
 def _outside_graphs() -> Callable[..., Any]:
+    """Calls a method of a unit outside of compiled graphs: what it does to parameters cannot be traced."""
     return disable(lambda unit, method, *args: getattr(unit, method)(*args))
 
 
@@ -39,10 +45,9 @@ def _adopt(unit: Unit, *args: Any) -> None:
     """Let a parameter that a state dict replaced pass its ``grad_dtype`` on."""
     for group in unit.groups:
         if any(param.grad_dtype != "own" for param in group.params):
-            group.check_in()
+            group.notice_changes()
 
 
-#: Called with each unit once its modules are sharded.
 _listeners: list[Callable[[Unit], None]] = []
 
 
@@ -57,8 +62,8 @@ def attach(unit: Unit) -> None:
     _outside_graphs()
     for module in unit.modules:
         module.__dict__["_fullshard_unit"] = unit
-        module.register_forward_pre_hook(partial(_around_forward, unit, "pre_forward"), prepend=True, with_kwargs=True)
-        module.register_forward_hook(partial(_around_forward, unit, "post_forward"))
+        module.register_forward_pre_hook(partial(_pre_forward, unit), prepend=True, with_kwargs=True)
+        module.register_forward_hook(partial(_post_forward, unit))
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
     watch_misuse(unit, holders)
     for module in holders:

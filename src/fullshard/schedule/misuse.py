@@ -16,8 +16,8 @@ import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.tensor import DTensor
 
-from fullshard.group.group import Group
 from fullshard.group.owners import owner_of
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
 from fullshard.schedule.unit import Phase, Unit
 
@@ -34,11 +34,11 @@ def watch_misuse(unit: Unit, holders: Iterable[nn.Module]) -> None:
             unit.watches.append(watch)
 
 
-def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, Group, ShardedParameter]]:
+def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, ShardedParameter]]:
     """The parameters of a unit that a module shows sharded, with their names there."""
     for name, shown in module._parameters.items():
         group, index = owner_of(shown) or (None, 0)
-        if isinstance(group, Group) and group in unit.groups and shown is group.params[index].sharded:
+        if isinstance(group, ParamGroup) and group in unit.groups and shown is group.params[index].sharded:
             yield name, group, group.params[index]
 
 

@@ -30,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
 from fullshard.device import is_host
-from fullshard.group.context import State
-from fullshard.group.group import Group
+from fullshard.group.full_buffer import State
+from fullshard.group.param_group import ParamGroup
 from fullshard.policies import MixedPrecisionPolicy
 from fullshard.schedule.checks import Emptied
 from fullshard.schedule.schedule import Schedule
@@ -39,8 +39,6 @@ from fullshard.torch_private import apply_function, base_of, running_backward, s
 
 #: Arguments of a forward.
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-_storage_of = attrgetter("full.buffer.storage_id")
 
 
 class Phase(Enum):
@@ -52,9 +50,7 @@ class Phase(Enum):
 
 
 class Use:
-    """One forward call; ``entered`` is the number of the backward that has begun on it and has not ended."""
-
-    entered = 0
+    """One forward call."""
 
 
 class EndOfBackward(torch.autograd.Function):
@@ -96,9 +92,9 @@ class Unit:
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
         #: Whether the root chose to stay unsharded: then nobody promised that its parameters stay unchanged meanwhile.
         self.chose_to_keep = False
-        self.groups: list[Group] = []
-        self.borrowed: list[Group] = []
-        self.needed: list[Group] = []
+        self.groups: list[ParamGroup] = []
+        self.borrowed: list[ParamGroup] = []
+        self.needed: list[ParamGroup] = []
         self.schedule: Schedule | None = None
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
@@ -111,11 +107,11 @@ class Unit:
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
         self.phase = Phase.IDLE
-        self._to_run: set[nn.Module] = set()
+        self.to_run: set[nn.Module] = set()  # those of a list whose forward has not ended, while it runs
         self._in_method = False
         self._use = Use()
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
-        self._entered = 0  # uses whose backward has begun and not ended
+        self._in_backward: dict[Use, None] = {}  # the uses whose backward has begun and not ended
         self._is_differentiated = False  # whether the backward that runs goes through an earlier one of this unit
 
     def __repr__(self) -> str:
@@ -131,22 +127,24 @@ class Unit:
             schedule.begin_backward()  # of the tree, if all of it is recomputed
         if self.phase is Phase.BACKWARD:
             for group in self.needed:
-                schedule.unshard(group)
+                group.unshard()
+                group.wait_for_unshard()
             return self._cast_inputs(args, kwargs)
         first = self.phase is Phase.IDLE
-        if not first and not recomputes and module not in self._to_run and not self.is_list:
+        if not first and not recomputes and not self.is_list:
             schedule.refuse_forward(self)
         if first and not recomputes and schedule.begin_forward(self) and not is_host(self.device):
             args, kwargs = tree.to_device((args, kwargs), self.device)
         self.phase = Phase.FORWARD
-        if self.is_list and not self._to_run:
-            self._to_run.update(self.modules)
+        if self.is_list and not self.to_run:
+            self.to_run.update(self.modules)
         if self.mp_policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         for group in self.needed:
             if first and not recomputes:
                 schedule.order.entered.append(group)
-            schedule.unshard(group)
+            group.unshard()
+            group.wait_for_unshard()
             if first:
                 group.users.add(self)
         if first:
@@ -168,10 +166,11 @@ class Unit:
         if self.phase is Phase.BACKWARD or self._in_method:
             return tree.cast_floating(output, self.mp_policy.output_dtype)
         recomputes = running_backward() >= 0
-        self._to_run.discard(module)
-        ended = not self._to_run
-        if not {*map(_storage_of, self.needed)}.isdisjoint(map(storage_id, tree.tensors(output))):
-            output = self._own_output(output)
+        self.to_run.discard(module)
+        ended = not self.to_run
+        gathered = {*map(attrgetter("full.buffer.storage_id"), self.needed)}
+        if not gathered.isdisjoint(map(storage_id, tree.tensors(output))):  # another group is about to get their memory
+            output = tree.map_tensors(lambda each: each.clone() if storage_id(each) in gathered else each, output)
         if self.mp_policy.output_dtype is not None:
             output = tree.cast_floating(output, self.mp_policy.output_dtype)
         mark = None
@@ -186,8 +185,8 @@ class Unit:
                 self.phase = Phase.IDLE
             return output
         if ended:
-            self._leave_forward(schedule)
-        if schedule.forward_root is self:
+            self.end_forward(schedule)
+        if schedule.outermost is self and schedule.step.now.has_forward:
             schedule.end_forward(mark)
         return output
 
@@ -196,26 +195,21 @@ class Unit:
     ) -> Any:
         """Run a method as if it were ``forward``; the forwards that it calls find the parameters there."""
         args, kwargs = self.pre_forward(module, args, kwargs)
-        outermost, self._in_method = not self._in_method, True
+        was_in_method, self._in_method = self._in_method, True
         try:
             output = method(*args, **kwargs)
         finally:
-            self._in_method = not outermost
+            self._in_method = was_in_method
         return self.post_forward(module, args, output)
 
-    def end_forward(self) -> None:
-        """End the forward when that of the whole tree ends: some modules of a list may not have run."""
-        if self._to_run and self.schedule is not None:
-            self._leave_forward(self.schedule)
-
-    def _leave_forward(self, schedule: Schedule) -> None:
-        self._to_run.clear()
+    def end_forward(self, schedule: Schedule) -> None:
+        """Runs when the forward of the modules has ended, at the latest with that of the whole tree."""
         for group in self.needed:
             group.users.discard(self)
             schedule.order.finished.append(group)
             if not group.users:
                 if not self._is_opaque:
-                    schedule.reshard_after_forward(group)
+                    group.reshard_after_forward()
                 is_flat_and_idle = group.is_flat and (group.data.shard_group is None or not torch.is_grad_enabled())
                 if self.chose_to_keep or self._is_opaque or is_flat_and_idle:
                     group.leave_unsharded()
@@ -226,11 +220,6 @@ class Unit:
         if dtype is None or not self.casts_inputs:
             return args, kwargs
         return tree.cast_floating(args, dtype), tree.cast_floating(kwargs, dtype)
-
-    def _own_output(self, output: Any) -> Any:
-        """Copy an output that is a view of gathered parameters: another group is about to get their memory."""
-        storages = {*map(_storage_of, self.needed)}
-        return tree.map_tensors(lambda each: each.clone() if storage_id(each) in storages else each, output)
 
     def _mark_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Put :class:`EndOfBackward` on the inputs that require gradients."""
@@ -264,12 +253,11 @@ class Unit:
         """Runs when autograd has a gradient of an output."""
         schedule = self.schedule
         assert schedule is not None
-        if not schedule.is_in_backward:
+        if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use.entered == schedule.backwards:
+        if use in self._in_backward:
             return
-        use.entered = schedule.backwards
-        self._entered += 1
+        self._in_backward[use] = None
         if self.phase is Phase.BACKWARD:
             return
         self.begin_backward(schedule)
@@ -280,18 +268,17 @@ class Unit:
         """Runs when autograd has the gradients of the inputs."""
         schedule = self.schedule
         assert schedule is not None
-        if not schedule.is_in_backward:
+        if not schedule.step.now.has_backward:
             schedule.begin_backward()
-        if use.entered == schedule.backwards:
-            self._entered -= 1
-            use.entered = 0
-        elif not all(group.is_unsharded for group in self.groups):
+        if use in self._in_backward:
+            del self._in_backward[use]
+        elif not all(group.full.state.is_unsharded for group in self.groups):
             raise RuntimeError(
                 f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
                 f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
-        if self._entered > 0 or self._is_differentiated:
+        if self._in_backward or self._is_differentiated:
             return  # another forward call is still in its backward, or an earlier backward is differentiated
         self.finish_backward(schedule, ahead=True)
 
@@ -312,45 +299,44 @@ class Unit:
         self.begin_backward(schedule)
 
     def begin_backward(self, schedule: Schedule) -> None:
-        """Runs when the backward of the modules may begin. An onlooker may replace it, and :meth:`finish_backward`."""
+        """Runs when the backward of the modules may begin. Observers may replace it, and :meth:`finish_backward`."""
         if self.phase is Phase.BACKWARD:
             return
         self.phase = Phase.BACKWARD
         for group in self.needed:
             if group.options.unshard_in_backward:
-                schedule.unshard(group)
+                group.unshard()
+                group.wait_for_unshard()
             group.users.add(self)
 
     def finish_backward(self, schedule: Schedule, ahead: bool = False) -> None:
-        """Runs when the backward of the modules has ended. Not ``ahead``: only the end of the tree's showed it."""
+        """Runs when the backward of the modules has ended: ``ahead`` of that of the whole tree, or together with it."""
         self.phase = Phase.IDLE
         for group in self.groups:
-            if group.options.reduce_gradients and (ahead or not schedule.finalization.is_by_hand):
+            if group.options.strategy.reduces and (ahead or not schedule.root.finalizes_by_hand):
                 schedule.reduce(group)
             else:
                 group.gradients.wait_for_more()
         for group in self.needed:
             group.users.discard(self)
-            if group.options.reshard_after_backward and not group.users:
-                schedule.reshard(group)
+            if not group.users:
+                group.reshard_after_backward()
         if self.prefetches_backward == "after" and ahead:
             schedule.prefetch_backward(self)
 
-    def end_backward(self) -> None:
-        """The backward of the whole tree ended."""
-        schedule = self.schedule
-        assert schedule is not None
-        self._entered, self._is_differentiated = 0, False
-        self._to_run.clear()
-        left = [group for group in self.needed if group.state is not State.SHARDED or group.gradients.pending]
+    def end_backward(self, schedule: Schedule) -> None:
+        """Runs when the backward of the whole tree has ended."""
+        self._in_backward, self._is_differentiated = {}, False
+        self.to_run.clear()
+        left = [group for group in self.needed if group.full.state is not State.SHARDED or group.gradients.pending]
         if left or self.phase is not Phase.IDLE:  # otherwise all was done when its own backward ended
             self.finish_backward(schedule)
 
     def reset(self) -> None:
         """Back to the beginning of a step."""
         self.phase = Phase.IDLE
-        self._entered, self._is_differentiated, self._is_opaque = 0, False, False
-        self._to_run.clear()
+        self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
+        self.to_run.clear()
         for group in self.groups:
             group.users.clear()
             group.reset()
@@ -360,7 +346,7 @@ class Unit:
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
         twin.schedule, twin.needed, twin.emptied, twin.extents, twin.watches = None, [], [], [], []
-        twin._to_run = set()
+        twin.to_run, twin._in_backward = set(), {}
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
@@ -374,7 +360,6 @@ class Unit:
                 f"contains them, if that was not done, and call that module, or its method, first"
             )
         module = self.modules[0]
-        schedule = Schedule(self, self.device)
         units = units_in(module)
         for unit in units:
             if unit is not self and unit.finalizes_by_hand:
@@ -386,22 +371,21 @@ class Unit:
         if self.auto_reshard:
             self.chose_to_keep = True
             for group in self.groups:
-                group.options.reshard_after_forward = False
-                group.options.post_forward_mesh = None
-        schedule.finalization.by_hand = self.finalizes_by_hand
-        schedule.take_over(units, module)
+                group.options.strategy = group.options.strategy.switched(after_forward=False)
+        schedule = Schedule(self, units, self.device)
+        schedule.begin_tree(module)
         return schedule
 
-    def join(self, schedule: Schedule) -> None:
+    def use_schedule(self, schedule: Schedule) -> None:
         """Become part of a tree."""
         self.schedule = schedule
-        if self.chose_to_keep and schedule.root is not self:  # as the root of a tree of its own, before this one
-            self.chose_to_keep = False
-            for group in self.groups:
-                group.options.reshard_after_forward = True
         if schedule.root is not self:
             for watch in self.watches:
                 watch.remove()
+            if self.chose_to_keep:  # as the root of a tree of its own, before this one
+                self.chose_to_keep = False
+                for group in self.groups:
+                    group.options.strategy = group.options.strategy.switched(after_forward=True)
         self.needed = [*self.groups, *self.borrowed]
 
 

@@ -1,4 +1,4 @@
-"""The network connections of this process: one of its own to the store, and those to other ranks, which others made.
+"""The network connections of this process: the watch's own to the store, and those of the backend to other ranks.
 
 Owns what may be done to them from outside: to ask the store and not wait for ever, to see when something came last, and
 whose ends they are. It leaves to :mod:`fullshard.watch.watch` which of them to close.
@@ -22,12 +22,12 @@ from fullshard.torch_private import port_of
 
 _log = logging.getLogger("fullshard")
 
-#: Seconds after which the store is taken for one that does not answer, and after which one that failed is asked again.
+#: Seconds after which the store counts as silent, and seconds after a failure until it is asked again.
 _ANSWER, _AGAIN = 5.0, 30.0
 
 
 class StoreConnection:
-    """A connection to the store that does not wait for ever, as where the process of the store is stopped or busy.
+    """A connection to the store with a time limit, for when the store's process is stopped or busy.
 
     A request that is not answered in time is left to a thread. Nothing else is asked until it is answered.
     """
@@ -38,7 +38,7 @@ class StoreConnection:
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._rank, self._lock, self._is_closed = rank, threading.Lock(), False
         self._silent_since: float | None = None
-        self._not_before = 0.0  # when to ask again
+        self._not_before = 0.0  # time until which nothing is asked
         #: Of the connections to its server, if it has one: a request to one that has gone prints the stack of C++.
         self._poll, self._polls = select.poll(), threading.Lock()
         new = (each for each, ends in connected_sockets() if ends not in known and ends[1].endswith(f":{self.port}"))
@@ -50,12 +50,12 @@ class StoreConnection:
     @property
     def has_gone(self) -> bool:
         """Whether the process that has the store has ended."""
-        with self._polls:  # which both threads ask for, and a poll refuses to be asked twice at once
+        with self._polls:  # both threads poll, and a poll object refuses concurrent calls
             return bool(self._poll.poll(0))
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store has not answered what it was asked last."""
+        """Whether the store has not answered the last request."""
         return self._silent_since is not None
 
     def set(self, key: str, value: str) -> None:
@@ -81,7 +81,7 @@ class StoreConnection:
                     _log.warning("The store answers rank %d again, after %.0f s", self._rank, silence)
 
     def close(self) -> None:
-        """Ask nothing any more."""
+        """Stop asking."""
         self._asked.put(None)
         self._is_closed = True
         for each in self._connections:
@@ -97,18 +97,18 @@ class StoreConnection:
         except queue.Empty:
             with self._lock:
                 if answer.empty():
-                    self._rest(float("inf"), f"has not answered rank {self._rank} for {_ANSWER:.0f} s")
+                    self._pause(float("inf"), f"has not answered rank {self._rank} for {_ANSWER:.0f} s")
                     raise NoAnswerError from None
             found = answer.get()
         if isinstance(found, Exception):
-            if not self.has_gone:  # as the program of its process is over otherwise
+            if not self.has_gone:  # if it has gone, its program is over
                 with self._lock:
-                    self._rest(time.monotonic() + _AGAIN, f"failed rank {self._rank} ({str(found)[:200]})")
+                    self._pause(time.monotonic() + _AGAIN, f"failed rank {self._rank} ({str(found)[:200]})")
             raise NoAnswerError from found
         return found
 
-    def _rest(self, until: float, why: str) -> None:
-        """Ask nothing for a while, and say so once."""
+    def _pause(self, until: float, why: str) -> None:
+        """Stop asking for a while, and log that once."""
         self._not_before = until
         if self._silent_since is None:
             self._silent_since = time.monotonic()
@@ -124,7 +124,7 @@ class NoAnswerError(Exception):
 
 
 def connected_sockets() -> Iterator[tuple[socket.socket, tuple[str, str]]]:
-    """Duplicates of the connected sockets of this process, and their ends, this one and the other."""
+    """Duplicates of this process's connected sockets, each with its own end and the other end."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -136,7 +136,7 @@ def connected_sockets() -> Iterator[tuple[socket.socket, tuple[str, str]]]:
 
 
 def quiet_seconds(connection: socket.socket) -> float:
-    """Seconds since something came; infinite if the system does not say."""
+    """Seconds since something was received; infinite if the system does not say."""
     with suppress(OSError, AttributeError, struct.error):
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return float(struct.unpack_from("I", info, 52)[0]) / 1000  # tcpi_last_data_recv

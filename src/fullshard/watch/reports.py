@@ -1,7 +1,7 @@
-"""What the ranks let each other know of themselves, and what this rank knows of the others from that.
+"""The reports that ranks write about themselves, and what a rank knows about the others from them.
 
-Owns a rank's report, the last reports of the others, and what can be told of a rank besides: its process has ended, is
-stopped, or has said nothing for long. It leaves to :mod:`fullshard.watch.watch` what follows from that.
+Owns a rank's report, the last reports of the others, and the other facts about a rank: its process has ended, is
+stopped, or has been silent for long. :mod:`fullshard.watch.watch` draws the conclusions.
 """
 
 from __future__ import annotations
@@ -18,79 +18,79 @@ from pathlib import Path
 
 from fullshard.watch.connections import NoAnswerError, StoreConnection
 
-#: When this process began, about. Reports on this host from before it are those of processes that a launcher has
-#: started anew since, over the same store.
+#: About the time when this process began. Older reports from this host are those of an earlier attempt: a launcher has
+#: restarted the processes with the same store.
 _BEGUN = time.monotonic()
 
 
 @dataclass
 class Report:
-    """What a rank lets the others know."""
+    """What a rank reports to the others."""
 
     rank: int  # of the default process group
     process: int
     host: str  # identifies the space of process numbers
-    number: int = 1  # of the default process group among those that the process has had
+    number: int = 1  # the number of the default process group among those of the process
     beat: int = 0  # grows with each report
-    written: float = 0.0  # when, in seconds since its host was started
+    written: float = 0.0  # time of writing, in seconds since its host was started
     doing: str = ""  # see :class:`~fullshard.comm.waits.Position`
     passes: dict[str, dict[str, str]] = field(default_factory=dict)  # the same
-    waits: str = ""  # what it waits for, and empty while it runs
+    waits: str = ""  # what it waits for; empty while it runs
     waits_for: list[int] = field(default_factory=list)  # the ranks on which that depends
-    waited: float = 0.0  # seconds
-    inside: str = ""  # a function of torch in which it has not moved, perhaps as it waits for others; for people
-    beside: str = ""  # what threads beside training wait for, and for how long, for people
-    quiet: float = 0.0  # seconds of the wait in which nothing came from any rank
-    connections: list[list[str]] = field(default_factory=list)  # their two ends, this one first, as they were lately
+    waited: float = 0.0  # seconds of the wait
+    inside: str = ""  # the function of torch in which it stays, perhaps waiting for others; a text for people
+    beside: str = ""  # what other threads wait for, and for how long; a text for people
+    quiet: float = 0.0  # seconds of the wait in which it received nothing from any rank
+    connections: list[list[str]] = field(default_factory=list)  # recent connections: this rank's end, the other end
     ended: str = ""  # how its program ended; empty while it runs
-    is_first: bool = True  # whether it did not end because of another rank
-    verdict: str = ""  # why its wait will not end, as this rank found out
-    judged: float = 0.0  # for how many seconds it has known that
+    is_first: bool = True  # whether it ended on its own, not because of another rank
+    verdict: str = ""  # why its wait will never end, if it knows
+    judged: float = 0.0  # seconds since it found the verdict
 
     @property
-    def place(self) -> str:
-        """For people."""
+    def state(self) -> str:
+        """What the rank is doing, for people."""
         inside = f", in {self.inside}, which may wait for other ranks" if self.inside else ""
         return self.doing + (f", where it has waited {self.waited:.0f} s for {self.waits}" if self.waits else inside)
 
 
 class Reports:
-    """The reports of all ranks, in a store, under ``key`` and their rank: a new one every ``interval`` seconds.
+    """The reports of all ranks in a store, by ``key`` and rank. Each rank writes a new one every ``interval`` seconds.
 
-    The store may still have those of an earlier process group, of which ``former`` has the processes and numbers, and,
-    if it had one of this rank already, those of processes before a restart. Clocks of hosts differ: a report from
-    another host is then read once a second one has followed it.
+    The store may still have reports of an earlier process group; ``former`` has their processes and numbers. After a
+    restart it may also have reports of the processes before. Then a report from another host, whose clock cannot be
+    compared, counts only when a second report has followed it.
     """
 
     def __init__(
         self, store: StoreConnection, mine: Report, key: str, interval: float, former: Collection[tuple[int, int]] = ()
     ) -> None:
         self._store, self._mine, self._key, self._interval = store, mine, key, interval
-        self._beats: dict[int, tuple[int, float]] = {}  # by rank, and when it was new
-        self._watched: dict[int, tuple[int, int]] = {}  # processes by rank, and what tells that one has ended
+        self._beats: dict[int, tuple[int, float]] = {}  # for each rank its last beat, and when it was read first
+        self._watched: dict[int, tuple[int, int]] = {}  # for each rank its process, and a pidfd of that
         self._former, self._lock = frozenset(former), threading.RLock()
-        self.known: dict[int, Report] = {}  # the last ones
-        self._first: dict[tuple[str, int], int] = {}  # the number of the first report of a process that was found
+        self.known: dict[int, Report] = {}  # the last report of each rank
+        self._first: dict[tuple[str, int], int] = {}  # the first beat that was read, by host and process
         self._is_used = True
         with suppress(NoAnswerError):
             self._is_used = store.get(f"{key}{mine.rank}") is not None
 
     def write(self) -> None:
-        """Let the others know of this rank."""
+        """Write this rank's report."""
         with self._lock, suppress(NoAnswerError):
             self._mine.beat, self._mine.written = self._mine.beat + 1, time.monotonic()
             self._store.set(f"{self._key}{self._mine.rank}", json.dumps(asdict(self._mine)))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Report]:
-        """The reports of ranks and of those on which these depend, as far as they have made any."""
+        """The reports of ranks, and of the ranks on which these depend. Ranks without a report are left out."""
         reports, left = dict[int, Report](), [*ranks]
         while left:
             rank = left.pop()
             if rank in reports or rank == self._mine.rank:
                 continue
             with suppress(NoAnswerError):
-                if (said := self._store.get(f"{self._key}{rank}")) is not None:
-                    report = Report(**json.loads(said))
+                if (data := self._store.get(f"{self._key}{rank}")) is not None:
+                    report = Report(**json.loads(data))
                     if self._is_of_now(report):
                         self.known[rank] = report
             if rank not in self.known:
@@ -102,7 +102,7 @@ class Reports:
         return reports
 
     def _is_of_now(self, report: Report) -> bool:
-        """Whether a report was not left in the store by another process group or attempt."""
+        """Whether a report belongs to this process group and attempt, not to an earlier one."""
         if (report.process, report.number) in self._former:
             return False
         if report.host == self._mine.host:
@@ -110,7 +110,7 @@ class Reports:
         return not self._is_used or report.beat > self._first.setdefault((report.host, report.process), report.beat)
 
     def has_ended(self, report: Report) -> bool:
-        """Whether the process of a rank on this host is gone."""
+        """Whether the process of a rank has ended; known only for ranks on this host."""
         if report.host != self._mine.host:
             return False
         process, watched = self._watched.get(report.rank, (0, -1))
@@ -127,7 +127,7 @@ class Reports:
         return bool(poll.poll(0))
 
     def silence(self, report: Report) -> float:
-        """For how many seconds a rank has not reported; 0 for the time that passes between two reports anyway."""
+        """For how many seconds a rank has not reported; 0 if that is within the usual time between reports."""
         since = self._beats.get(report.rank)
         silence = time.monotonic() - since[1] if since is not None else 0.0
         return silence if silence > 3 * self._interval else 0.0
@@ -139,17 +139,18 @@ class Reports:
         return False
 
     def all_so_far(self) -> frozenset[tuple[int, int]]:
-        """Processes and numbers of the reports of others, of this process group and those before it."""
+        """The processes and numbers of all reports of other ranks so far, of this process group and earlier ones."""
         return self._former | {(report.process, report.number) for report in self.known.values()}
 
     def close(self) -> None:
-        """Know of no process any more."""
+        """Close the pidfds."""
         for _, watched in self._watched.values():
             os.close(watched)
 
 
 def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | None:
-    """Where two ranks went different ways in one pass, of all ``but`` some."""
+    """Where two ranks ran different things in one pass, as a sentence; ``None`` if they agree. Passes in ``but`` are
+    not compared."""
     for key in (mine.passes.keys() & other.passes.keys()).difference(but):
         here, there = mine.passes[key], other.passes[key]
         for at in sorted(map(int, here.keys() & there.keys())):

@@ -1,17 +1,18 @@
-"""A thread beside training that looks at what ranks wait for: it speaks when a wait is long, and ends a hopeless one.
+"""The watch: a background thread that watches what ranks wait for. It logs long waits, and ends waits that cannot end.
 
 Once a second each rank writes its *report* to the store. A rank that waits reads the reports of the others::
 
-    rank 0   waits for the gather of 'b' ──▶ reads ──▶ rank 1 was told something else ──▶ a verdict: all ranks raise
+    rank 0   waits for the gather of 'b' ──▶ reads ──▶ rank 1 runs something else     ──▶ a verdict: all ranks raise
     rank 1   waits for the gather of 'a' ──▶ reads ──▶ finds the verdict of rank 0    ──▶
 
-A verdict needs a proof: a process that has ended, the same pass with other groups, ranks that all wait for each other,
-or more time than the user gave. Operations of a backend cannot be called off. So the connections between ranks are
-closed, which ends them with an error; a process that hangs still is ended. Nothing of this is part of a step.
+A verdict needs a proof: a process that has ended, the same pass with different groups, ranks that all wait for each
+    other, or the user's time limit. Operations of a backend cannot be cancelled. So the watch closes the connections
+    between ranks, and the operations end with an error. A process that still hangs is ended. Nothing here is part of a
+    step.
 
-Nothing runs before this process first waits for other ranks (``WAITS.begin``). A model of several ranks does so when it
-is sharded, as they agree on names. It cannot be later: a rank that fails between sharding and its first forward has to
-tell the others how it ended.
+The thread starts when this process first waits for other ranks (``WAITS.begin``). With several ranks that happens when
+a model is sharded, because ranks then agree on names. It cannot start later: a rank that fails between sharding and its
+first forward must report to the others how it ended.
 """
 
 from __future__ import annotations
@@ -42,36 +43,38 @@ from fullshard.watch.reports import Report, Reports, parting
 
 _log = logging.getLogger("fullshard")
 
-_INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two looks; more where so many ranks would keep the store busy
-_IN_FILE = 10.0  # seconds between two reports where the store is a file, which grows with each; fewer in a new wait
+_INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two checks; longer if more ranks a second would use the store
+_IN_FILE = (
+    10.0  # seconds between two reports if the store is a file, which grows with each; fewer at the start of a wait
+)
 _READ = 2.0  # seconds after which a rank that waits reads the reports of the others
-#: Seconds after which ranks that all wait for each other, and for nobody else, are taken for stuck for ever.
+#: Seconds after which ranks that wait only for each other are considered stuck.
 _STUCK = 30.0
-#: How a program ends as a rule, and how a rank may leave before.
+#: How a program usually ends, and how a rank may leave before that.
 _OVER, _LEFT = "its program is over", "it has destroyed its process group"
-#: What is known of a rank that told nothing of its end. Once the store has gone, none can tell.
+#: What is known about a rank that did not report its end. Without the store, no rank can report.
 _CRASHED, _GONE = "was killed or has crashed", "the store has gone in which ranks tell how they end"
-_KNOWN = 64  # ranks of which each knows the process from the beginning, because the store may be gone when one is lost
-#: Beats in which it tries to learn of them, and after which each tells its connections again.
+_KNOWN = 64  # each rank learns the processes of so many ranks early, because the store may be gone when one is lost
+#: The number of reports in which it tries to learn them, and the number of reports between two lists of connections.
 _FIRST_BEATS, _BEATS = 60, 30
-#: Seconds for which a rank that lost another one waits for news of it, and for a wait that was ended to raise.
+#: Seconds that a rank waits for reports about a rank that it lost, and seconds that a wait gets to raise its error.
 _NEWS, _GRACE = 3.0, 5.0
-#: Seconds at the end of a program: a thread of gloo needs the interpreter to drop the last tensor, and aborts without.
+#: Seconds of sleep at the end of a program: a thread of gloo aborts if the interpreter is gone when it drops a tensor.
 _DROP = 0.1
 
 
 @dataclass
 class _Known:
-    """A wait as the watch knows it."""
+    """A wait that the watch has seen."""
 
     wait: Wait | None
-    since: float  # when it was seen first
-    warned: float = 0.0  # its age in seconds when a line was logged
-    number: int = -1  # among the waits of training
+    since: float  # time when it was first seen
+    warned: float = 0.0  # its age in seconds when it was last logged
+    number: int = -1  # its number among the waits of training
 
 
 class Watch:
-    """The watch of one process over its default process group, after that over one ``before``."""
+    """The watch of one process over its default process group. ``before`` is the watch over an earlier one."""
 
     def __init__(self, store: Any, before: Watch | None = None) -> None:
         self.thread = threading.Thread(target=self._run, name="fullshard-watch", daemon=True)
@@ -83,16 +86,16 @@ class Watch:
         self._warn_after = float(os.environ.get("FULLSHARD_WAIT_WARNING", "10"))
         self._hang = float(os.environ.get("FULLSHARD_HANG_TIMEOUT", "inf"))
         self._ending = threading.Event()
-        self.shown = _OVER, True  # how the program has ended, when it does, and whether not because of another rank
+        self.shown = _OVER, True  # how the program ends, and whether it does so on its own, not because of another rank
         number, former = (before._mine.number + 1, before._reports.all_so_far()) if before is not None else (1, ())
         self._mine: Report = Report(self._rank, os.getpid(), host_id(), number)
         key = f"fullshard/{dist.group.WORLD.group_name}/" if dist.group.WORLD is not None else ""
         self._reports: Reports = Reports(self._store, self._mine, key, self._between, former)
         self._seen = _Known(None, 0.0)  # the last wait of training
-        self._beside: dict[threading.Thread, _Known] = {}  # the waits of threads beside it
-        self._judged = 0.0  # when the last verdict was found
-        self._announced: dict[str, dict[str, str]] = {}  # the passes that were told at once
-        self._failed = self._announced  # those that failed: later waits are not about them
+        self._beside: dict[threading.Thread, _Known] = {}  # waits of other threads
+        self._judged = 0.0  # time of the last verdict
+        self._announced: dict[str, dict[str, str]] = {}  # passes that were announced
+        self._failed = self._announced  # passes that failed: later waits are not about them
         self._first = [rank for rank in range(min(self._size, _KNOWN)) if rank != self._rank]
 
     @property
@@ -101,22 +104,22 @@ class Watch:
         return self._world() is dist.group.WORLD is not None
 
     def show(self, error: BaseException) -> None:
-        """Note an error that was shown to the user. It has ended the program, or one line at a prompt."""
+        """Note an error that was printed. It has ended the program, or a line at a prompt."""
         how = f"{type(error).__name__}: {str(error)[:500]}".removesuffix(": ")
         self.shown = how, _lost_in(error) is None
         program = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         program &= {"<module>", "_run_module_as_main"}
         if not program and not sys.flags.interactive and not hasattr(sys, "ps1"):
-            self.end()  # no program is left; otherwise it says so at its end
+            self.end()  # the program is over; otherwise it reports its end when it ends
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while self.is_current:
-            self._look()
+            self._check_wait()
             if self._ending.wait(self._interval):
                 return
-        if self._ending.wait(_GRACE):  # a program destroys its process group, and then tells its error
+        if self._ending.wait(_GRACE):  # a program may destroy its process group before its error is printed
             return
         if _watch is self:
             self._mine.ended, self._mine.waits, self._mine.waits_for = _LEFT, "", []
@@ -124,15 +127,15 @@ class Watch:
         self._store.close()
         self._reports.close()
 
-    def _look(self) -> None:
-        count, (thread, wait), now = WAITS.count, _holding(), time.monotonic()
+    def _check_wait(self) -> None:
+        count, (thread, wait), now = WAITS.count, _current_wait(), time.monotonic()
         is_same = self._is_same()
         self._mine.inside = call_of_torch(WAITS.thread) if wait is None and is_same else ""
         if wait is None or not is_same:
             self._seen = _Known(wait, now, number=count)
         waited = now - self._seen.since
-        self._look_beside(thread, now)
-        self._tell(wait, waited, self._between if waited < _READ else min(self._between, waited / 2))
+        self._check_other_threads(thread, now)
+        self._update_report(wait, waited, self._between if waited < _READ else min(self._between, waited / 2))
         if len(self._reports.known) < len(self._first) and self._mine.beat < _FIRST_BEATS:
             self._reports.read(rank for rank in self._first if rank not in self._reports.known)
         if wait is None or waited < _READ:
@@ -141,32 +144,32 @@ class Watch:
         if self._judged < self._seen.since and (verdict := self._judge(reports, waited)) and self._is_same():
             self._judged, WAITS.judged = now, (count, verdict)
             self._announced = self._failed = self._mine.passes
-            self._tell(wait, waited)
+            self._update_report(wait, waited)
         if self._judged >= self._seen.since:
             self._end_wait(wait, reports, now)
         elif self._is_due(self._seen, now):
-            _log.warning("Rank %d is %s. %s", self._rank, self._mine.place, self._others(reports))
+            _log.warning("Rank %d is %s. %s", self._rank, self._mine.state, self._others(reports))
 
     def _is_same(self) -> bool:
-        """Whether the training still waits for what was seen last."""
-        return WAITS.count == self._seen.number and _holding()[1] is self._seen.wait
+        """Whether training is still in the wait that was seen last."""
+        return WAITS.count == self._seen.number and _current_wait()[1] is self._seen.wait
 
-    def _look_beside(self, joined: threading.Thread | None, now: float) -> None:
-        """Speak of long waits of threads beside training. They end training only when it waits for them."""
-        waits = {thread: wait for thread, wait in WAITS.beside.copy().items() if thread != joined}
+    def _check_other_threads(self, awaited: threading.Thread | None, now: float) -> None:
+        """Report and log long waits of other threads. They are ended only if training waits for the thread."""
+        waits = {thread: wait for thread, wait in WAITS.beside.copy().items() if thread != awaited}
         known = {thread: each for thread, each in self._beside.items() if waits.get(thread) is each.wait}
         self._beside = {thread: known.get(thread) or _Known(wait, now) for thread, wait in waits.items()}
         long = [(each, waits[thread]) for thread, each in self._beside.items() if now - each.since >= _READ]
-        told = "a thread beside training has waited {:.0f} s for {}"
-        self._mine.beside = "; ".join(told.format(now - each.since, describe(wait)) for each, wait in long)
+        text = "a thread beside training has waited {:.0f} s for {}"
+        self._mine.beside = "; ".join(text.format(now - each.since, describe(wait)) for each, wait in long)
         for each, wait in long:
             if self._is_due(each, now):
                 reports = self._reports.read(self._others_of(wait))
-                here = f"{self._mine.place}; {self._mine.beside}"
-                _log.warning("Rank %d is %s. %s", self._rank, here, self._others(reports))
+                position = f"{self._mine.state}; {self._mine.beside}"
+                _log.warning("Rank %d is %s. %s", self._rank, position, self._others(reports))
 
     def _is_due(self, known: _Known, now: float) -> bool:
-        """Whether to log a line for a wait now, and again only a minute later."""
+        """Whether to log a wait now. It is logged again every minute."""
         waited, before = now - known.since, known.warned
         is_due = waited >= self._warn_after and waited >= before + (60 if before else 0)
         known.warned = waited if is_due else before
@@ -176,8 +179,8 @@ class Watch:
         """The ranks on which a wait depends."""
         return [rank for rank in dist.get_process_group_ranks(wait.process_group) if rank != self._rank]
 
-    def _tell(self, wait: Wait | None, waited: float, pause: float = 0.0) -> None:
-        """Write this rank's report, unless the last one was written less than ``pause`` seconds ago, about."""
+    def _update_report(self, wait: Wait | None, waited: float, pause: float = 0.0) -> None:
+        """Update this rank's report, and write it unless the last one is less than about ``pause`` seconds old."""
         mine, position = self._mine, WAITS.position()
         mine.doing, mine.waited, mine.quiet = position.doing, waited, waited
         mine.waits, mine.waits_for, mine.passes = "", [], self._announced
@@ -186,16 +189,16 @@ class Watch:
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
                 mine.quiet = min([waited, *(quiet_seconds(each) for each, _ in self._connections())])
-                if self._is_same():  # else it moved on while this one looked
+                if self._is_same():  # otherwise training went on in the meantime
                     mine.passes = position.passes
         mine.verdict, mine.judged = WAITS.verdict or "", time.monotonic() - self._judged
-        if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # of a rank that is killed, too
+        if mine.verdict or (self._size <= _KNOWN and mine.beat % _BEATS < 2):  # early, in case this rank is killed
             mine.connections = [[*ends] for _, ends in self._connections()]
         if time.monotonic() - mine.written >= pause - self._interval / 2:
             self._reports.write()
 
     def announce(self) -> None:
-        """Let the others know at once where the training is: this process may not live to tell."""
+        """Report at once where training is, because this process may end before its next report."""
         position = WAITS.position()
         self._announced = self._mine.passes = position.passes
         self._mine.doing = position.doing
@@ -209,15 +212,15 @@ class Watch:
     # -- verdicts ------------------------------------------------------------------------------------------------------
 
     def _judge(self, reports: dict[int, Report], waited: float) -> str | None:
-        """Why this rank's wait will not end; ``None`` while it may."""
+        """The reason why this rank's wait will never end; ``None`` if it may end."""
         for report in reports.values():
-            if report.verdict and report.judged + self._between <= waited:  # found while this rank waited already
+            if report.verdict and report.judged + self._between <= waited:  # found during this rank's wait
                 return report.verdict
         needed = [reports[rank] for rank in self._mine.waits_for if rank in reports]
         everyone = [self._mine, *reports.values()]
         needs = {rank for each in everyone for rank in each.waits_for}
         is_all = needs <= {each.rank for each in everyone}
-        # A rank that is over may have done its part: what this one waits for comes from those that go on, if any do.
+        # A rank that has ended may have done its part. While others run, this rank may be waiting for them only.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
             return f"{lost}. {self._parted()}"
@@ -231,15 +234,15 @@ class Watch:
         return None
 
     def _is_over(self, report: Report) -> bool:
-        """Whether a rank does nothing any more."""
+        """Whether a rank has ended."""
         return bool(report.ended) or self._reports.has_ended(report)
 
     def _is_quiet(self, report: Report, seconds: float) -> bool:
-        """Whether a rank waits, and nothing has come to it for so long."""
+        """Whether a rank waits, and has received nothing for that many seconds."""
         return bool(report.waits) and report.quiet >= seconds and not self._reports.silence(report)
 
     def _lost(self, reports: Iterable[Report]) -> str | None:
-        """Which ranks have ended and how; those first that did not end because of others."""
+        """The ranks that have ended, and how. If some ended on their own, only those."""
         found: list[tuple[bool, str]] = []
         how = f"has ended ({_GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
         for report in reports:
@@ -248,50 +251,50 @@ class Watch:
                 found.append((not report.is_first, f"{who} has ended {report.doing}: {report.ended}"))
             elif self._reports.has_ended(report):
                 found.append(
-                    (False, f"{who} {how}; it was last seen {report.place}, up to {self._between:.0f} s before")
+                    (False, f"{who} {how}; it was last seen {report.state}, up to {self._between:.0f} s before")
                 )
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
     def _parted(self) -> str:
-        """Where ranks went different ways: the backend may have ended one of them for it. Otherwise, advice."""
+        """Where ranks ran different things, which may be the reason why the backend ended one. Otherwise, advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
         return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".rstrip(". "))
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
-        """Where the ranks are, one sentence for each place."""
-        places: dict[str, list[int]] = {}
+        """The states of the ranks, one sentence for each state."""
+        states: dict[str, list[int]] = {}
         for report in [self._mine] * with_mine + [reports[rank] for rank in sorted(reports)]:
             silence = self._reports.silence(report)
-            place = report.place if not report.ended else f"has ended: {report.ended}"
+            state = report.state if not report.ended else f"has ended: {report.ended}"
             if silence:
-                state = " (the process is stopped)" if self._reports.is_stopped(report) else ""
-                place = f"has said nothing for {silence:.0f} s{state}, and was {place}"
+                stopped = " (the process is stopped)" if self._reports.is_stopped(report) else ""
+                state = f"has said nothing for {silence:.0f} s{stopped}, and was {state}"
             elif not report.ended:
-                place = f"is {place}" if report.waits or report.inside else f"is {place}, and waits for nobody"
-                place += f"; {report.beside}" if report.beside else ""
-            places.setdefault(place, []).append(report.rank)
+                state = f"is {state}" if report.waits or report.inside else f"is {state}, and waits for nobody"
+                state += f"; {report.beside}" if report.beside else ""
+            states.setdefault(state, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
         if missing:
             nothing = f"may have ended ({_GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
             if self._store.is_silent and not self._store.has_gone:
                 nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
-            places[nothing] = missing
+            states[nothing] = missing
         return ". ".join(
-            f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {place}"
-            for place, ranks in places.items()
+            f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {state}"
+            for state, ranks in states.items()
         )
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def _end_wait(self, wait: Wait, reports: dict[int, Report], now: float) -> None:
-        """Let the wait fail: close the connections between ranks; end the process if that does not help."""
-        theirs = {(there, here) for report in reports.values() for here, there in report.connections}
+        """Make the wait fail: close the connections between ranks. End the process if that does not help."""
+        remote_ends = {(there, position) for report in reports.values() for position, there in report.connections}
         for connection, ends in self._connections():
-            if ends in theirs:
+            if ends in remote_ends:
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)  # for whoever reads from it or writes to it
+                    connection.shutdown(socket.SHUT_RDWR)  # reads and writes of all threads fail
         if now - self._judged > _GRACE and self._is_same():
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             where = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -304,13 +307,13 @@ class Watch:
             os._exit(1)
 
     def explain(self, process_group: dist.ProcessGroup | None) -> str:
-        """What is known of the ranks of a process group, one of which was lost; waits for the news some seconds."""
+        """What is known about the ranks of a process group that lost a rank. Waits a few seconds for reports."""
         deadline = time.monotonic() + _NEWS
         ranks = [rank for rank in dist.get_process_group_ranks(process_group) if rank != self._rank]
         with suppress(Exception):
             if threading.current_thread() is WAITS.thread:
                 self._announced = self._failed = WAITS.position().passes  # this rank goes no further
-                self._tell(WAITS.current, 0.0)
+                self._update_report(WAITS.current, 0.0)
             while True:
                 reports = self._reports.read(ranks)
                 needed = [reports[rank] for rank in ranks if rank in reports]
@@ -327,7 +330,7 @@ class Watch:
         return "Look on the others for the first error"
 
     def end(self) -> None:
-        """Tell the others that this rank ends. Called when the process does."""
+        """Report that this rank ends. Called when the process ends."""
         if os.getpid() == self._mine.process and not self._ending.is_set():
             how, is_first = self.shown
             self._ending.set()
@@ -336,11 +339,12 @@ class Watch:
             with suppress(Exception):
                 self._reports.write()
                 if how != _OVER and self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    self._let_read()
+                    self._wait_until_read()
             self.thread.join(2 * self._interval)
 
-    def _let_read(self) -> None:
-        """Give the others the time to read how this rank ended: the store ends with this process."""
+    def _wait_until_read(self) -> None:
+        """Wait until the other ranks have ended, so that they can read this rank's report: the store is in this
+        process."""
         deadline = time.monotonic() + _READ + self._interval
         while time.monotonic() < deadline:
             others = self._reports.read(self._first).values()
@@ -351,7 +355,7 @@ class Watch:
 
 _watch: Watch | None = None  # the watch of this process over its default process group
 _refused: weakref.ref[dist.ProcessGroup] | None = None  # a default process group that cannot have a watch
-_joined: threading.Thread | None = None  # the thread beside training for which the training waits
+_awaited: threading.Thread | None = None  # another thread, for which training waits
 
 
 def start_watch() -> None:
@@ -362,12 +366,12 @@ def start_watch() -> None:
     world = dist.group.WORLD
     if not has_peers(world) or (_refused is not None and _refused() is world):
         return
-    _heed_end()
+    _register_end()
     if not checks_are_on():
         return
     try:
         watch = Watch(default_store(), _watch)
-    except (RuntimeError, NotImplementedError) as error:  # a store of another kind
+    except (RuntimeError, NotImplementedError) as error:  # an unsupported kind of store
         _refused = weakref.ref(world)
         _log.info("no watch over ranks: %s", error)
         return
@@ -382,43 +386,44 @@ WAITS.begin = start_watch
 
 
 @contextmanager
-def joining(thread: threading.Thread) -> Iterator[None]:
-    """A context in which the training waits for another thread of this process, and so for that thread's waits."""
-    global _joined
-    _joined = thread
+def waiting_for_thread(thread: threading.Thread) -> Iterator[None]:
+    """A context in which training waits for another thread of this process, and so for that thread's waits."""
+    global _awaited
+    _awaited = thread
     try:
         yield
     finally:
-        _joined = None
+        _awaited = None
 
 
-def _holding() -> tuple[threading.Thread | None, Wait | None]:
-    """The wait that holds the training up, after the thread that waits: ``None`` for the training itself. A program
-    that has trained ends after its threads, so that it waits for any of them."""
+def _current_wait() -> tuple[threading.Thread | None, Wait | None]:
+    """The wait that blocks training, and the thread that waits (``None``: the training thread itself). A program that
+    is over waits for all of its threads."""
     if (wait := WAITS.current) is not None:
         return None, wait
     beside, is_over = WAITS.beside.copy().items(), not WAITS.thread.is_alive()
-    return next((each for each in beside if is_over or each[0] is _joined), (None, None))
+    return next((each for each in beside if is_over or each[0] is _awaited), (None, None))
 
 
 def call_of_torch(thread: threading.Thread) -> str:
-    """The function of torch that a thread has called, if it came to torch.distributed, and from where; for people."""
+    """The function of torch that a thread is in, and where it was called, if torch.distributed is involved. A text for
+    people."""
     frame, name, is_distributed = sys._current_frames().get(thread.ident or 0), "", False
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname
         package = module.partition(".")[0]
-        if package != "torch" and package not in sys.stdlib_module_names:  # who has called it
+        if package != "torch" and package not in sys.stdlib_module_names:  # the caller
             where = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             return f"{name} (called in {where})" if is_distributed else ""
         is_distributed |= module.startswith("torch.distributed.")
-        if package == "torch" and "<locals>" not in function:  # not that of a decorator
+        if package == "torch" and "<locals>" not in function:  # skip functions of decorators
             name = f"{module}.{function}"
         frame = frame.f_back
     return ""
 
 
 @cache
-def _heed_end() -> None:
+def _register_end() -> None:
     atexit.register(_end)
 
 
@@ -429,15 +434,15 @@ def _end() -> None:
 
 
 def _lost_in(error: BaseException | None) -> LostRankError | None:
-    """The error that says that another rank was lost: this one, or that from which it was raised."""
+    """The LostRankError among an error and its causes, if any."""
     while error is not None and not isinstance(error, LostRankError):
         error = error.__cause__
     return error
 
 
 def _shorten(error: LostRankError) -> None:
-    """Leave only the message: tracebacks would bury the first error of the job. What the user raised from it, or was
-    handling when it came, keeps its traceback."""
+    """Remove the tracebacks of a lost rank: they would hide the first error of the job. An error that the user raised
+    from it, or was handling when it was raised, keeps its traceback."""
     last: BaseException = error
     while last.__cause__ is not None:
         last = last.__cause__
@@ -446,7 +451,7 @@ def _shorten(error: LostRankError) -> None:
 
 
 def _follow_errors() -> None:
-    """Let the others know the error that ends this process."""
+    """Report the error that ends this process to the other ranks."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

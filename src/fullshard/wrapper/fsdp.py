@@ -22,8 +22,9 @@ from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.context import GroupOptions
 from fullshard.group.flat import Fragment
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
+from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP
 from fullshard.module import FSDPModule, shards_may_change
 from fullshard.optim.clip import clip_local_shards
 from fullshard.overlaps import refuse_overlaps
@@ -146,7 +147,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             home, computed_as = None if use_orig_params else self.module, precision.param_dtype
             fragments = [Fragment(param, locations, data, home, computed_as) for param, locations in found.items()]
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
-            group_options = GroupOptions(unit.mp_policy, policy, auto_reshard)
+            group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
             add_group(unit, fragments, data, group_options)
         borrow(unit)
@@ -270,8 +271,14 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             RuntimeError: this is not the root.
         """
         groups = self._groups_of_root("no_sync")
-        with temporarily([group.options for group in groups], "reduce_gradients", False):
+        before = [group.options.strategy.reduces for group in groups]
+        try:
+            for group in groups:
+                group.options.strategy = group.options.strategy.switched(gradients=False)
             yield
+        finally:
+            for group, reduces in zip(groups, before, strict=True):
+                group.options.strategy = group.options.strategy.switched(gradients=reduces)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
@@ -329,7 +336,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             each._has_hook = True
             each._unit.reduce_by(partial(hook, state))
 
-    def _groups_of_root(self, method: str) -> list[Group]:
+    def _groups_of_root(self, method: str) -> list[ParamGroup]:
         if not self.check_is_root() or self._unit.schedule is None:
             raise RuntimeError(f"{method}() was called on {self._unit!r}, inside another one: call it on the outermost")
         return self._unit.schedule.groups()

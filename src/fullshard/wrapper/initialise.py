@@ -1,7 +1,7 @@
-"""The preparation of a module whose parameters will be flattened: checks, materialization, moves, synchronization.
+"""Prepares a module whose parameters will be flattened: checks it, materializes it, and synchronizes its values.
 
-Owns these steps, one function each, in the order in which a constructor takes them. They know modules, tensors and
-ranks, and neither groups nor hooks.
+Owns these steps, one function each, in the order in which the constructor calls them. They work on modules, tensors and
+ranks, without groups or hooks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUCKET_BYTES = 250 * 1024 * 1024
 
 
 class Ignored(NamedTuple):
-    """Modules and tensors that sharding leaves alone; :func:`materialize` replaces the tensors that it makes here."""
+    """Modules and tensors that are not sharded. If :func:`materialize` makes new tensors, it replaces them here."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -36,7 +36,8 @@ class Ignored(NamedTuple):
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
-    """What arguments say to ignore, with all inside of it that is not sharded, and what ``nested`` instances ignore."""
+    """What the arguments ignore, including everything inside of it that is not sharded, and what ``nested`` instances
+    ignore."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states are both given: give ignored_states, which takes either")
     name, given = "ignored_states", ignored_states
@@ -67,10 +68,10 @@ def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested
 
 
 def managed_modules(root: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.Module]:
-    """``root`` and the modules inside of it that are not sharded already, parents first and level by level, as PyTorch
-    initializes them: the numbers that they draw follow from the order."""
+    """``root`` and the modules inside of it that are not sharded yet, level by level. PyTorch's FSDP initializes
+    modules in this order, which determines the random numbers that they draw."""
     found, seen = [root], {root, *but}
-    for module in found:  # which grows
+    for module in found:  # found grows in the loop
         for child in module.children():
             if child not in seen and unit_of(child) is None:
                 seen.add(child)
@@ -81,8 +82,8 @@ def managed_modules(root: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.M
 def compute_device(
     params: Iterable[Tensor], device_id: int | torch.device | str | None, device_type: str | None = None
 ) -> torch.device:
-    """Where parameters are to be gathered: ``device_id``, where they lie already, or the current device of that type.
-    Parameters that are sharded already, and may be offloaded, do not count."""
+    """The device on which parameters are gathered: ``device_id``, or their own device, or else the current device of
+    the type. Parameters that are sharded already are not considered, as they may be offloaded."""
     lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
@@ -102,10 +103,10 @@ def compute_device(
 def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.device, but: Ignored | None = None) -> None:
     """Give memory and values to parameters and buffers on the meta device, if there are any.
 
-    ``param_init_fn`` is called for each module, and has to know which of them need it; without it those with tensors on
-    meta are emptied and their ``reset_parameters()`` is called, whose errors are raised after a warning that names the
-    module. Tensors that several modules share stay shared, with the values of the first. The tensors in ``but`` are no
-    reason to initialize a module; those of an initialized one are replaced in it.
+    ``param_init_fn`` is called for each module, and must know which modules need it. Without it, each module with
+    tensors on meta gets empty memory, and its ``reset_parameters()`` is called. If that fails, a warning names the
+    module and the error is raised. Tensors that several modules share stay shared, with the values of the first module.
+    A module is not initialized because of tensors in ``but``; if it is initialized, they are replaced in ``but``.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {param_init_fn!r}")
@@ -116,7 +117,7 @@ def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.devi
     def on_meta(module: nn.Module) -> list[str]:
         return [name for _, name, tensor in _own([module]) if tensor.is_meta and tensor not in spared]
 
-    before = [place for place in _own(modules) if place[2].is_meta]
+    before = [entry for entry in _own(modules) if entry[2].is_meta]
     if not any(map(on_meta, modules)):
         return
     for module in modules:
@@ -153,7 +154,7 @@ def materialize(modules: list[nn.Module], param_init_fn: Any, device: torch.devi
 
 
 def _own(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """The parameters and buffers of each module itself: the dict in which it stands, its name there, the tensor."""
+    """The parameters and buffers of each module itself: yields the dict that has it, its name there, and the tensor."""
     for module in modules:
         for tensors in (module._parameters, module._buffers):
             yield from ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
@@ -194,9 +195,9 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
 def sync_module_states(
     params: Iterable[Tensor], buffers: Iterable[Tensor], data: DataMesh, device: torch.device
 ) -> None:
-    """Let all ranks of a mesh have the values of its first one. Each of them must call it. Tensors may have any dtype
-    and layout, and lie elsewhere than on ``device``, on which they travel. A buffer travels once, however many calls
-    have it: instances that contain one another all have the inner one's."""
+    """Copies the values of a mesh's first rank to all its ranks. Each of them must call it. Tensors may have any dtype
+    and layout, and be on any device; they are sent from ``device``. A buffer is sent only once, even if several calls
+    have it: nested instances all have the buffers of the inner one."""
     new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
     for buffer in new:
         buffer._fullshard_synced = True  # type: ignore[attr-defined]
@@ -207,7 +208,7 @@ def sync_module_states(
     with torch.no_grad():
         parts = [part for tensor in (*new, *params) for part in plain_parts(tensor.detach())]
         plain = [part for part in parts if part.numel() > 0 and not part.is_meta]
-        plain.sort(key=lambda part: -part.itemsize)  # so that each is aligned where it lies
+        plain.sort(key=lambda part: -part.itemsize)  # so that each is aligned in the message
         while plain:
             ends = accumulate(tensor.nbytes for tensor in plain)
             count = max(1, sum(end <= _BUCKET_BYTES for end in ends))

@@ -1,7 +1,7 @@
-"""Over which ranks a wrapped module is sharded and replicated: from a strategy, process groups or a mesh to one mesh.
+"""Makes the mesh over which a wrapped module is sharded and replicated, from a strategy, process groups or a mesh.
 
-Owns the node-local groups of hybrid strategies, which are made once for all instances, and the fall to ``NO_SHARD``
-where there is one rank to shard over. It leaves to ``group/mesh.py`` what a mesh has to look like.
+Owns the node-local groups of hybrid strategies, which are made once for all instances, and the fallback to ``NO_SHARD``
+if there is only one rank to shard over. ``group/mesh.py`` checks meshes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _data_mesh = lru_cache(maxsize=64)(DataMesh)
 def strategy_and_mesh(
     strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None, has_policy: bool, device_type: str
 ) -> tuple[ShardingStrategy, DataMesh]:
-    """The strategy that counts, and the mesh over which it shards and replicates, the same object for the same groups.
-    All ranks must call it: a hybrid strategy without groups makes them, of the ranks of a node and across nodes; one
-    with a pair of groups gathers which ranks they have. With ``has_policy`` one call makes all instances, so that they
-    get the same groups."""
+    """The effective strategy, and the mesh over which it shards and replicates.
+
+    The mesh is the same object for the same groups. All ranks must call it, because hybrid strategies communicate:
+    without groups they make them, within nodes and across nodes; with a pair of groups they gather its ranks. With
+    ``has_policy``, one call makes all instances, so they get the same groups.
+    """
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():
@@ -54,33 +56,34 @@ def strategy_and_mesh(
     else:
         pair = process_group if isinstance(process_group, tuple) else ()
         is_pair = len(pair) == 2 and all(isinstance(group, dist.ProcessGroup) for group in pair)
-        wanted = "a tuple of two process groups that have this rank, to shard over and to replicate over"
-        expect(is_pair, f"process_group for {strategy}", process_group, wanted, ValueError)
+        requested = "a tuple of two process groups that have this rank, to shard over and to replicate over"
+        expect(is_pair, f"process_group for {strategy}", process_group, requested, ValueError)
         mesh = _mesh_of(device_type, dist.group.WORLD, *pair)
     data = data_mesh(mesh)
     if data.shard_size == 1:
         if strategy is not ShardingStrategy.NO_SHARD:
-            warn(f"NO_SHARD takes the place of {strategy}: there is one rank to shard over")
+            warn(f"NO_SHARD is used instead of {strategy}: there is only one rank to shard over")
         strategy = ShardingStrategy.NO_SHARD
     elif strategy is ShardingStrategy.NO_SHARD:
         warn("NO_SHARD is deprecated for more than one rank: DistributedDataParallel does the same", FutureWarning)
     if strategy is not ShardingStrategy.NO_SHARD:
         return strategy, _data_mesh(mesh, data.shard_group, data.replicate_group)
-    if mesh.ndim == 2 and mesh.mesh_dim_names:  # of a hybrid mesh with one rank to shard over, replicas remain
+    if mesh.ndim == 2 and mesh.mesh_dim_names:  # a hybrid mesh with one rank to shard over keeps its replicas
         mesh = mesh[mesh.mesh_dim_names[0]]
     return strategy, _data_mesh(mesh, None, mesh.get_group())
 
 
 @lru_cache(maxsize=64)
 def _mesh_of(device_type: str, made_in: object, *groups: dist.ProcessGroup) -> DeviceMesh:
-    """The mesh of a group, or of one to shard and one to replicate over, or of the nodes of the world ``made_in``."""
+    """The mesh of one group, of a group to shard over and one to replicate over, or of the nodes of the world. Cached
+    for the world ``made_in``."""
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type)
     return _mesh_of_groups(device_type, *groups) if groups else _mesh_of_nodes(device_type)
 
 
 def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
-    """The dims of a user's mesh that a strategy uses, with names if there are two."""
+    """The dims of a user's mesh that a strategy uses; two dims get names."""
     expect(isinstance(mesh, DeviceMesh), "device_mesh", mesh, "a DeviceMesh", ValueError)
     if strategy in HYBRID:
         if mesh.ndim != 2:
@@ -99,7 +102,8 @@ def _fitting(mesh: DeviceMesh, strategy: ShardingStrategy) -> DeviceMesh:
 
 
 def _mesh_of_nodes(device_type: str) -> DeviceMesh:
-    """Nodes by ranks: as many ranks a node as it has devices or, on the CPU, as the launcher says that it started."""
+    """A mesh of nodes by ranks of a node. A node has one rank for each device; on the CPU, ``LOCAL_WORLD_SIZE``
+    ranks."""
     world = dist.get_world_size()
     if device_type == "cpu":
         size, source = int(os.environ.get("LOCAL_WORLD_SIZE", world)), "LOCAL_WORLD_SIZE"
@@ -114,17 +118,17 @@ def _mesh_of_nodes(device_type: str) -> DeviceMesh:
 
 
 def _mesh_of_groups(device_type: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup) -> DeviceMesh:
-    """The grid of which ``shard`` is this rank's row and ``replicate`` its column."""
+    """The grid in which ``shard`` is this rank's row and ``replicate`` its column."""
     row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
-    here = dist.get_rank()
-    # A fake backend gathers nothing: rows are then taken to look all alike.
-    rows = [[rank + other - here for rank in row] for other in column]
+    rank = dist.get_rank()
+    # A fake backend gathers nothing: then assume that all rows look like this one.
+    rows = [[rank + other - rank for rank in row] for other in column]
     if dist.get_backend(replicate) != "fake":
         rows = gather_objects(row, replicate)
-    place = row.index(here)
-    if set(row) & set(column) != {here} or [other[place] for other in rows if len(other) == len(row)] != column:
+    position = row.index(rank)
+    if set(row) & set(column) != {rank} or [other[position] for other in rows if len(other) == len(row)] != column:
         raise ValueError(
             f"process_group is the ranks {row} to shard over and {column} to replicate over: they must be row and "
-            f"column of one grid of ranks, with rank {here} in common and no other"
+            f"column of one grid of ranks, with rank {rank} in common and no other"
         )
     return DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=_NAMES)

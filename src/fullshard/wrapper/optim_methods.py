@@ -1,7 +1,7 @@
-"""What ``FullyShardedDataParallel`` offers for the state of optimizers, under torch's names.
+"""The methods of ``FullyShardedDataParallel`` for optimizer state, with torch's names.
 
-Owns the choice of the kind of state dict, and of the keys by which an optimizer's state dict names parameters: their
-places, names, or, as old calls do, the places in what was given to the optimizer.
+Owns the choice of the kind of state dict, and of the keys for parameters in an optimizer's state dict: their names,
+their numbers in the optimizer, or, in deprecated calls, their numbers in what was given to the optimizer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateMethods:
-    """Static methods. A *named* state dict calls parameters as the model without sharding does.
+    """Static methods. A *named* state dict has the names of the plain model as keys.
 
-    All ranks must call each of them, but for :meth:`shard_full_optim_state_dict` and :meth:`rekey_optim_state_dict`.
+    All ranks must call them, except :meth:`shard_full_optim_state_dict` and :meth:`rekey_optim_state_dict`.
 
     Raises:
         AssertionError: the wrappers in a model differ in their settings of state dicts or in ``use_orig_params``.
@@ -43,15 +43,15 @@ class OptimStateMethods:
     ) -> StateDict:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
-        Values are whole tensors for a full state dict, and DTensors, each rank with its rows, for the others. These
-        can be loaded into, also when the optimizer made no step yet: then they are what a class of torch begins with,
-        which is zeros for most. All ranks must call it; its errors are those of :class:`OptimStateMethods`.
+        A full state dict has whole tensors. The other kinds have DTensors, of which each rank has its rows. You can
+        load into these DTensors even if the optimizer has made no step yet: then they are what a class of torch begins
+        with, which is zeros for most. All ranks must call it. Its errors are listed at :class:`OptimStateMethods`.
 
         Args:
             model: the root, wrapped.
             optim: the optimizer of its parameters.
-            optim_state_dict: in place of ``optim.state_dict()``.
-            group: the ranks of the model, as by default.
+            optim_state_dict: a state dict to convert instead of ``optim.state_dict()``.
+            group: the ranks of the model, which are the default.
         """
         state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
         keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
@@ -141,7 +141,7 @@ class OptimStateMethods:
         optim_input: OptimInput = None,
         optim: Optim = None,
     ) -> StateDict:
-        """A state dict of the whole ``model`` by names or by places in the optimizer, whichever it had before.
+        """Converts the keys of a state dict of the whole ``model`` to names, or to numbers in the optimizer.
 
         Raises:
             AssertionError: ``optim_state_key_type`` is no such key type.
@@ -163,7 +163,7 @@ class OptimStateMethods:
         expect(shown, params.values())
         for key, param in params.items():
             if len(shown[param]) > 1:
-                names = [place.name for place in shown[param]]
+                names = [original.name for original in shown[param]]
                 raise RuntimeError(f"{names} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
             new.update({key: [name]} if wanted is str else {name: [key]})
@@ -185,7 +185,8 @@ def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[
 def _given(
     model: nn.Module, optim: Optim, optim_input: OptimInput, old: str = "", new: str = "optim_state_dict_to_load"
 ) -> dict[Key, nn.Parameter]:
-    """The same from what was given to the optimizer, of all parameters if nothing is told. Warns of an ``old`` call."""
+    """The parameters of an optimizer by number, from ``optim_input`` if given; all of the model's if neither is given.
+    Warns if ``old``, a deprecated method, was called."""
     if old:
         warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning)
     if optim_input is None:

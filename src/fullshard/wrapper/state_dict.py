@@ -1,14 +1,13 @@
-"""State dicts of wrapped modules: full, sharded or local values under the names that the plain model has.
+"""State dicts of wrapped modules: full, sharded or local values under the names of the plain model.
 
-Owns the settings of each instance, and what modules show while a state dict is made of them or loaded into them. How it
-is made and loaded is ``nn.Module``'s own business, so that hooks and methods of users keep working::
+Owns the settings of each instance, and what modules show while a state dict is made or loaded. ``nn.Module`` itself
+makes and loads it, so that users' hooks and methods keep working::
 
     FULL      whole parameters, in private copies
     SHARDED   each rank's rows of every parameter as a DTensor, as ``fully_shard`` has them
     LOCAL     each rank's flat shard as a DTensor of one dim, without padding
 
-What is loaded may be whole tensors or DTensors of any placement, whatever the type that is set. Every rank must take
-part.
+Whole tensors and DTensors of any placement can be loaded, whatever type is set. Every rank must take part.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from fullshard import torch_private
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
-from fullshard.group.group import Group
-from fullshard.group.memory import give_own_storage
-from fullshard.group.module_parameters import FullGroup
+from fullshard.group.module_parameters import FullParameters
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
+from fullshard.group.shard import give_own_storage
 from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
 from fullshard.wrapper import settings as kinds
@@ -41,12 +40,12 @@ _PREFIX = f"{WRAPPED_NAME}."
 
 
 class StateDictMethods(nn.Module):
-    """The part of the wrapper that is about the module's state dicts."""
+    """The state-dict methods of the wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
         self._settings = settings_of(nn.Module())
-        self._loaded: list[FullGroup] = []  # full parameters into which values are loaded
+        self._loaded: list[FullParameters] = []  # full parameters into which values are loaded
         self._loads_local = False  # whether a state dict of local shards is being loaded
         self.register_state_dict_post_hook(_unwrap_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(StateDictMethods._before_loading)  # type: ignore[no-untyped-call]
@@ -58,8 +57,8 @@ class StateDictMethods(nn.Module):
         return unit
 
     @property
-    def _groups(self) -> list[Group]:
-        """The groups of which this instance saves and loads parameters."""
+    def _groups(self) -> list[ParamGroup]:
+        """The groups whose parameters this instance saves and loads."""
         return [*self._unit.groups, *self._unit.borrowed]
 
     def _check_idle(self, method: str) -> None:
@@ -75,20 +74,20 @@ class StateDictMethods(nn.Module):
         state_dict_config: kinds.StateDictConfig | None = None,
         optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()``, ``load_state_dict()`` and the optimizer's counterparts of a tree hold.
+        """Set the type of the state dicts of a model and its optimizer, for all wrappers in ``module``.
 
         Args:
-            module: the tree; the wrappers in it, itself included, are set.
-            state_dict_type: of both state dicts.
-            state_dict_config: of the model's; by default that of the type.
-            optim_state_dict_config: of the optimizer's; by default that of the type.
+            module: the root of the wrappers to set; it may be a wrapper itself.
+            state_dict_type: the type of both state dicts.
+            state_dict_config: the configuration of the model's; by default that of the type.
+            optim_state_dict_config: the configuration of the optimizer's; by default that of the type.
 
         Returns:
-            what was set before.
+            the settings before.
 
         Raises:
-            TypeError: an argument that is no such setting.
-            RuntimeError: a configuration of another type of state dicts.
+            TypeError: an argument has a wrong type.
+            RuntimeError: a configuration does not belong to ``state_dict_type``.
             AssertionError: the wrappers in ``module`` have different settings.
         """
         warn(
@@ -98,10 +97,10 @@ class StateDictMethods(nn.Module):
         )
         kind = as_setting(state_dict_type, StateDictType, "state_dict_type")
         configs: Any = zip(CONFIGS[kind], (state_dict_config, optim_state_dict_config), strict=True)
-        settings = StateDictSettings(kind, *(wanted() if config is None else config for wanted, config in configs))
-        for name, wanted in zip(("state_dict_config", "optim_state_dict_config"), CONFIGS[kind], strict=True):
-            if type(found := getattr(settings, name)) is not wanted:
-                raise RuntimeError(f"{name} for {kind} must be a {wanted.__name__}, got a {type(found).__name__}")
+        settings = StateDictSettings(kind, *(expected() if config is None else config for expected, config in configs))
+        for name, expected in zip(("state_dict_config", "optim_state_dict_config"), CONFIGS[kind], strict=True):
+            if type(found := getattr(settings, name)) is not expected:
+                raise RuntimeError(f"{name} for {kind} must be a {expected.__name__}, got a {type(found).__name__}")
         before = settings_of(module)
         for wrapper in _wrappers(module):
             wrapper._settings = copy.copy(settings)
@@ -117,26 +116,27 @@ class StateDictMethods(nn.Module):
         state_dict_config: kinds.StateDictConfig | None = None,
         optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """:meth:`set_state_dict_type` for the time of a context, with its errors."""
+        """Set the type of state dicts within a context, see :meth:`set_state_dict_type`."""
         configs = state_dict_config, optim_state_dict_config
         with temporarily(_wrappers(module), "_settings", settings_of(module)):
-            # It warns of this line, and so once in a program, not once for each line of users.
+            # The warning names this line, so it is shown once in a program, not once for each line of the user.
             StateDictMethods.set_state_dict_type(module, state_dict_type, *configs)
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like any module's: by the names of the plain model, of the type that is set. All ranks must call it.
+        """Like ``nn.Module.state_dict()``, with the names of the plain model, and of the type that is set. All ranks
+        must call it.
 
         Raises:
-            AssertionError: in a forward or backward.
+            AssertionError: it was called in a forward or backward.
         """
         self._check_idle("state_dict")
         config = self._settings.state_dict_config
         with ExitStack() as shown:
             for group in self._groups:
                 if isinstance(group.summoned, _Saved):
-                    continue  # by a module around this one, which has a parameter of this group too
-                group.check_in()
+                    continue  # a module around this one, which shares a parameter, shows the group already
+                group.notice_changes()
                 group.reshard()
                 if not isinstance(config, _InPlace) and not _is_local(config, group):
                     shown.callback(_Saved(group, _values(group, config)).close)
@@ -145,11 +145,12 @@ class StateDictMethods(nn.Module):
         return saved
 
     def _finish(self, saved: Any, prefix: str) -> None:
-        """Finish the state dict that the module has made: local shards, buffers, and ranks that keep nothing."""
+        """Finish the state dict that the module made: add local shards, cast buffers, and empty it on ranks that keep
+        nothing."""
         config, unit = self._settings.state_dict_config, self._unit
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
         buffers = {prefix + plain_name(f"{path}.{at[1]}"): at for at in unit.buffers for path in paths.get(at[0], ())}
-        if any(_is_dropped(config, group) for group in self._groups):
+        if any(_is_discarded(config, group) for group in self._groups):
             whole = [key for group in self._groups for key in _keys(group, paths, prefix)]
             for key in (*whole, *buffers, *[key for key in saved if key.startswith(prefix + FLAT_NAME)]):
                 saved.pop(key, None)
@@ -158,7 +159,7 @@ class StateDictMethods(nn.Module):
             if _is_local(config, group):
                 for key in _keys(group, paths, prefix):
                     saved.pop(key, None)
-                for number in range(len(group.memory.shards)) if group in unit.groups else ():
+                for number in range(len(group.shard.shards)) if group in unit.groups else ():
                     local = _local_shard(group, number)
                     saved[prefix + flat_name(number)] = local.cpu() if config.offload_to_cpu else local
         for key in buffers.keys() & saved.keys():
@@ -166,10 +167,11 @@ class StateDictMethods(nn.Module):
             saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Like any module's: whole tensors or DTensors, by names of the plain model. All ranks must call it.
+        """Like ``nn.Module.load_state_dict()``: loads whole tensors or DTensors by the names of the plain model. All
+        ranks must call it.
 
         Raises:
-            AssertionError: in a forward or backward.
+            AssertionError: it was called in a forward or backward.
         """
         with_metadata = OrderedDict(state_dict)
         known = getattr(state_dict, "_metadata", {})
@@ -182,7 +184,7 @@ class StateDictMethods(nn.Module):
                 wrapper._end_loading()
 
     def _before_loading(self, values: Any, prefix: str, *_: Any) -> None:
-        """Let the module show whole parameters, into which the values are copied: all ranks, whatever they hold."""
+        """Make the module show whole parameters, into which the values are copied. All ranks do so."""
         self._check_idle("load_state_dict")
         is_local = self._loads_local
         self._end_loading()
@@ -194,17 +196,17 @@ class StateDictMethods(nn.Module):
                 inside._loads_local = True
         paths = paths_in(self.get_submodule(WRAPPED_NAME))
         for group in [group for inside in _wrappers(self) for group in inside._groups]:
-            if isinstance(group.params[0].sharded, FlatParameter):  # torch's functions know one name of what is tied
+            if isinstance(group.params[0].sharded, FlatParameter):  # torch gives one name of a tied one
                 plain = _keys(group, paths, inner)
-                given = {plain[key]: values[key] for key in values.keys() & plain.keys()}
-                values.update((key, values.get(key, given[i])) for key, i in plain.items() if i in given)
+                named_values = {plain[key]: values[key] for key in values.keys() & plain.keys()}
+                values.update((key, values.get(key, named_values[i])) for key, i in plain.items() if i in named_values)
         for group in self._groups:
             plain = _keys(group, paths, inner)
-            for key in [key for key in values if key in plain]:  # in one order on all ranks, which communicate
+            for key in [key for key in values if key in plain]:  # in the same order on all ranks
                 if isinstance(value := values[key], torch.Tensor):
                     values[key] = whole_as_before(value, group.params[plain[key]])
-            if group.summoned is None:  # else by a module around this one, or by the user: they write back
-                group.check_in()
+            if group.summoned is None:  # otherwise a module around this one, or the user, writes back
+                group.notice_changes()
                 group.reshard()
             is_own = group in self._unit.groups
             is_flat = is_own and inner + FLAT_NAME in values
@@ -214,12 +216,12 @@ class StateDictMethods(nn.Module):
             full = group.summoned
             if full is None:
                 self._loaded.append(full := _Loaded(group, blank))
-            if is_flat or (self._loads_local and not is_own):  # then its own unit loads it, before this one or after
-                shown = blank if is_flat else full.shown()
+            if is_flat or (self._loads_local and not is_own):  # if it is not this unit's, its own unit loads it
+                shown = blank if is_flat else full.current()
                 values.update((name, shown[index].detach()) for name, index in plain.items())
 
     def _after_loading(self, incompatible: Any) -> None:
-        """Keep this rank's part of what was loaded."""
+        """Copy this rank's part of the loaded values into its shards."""
         for full in self._loaded:
             full.write_back()
         self._end_loading()
@@ -238,7 +240,7 @@ def _wrappers(module: nn.Module) -> list[StateDictMethods]:
 
 @contextmanager
 def temporarily(objects: Sequence[object], name: str, value: object) -> Iterator[None]:
-    """In this context an attribute of all objects has another value."""
+    """A context in which an attribute of all objects has a different value."""
     before = [getattr(each, name) for each in objects]
     for each in objects:
         setattr(each, name, value)
@@ -250,52 +252,52 @@ def temporarily(objects: Sequence[object], name: str, value: object) -> Iterator
 
 
 class _InPlace(kinds.LocalStateDictConfig):
-    """Local shards, and of groups that nothing shards the parameters where they lie, under whichever names."""
+    """The configuration of :func:`in_place`: local shards, and unsharded parameters without copies."""
 
 
 def in_place(module: nn.Module) -> AbstractContextManager[None]:
-    """State dicts of ``module`` copy no parameter: for what they hold beside parameters."""
+    """A context in which state dicts of ``module`` copy no parameter. For reading the other values in them."""
     local = StateDictType.LOCAL_STATE_DICT
     return temporarily(_wrappers(module), "_settings", StateDictSettings(local, _InPlace(), CONFIGS[local][1]()))
 
 
-class _Saved(FullGroup):
+class _Saved(FullParameters):
     """The full parameters that a group shows to a state dict."""
 
 
-class _Loaded(FullGroup):
-    """The full parameters into which values are loaded. If loading fails in the middle, no hook closes them."""
+class _Loaded(FullParameters):
+    """The full parameters into which values are loaded. If loading fails, no hook closes them."""
 
     is_left_by_errors = True
 
 
-def _is_local(config: kinds.StateDictConfig, group: Group) -> bool:
-    """Whether a state dict gets the local shards of a group. Where nothing is sharded, all kinds are full."""
+def _is_local(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
+    """Whether a state dict gets the local shards of a group. For an unsharded group, all types are full."""
     return isinstance(config, kinds.LocalStateDictConfig) and group.data.shard_group is not None
 
 
-def _is_dropped(config: kinds.StateDictConfig, group: Group) -> bool:
+def _is_discarded(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
     """Whether this rank's state dict gets nothing of a group's module."""
     return config.rank0_only and group.data.shard_rank != 0
 
 
-def _values(group: Group, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
-    """The value that each parameter shows, in compact memory of its own; none on ranks that keep nothing."""
+def _values(group: ParamGroup, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
+    """The value of each parameter for a state dict, in memory of its own. Empty on ranks that keep nothing."""
     if group.summoned is None:
-        whole = gather(group, [param.held for param in group.params])
+        whole = gather(group, [param.values for param in group.params])
     else:
-        whole = {index: local_tensor(full) for index, full in group.summoned.shown().items()}
+        whole = {index: local_tensor(full) for index, full in group.summoned.current().items()}
     as_rows = isinstance(config, kinds.ShardedStateDictConfig) and group.data.shard_group is not None
     values = {}
-    for index, value in whole.items() if not _is_dropped(config, group) else ():
-        given = given_out(value, group.params[index], as_rows, config.offload_to_cpu)
-        values[index] = nn.Parameter(given, group.params[index].sharded.requires_grad)
+    for index, value in whole.items() if not _is_discarded(config, group) else ():
+        entry = state_dict_entry(value, group.params[index], as_rows, config.offload_to_cpu)
+        values[index] = nn.Parameter(entry, group.params[index].sharded.requires_grad)
     return values
 
 
-def given_out(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
-    """The entry of a state dict for a whole value of ``param``, in its own memory: this rank's rows of it as a DTensor,
-    or all of it, also beside tensor parallel."""
+def state_dict_entry(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
+    """The entry of a state dict for a whole value of ``param``, in memory of its own: this rank's rows as a DTensor, or
+    the whole value, also with tensor parallel."""
     if not as_rows:
         return own_copy(all_of(param.as_before(whole)), to_cpu)
     spec = torch_private.altered_spec(param.spec, dtype=whole.dtype)
@@ -308,7 +310,8 @@ def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
 
 
 def all_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. What a DTensor has on the CPU after offloading goes back to its mesh, to communicate."""
+    """The whole of a tensor. If a DTensor's local part is offloaded to the CPU, it is moved to the device of its mesh,
+    to communicate."""
     if torch_private.is_sharded_tensor(tensor):
         with waiting("the whole of a ShardedTensor", tensor._process_group):  # type: ignore[attr-defined]
             return torch_private.whole_of_sharded_tensor(tensor)
@@ -322,61 +325,61 @@ def all_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_as_before(tensor: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
-    """All of a tensor, cut by tensor parallel as ``param`` was before it was sharded."""
+    """The whole of a tensor, or with tensor parallel, the part that ``param`` had before it was sharded."""
     whole, before = all_of(tensor), param.unsharded_spec
     if before is None:
         return whole
     return distribute_tensor(whole.detach(), before.mesh, before.placements, src_data_rank=None)
 
 
-def _local_shard(group: Group, number: int) -> DTensor:
-    """A section's shard, as it lies, as a DTensor of all that ranks have: it has torch's cuts, but no padding."""
-    data, plan, shard = group.data, group.sections[number].plan, group.memory.shards[number]
+def _local_shard(group: ParamGroup, number: int) -> DTensor:
+    """A section's shard as a DTensor over all ranks' shards. It is cut as torch cuts it, but has no padding."""
+    data, plan, shard = group.data, group.sections[number].plan, group.shard.shards[number]
     placements = [Replicate(), Shard(0)] if data.replicate_group is not None else [Shard(0)]
     spec = torch_private.sharding_spec(data.mesh, placements, torch.Size((plan.end,)), (1,), shard.dtype)
-    give_own_storage(local := shard.detach()[: plan.held(data.shard_rank)])
+    give_own_storage(local := shard.detach()[: plan.owned_numel(data.shard_rank)])
     return torch_private.make_dtensor(local, spec)
 
 
-def _load_local(group: Group, values: Any, prefix: str) -> None:
-    """Copy local shards from ``values`` to those of the group, and take them out."""
-    for number in range(len(group.memory.shards)):
+def _load_local(group: ParamGroup, values: Any, prefix: str) -> None:
+    """Copy local shards from ``values`` into those of the group, and remove them from ``values``."""
+    for number in range(len(group.shard.shards)):
         local, name = local_tensor(_local_shard(group, number)), prefix + flat_name(number)
-        held = local_tensor(values.pop(name, local))
-        if held.shape != local.shape:
+        loaded = local_tensor(values.pop(name, local))
+        if loaded.shape != local.shape:
             raise RuntimeError(
-                f"'{plain_name(name)}' has {held.numel()} elements for this rank, which holds {local.numel()}: a local "
-                f"state dict loads only into the sharding of which it was made"
+                f"'{plain_name(name)}' has {loaded.numel()} elements for this rank, which holds {local.numel()}: a "
+                f"local state dict loads only into the sharding of which it was made"
             )
-        local.copy_(held)
+        local.copy_(loaded)
 
 
-def _blank(group: Group, index: int) -> nn.Parameter:
-    """A whole parameter with this rank's part as it was, and zeros in the parts that it does not keep."""
+def _blank(group: ParamGroup, index: int) -> nn.Parameter:
+    """A whole parameter that has this rank's part, and zeros elsewhere."""
     param = group.params[index]
     flat = torch.zeros(param.shape.numel(), dtype=param.dtype, device=group.device)
     whole = param.view(flat, param.plan_shape.shape)
-    if not param.held.is_meta:
-        param.chunk_of(whole).copy_(param.held)
+    if not param.values.is_meta:
+        param.chunk_of(whole).copy_(param.values)
     return nn.Parameter(param.as_before(whole), requires_grad=param.sharded.requires_grad)
 
 
 def paths_in(root: nn.Module) -> dict[nn.Module, list[str]]:
-    """All names of each module inside of ``root``, one for each place if it is shared."""
+    """All names of each module inside of ``root``. A shared module has several."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     return paths
 
 
-def _keys(group: Group, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
-    """The keys of a group's parameters in a wrapper's state dict, and which parameters these are."""
-    places = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
-    return {prefix + plain_name(f"{path}.{at.name}"): i for at, i in places for path in paths.get(at.module, ())}
+def _keys(group: ParamGroup, paths: Mapping[nn.Module, list[str]], prefix: str) -> dict[str, int]:
+    """The keys of a group's parameters in a wrapper's state dict, each with the index of its parameter."""
+    locations = [(at, index) for index, param in enumerate(group.params) for at in param.locations]
+    return {prefix + plain_name(f"{path}.{at.name}"): i for at, i in locations for path in paths.get(at.module, ())}
 
 
 def _unwrap_names(wrapper: nn.Module, saved: Any, prefix: str, metadata: Any) -> None:
-    """A hook after the state dict of ``wrapper`` is made: takes the wrapper's own name out of all names."""
+    """A hook that removes the wrapper's own name from all names, after the state dict of ``wrapper`` is made."""
     for key in [key for key in saved if key.startswith(prefix + _PREFIX)]:
         saved[prefix + key.removeprefix(prefix + _PREFIX)] = saved.pop(key)
     known = getattr(saved, "_metadata", {})

@@ -1,8 +1,8 @@
-"""The unit of a wrapped module: what the wrapper asks of the engine.
+"""The unit of a wrapped module.
 
-Owns what torch's wrapper does at its root only (casts of the root's inputs, casts of buffers, full precision in
-evaluation where the environment asks for it), and the transport that reduces gradients by a function of the user's.
-Everything else is the engine's :class:`~fullshard.schedule.unit.Unit`.
+Owns what torch's wrapper does only at its root (casts of the root's inputs, casts of buffers, full precision in
+evaluation if ``FSDP_USE_FULL_PREC_IN_EVAL`` is set), and the transport that reduces gradients by a user's hook. All
+else is the engine's :class:`~fullshard.schedule.unit.Unit`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fullshard.wrapper.settings import MixedPrecision
 
 
 class WrappedUnit(Unit):
-    """One wrapped module. A buffer is known by the module that has it and its name there."""
+    """One wrapped module. A buffer is identified by its module and its name there."""
 
     tree = (*Unit.tree, "buffers", "buffer_dtypes")
 
@@ -36,15 +36,15 @@ class WrappedUnit(Unit):
         super().__init__((wrapper,), device, MixedPrecisionPolicy(*dtypes, precision.cast_forward_inputs), auto_reshard)
         self.precision, self._policy = precision, self.mp_policy
         self.buffers: list[tuple[nn.Module, str]] = []
-        #: The original dtypes of buffers that were cast, by module and name, which state dicts restore.
+        #: The original dtypes of cast buffers, by module and name. State dicts restore them.
         self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self.failed = False
 
     def __repr__(self) -> str:
         return f"the wrapped {type(self.modules[0].module).__name__}"
 
-    def join(self, schedule: Schedule) -> None:
-        super().join(schedule)
+    def use_schedule(self, schedule: Schedule) -> None:
+        super().use_schedule(schedule)
         at_root = schedule.root is self and self.precision.cast_root_forward_inputs
         self.casts_inputs = self.precision.cast_forward_inputs or at_root
         self._cast_buffers()
@@ -72,17 +72,19 @@ class WrappedUnit(Unit):
             raise
 
     def recover(self) -> None:
-        """Go back to the beginning of a step if an error ended the last one. All ranks must call it."""
+        """Reset to the beginning of a step if an error ended the last one. All ranks must call it."""
         if (schedule := self.schedule) is None or running_backward() >= 0:
             return
-        outermost = [unit for unit in (schedule.root, schedule.forward_root) if isinstance(unit, WrappedUnit)]
-        if outermost and (schedule.is_in_backward or any(unit.failed for unit in outermost)):
+        now = schedule.step.now
+        began = (schedule.root, schedule.outermost) if now.has_forward else (schedule.root,)
+        outermost = [unit for unit in began if isinstance(unit, WrappedUnit)]
+        if outermost and (now.has_backward or any(unit.failed for unit in outermost)):
             schedule.reset()
             for unit in outermost:
                 unit.failed = False
 
     def reduce_by(self, hook: Callable[..., Any]) -> None:
-        """Reduce gradients from now on by a function, in the form that ``torch.distributed.algorithms`` has them."""
+        """Reduce gradients by a hook from now on, with the interface of ``torch.distributed.algorithms``."""
         for group in self.groups:
             if group.data.shard_group is None:
                 group.options.all_reduce = hook
@@ -99,7 +101,7 @@ class WrappedUnit(Unit):
                 module._buffers[name] = buffer.to(dtype)
 
     def _compute_in_full(self, full: bool) -> None:
-        """Compute in the original dtypes from now on, or in those of the settings again."""
+        """Compute in the original dtypes from now on, or with the settings' mixed precision again."""
         if full is (self.mp_policy is not self._policy):
             return
         self.mp_policy = MixedPrecisionPolicy() if full else self._policy
@@ -122,12 +124,12 @@ class _HookTransport(Transport):
 
     def _route(self, request: Request) -> Any:
         sizes = ((full.nbytes, plan.world_size) for plan, full, _ in request.transfers)
-        sent = sum(nbytes // ranks * (ranks - 1) for nbytes, ranks in sizes)  # as reduce-scatters: hooks do not tell
+        sent = sum(nbytes // ranks * (ranks - 1) for nbytes, ranks in sizes)  # assumed: a reduce-scatter
         return SimpleNamespace(start=partial(self._start, request.transfers), staging=0, sent=sent)
 
     def _start(self, transfers: Sequence[Transfer], shards: Sequence[torch.Tensor], *__: object) -> Pending:
         for (_, full, _), shard in zip(transfers, shards, strict=True):
-            # Hooks that compress swap the data of what they are given: aliases, for the views here are used again.
+            # Compressing hooks replace the data of their arguments. Give them aliases: our views are used again.
             reduced = torch.empty(shard.shape, dtype=full.dtype, device=full.device)
             self._hook(full.detach(), reduced)
             shard.copy_(reduced)
@@ -135,15 +137,15 @@ class _HookTransport(Transport):
 
 
 def keep_precision(module: nn.Module) -> None:
-    """Let a module in a model of low precision compute in fp32, and give its outputs the dtype of its inputs."""
+    """Make a module of a low-precision model compute in fp32. Its outputs get the dtype of its inputs."""
     dtypes: list[torch.dtype] = []
 
-    def up(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def to_float32(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         dtypes[:] = [tensor.dtype for tensor in tree.tensors(args) if tensor.is_floating_point()]
         return tree.cast_floating(args, torch.float32)
 
-    def back(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def to_input_dtype(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return tree.cast_floating(output, dtypes[0] if dtypes else None)
 
-    module.register_forward_pre_hook(up)
-    module.register_forward_hook(back)
+    module.register_forward_pre_hook(to_float32)
+    module.register_forward_hook(to_input_dtype)

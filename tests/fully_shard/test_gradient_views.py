@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.buffer.plan import make_plan
 from fullshard.buffer.sections import Section
-from fullshard.group.gradient_places import MessagePlaces
+from fullshard.group.gradient_views import MessageViews
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import Location, ShardedParameter
+from fullshard.torch_private import foreach_add
 from tests.comm.cases import ODD, STRAIGHT, Shapes
 from tests.harness import fake_world
 
@@ -20,7 +21,7 @@ ROWS: Shapes = (((8, 3), 0), ((5,), 0), ((4, 2, 2), 0), ((1, 3), 0), ((0, 4), 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-@pytest.mark.parametrize("shapes", [ROWS, ODD, STRAIGHT], ids=["rows", "odd", "straight"])
+@pytest.mark.parametrize("shapes", [ROWS, ODD, STRAIGHT], ids=["rows", "odd", "zero-copy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: torch.dtype) -> None:
     with fake_world(size):
@@ -28,25 +29,25 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
         shown = [param.plan_shape for param in params]
         plan = make_plan(shown, size)
         full = torch.full((plan.messages.full_numel,), torch.nan)
-        places = MessagePlaces(params, [Section(torch.float32, tuple(range(len(params))), plan.messages)], [full])
+        places = MessageViews(params, [Section(torch.float32, tuple(range(len(params))), plan.messages)], [full])
         grads = {i: torch.randn(param.shape).to(dtype) for i, param in enumerate(params)}
         kept = {i: grad.clone() for i, grad in grads.items()}
         places.write(grads)
         expected = {i: grad.float() for i, grad in kept.items()}
         check(places, expected)
-        places.add({i: grad.clone() for i, grad in kept.items()})
+        places.write({i: grad.clone() for i, grad in kept.items()}, foreach_add)
         check(places, {i: 2 * grad for i, grad in expected.items()})
         places.zero(1)
         assert not places.read(1).any()
         some = {i: grad.float() for i, grad in kept.items() if i % 2 == 0}
-        places.straight.clear()
+        places.zero_copy.clear()
         places.write({i: grad.clone() for i, grad in some.items()})  # a part of them, one by one
         check(places, some)
         # What a rank is sent lies where its shard has it.
         for rank in range(size):
             message = full.view(size, -1)[rank] if full.numel() else full
             for i in some.keys() - places.kept:
-                start, shape = plan.place(i, rank)
+                start, shape = plan.locate_chunk(i, rank)
                 chunk = params[i].view(message[start : start + torch.Size(shape).numel()], shape)
                 dim = params[i].dim
                 chunks = [some[i]] * size if dim is None else some[i].chunk(size, dim)
@@ -54,7 +55,7 @@ def test_messages_have_what_each_rank_reduces(size: int, shapes: Shapes, dtype: 
                     assert torch.equal(chunk, chunks[rank])
 
 
-def check(places: MessagePlaces, expected: dict[int, torch.Tensor]) -> None:
+def check(places: MessageViews, expected: dict[int, torch.Tensor]) -> None:
     for index, grad in expected.items():
         assert torch.equal(places.read(index), grad), index
 

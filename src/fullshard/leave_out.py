@@ -82,7 +82,7 @@ def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bo
     units = [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]
     if not units:
         raise ValueError(f"leave_out was called with {type(module).__name__}, in which nothing is sharded")
-    in_forward = any(unit.schedule is not None and unit.schedule.forward_root is not None for unit in units)
+    in_forward = any(unit.schedule is not None and unit.schedule.step.now.has_forward for unit in units)
     if not in_forward and running_backward() < 0:
         raise RuntimeError(
             f"leave_out({type(module).__name__}) must be called in the forward of the root, where other ranks call it"

@@ -1,26 +1,26 @@
 """Where the gradients of a group lie until they are reduced: whole in their buffer, or in the messages to all ranks.
 
-Owns the views of the buffer that gradients are copied to, and the straight gradients, which are kept as autograd made
+Owns the views of the buffer that gradients are copied to, and the zero-copy gradients, which are kept as autograd made
 them. It leaves to :mod:`fullshard.group.gradients` which gradients have arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fullshard.buffer.messages import Rows, pieces_alone
-from fullshard.buffer.plan import Copies, Piece
+from fullshard.buffer.plan import Piece
 from fullshard.buffer.sections import Section
 from fullshard.group.parameter import ShardedParameter, whole_views
-from fullshard.torch_private import foreach_add, foreach_copy, shares_memory
+from fullshard.torch_private import Tensors, foreach_copy, shares_memory
 
 Grads = Mapping[int, torch.Tensor]
 
 
-class WholePlaces:
+class WholeViews:
     """Places of whole gradients, by the index of their parameter, in the ``fulls`` of the sections that are trained."""
 
     kept: frozenset[int] = frozenset()  # parameters whose gradients are not copied
@@ -30,7 +30,7 @@ class WholePlaces:
     ) -> None:
         self._params = params
         self.views: dict[int, torch.Tensor] = {}
-        self.straight: dict[int, torch.Tensor] = {}  # gradients that are not copied
+        self.zero_copy: dict[int, torch.Tensor] = {}  # gradients that are not copied
         self.dtypes: dict[int, torch.dtype] = {}  # in which each travels
         for section, full in zip(sections, fulls, strict=True):
             self.dtypes.update(dict.fromkeys(section.members, full.dtype))
@@ -39,16 +39,12 @@ class WholePlaces:
     def _lay_out(self, section: Section, full: torch.Tensor) -> None:
         self.views.update(whole_views(self._params, section, full))
 
-    def write(self, grads: Grads) -> None:
-        """Copy gradients to their places."""
-        foreach_copy(list(map(self.views.__getitem__, grads)), list(grads.values()))
-
-    def add(self, grads: Grads) -> None:
-        """Add gradients to what is there."""
-        foreach_add(list(map(self.views.__getitem__, grads)), list(grads.values()))
+    def write(self, grads: Grads, write: Callable[[Tensors, Tensors], object] = foreach_copy) -> None:
+        """Copy gradients into the buffer, or add them to what is there (``foreach_add``)."""
+        write(list(map(self.views.__getitem__, grads)), list(grads.values()))
 
     def zero(self, index: int) -> None:
-        """Let a gradient be zeros."""
+        """Set a gradient to zeros."""
         self.views[index].zero_()
 
     def read(self, index: int) -> torch.Tensor:
@@ -56,7 +52,7 @@ class WholePlaces:
         return self.views[index]
 
 
-class MessagePlaces(WholePlaces):
+class MessageViews(WholeViews):
     """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
 
     def __init__(self, *given: Any) -> None:
@@ -70,7 +66,7 @@ class MessagePlaces(WholePlaces):
         self._device = full.device
         plan, is_row = section.plan, full.numel() > 0
         for at, index in enumerate(section.members):
-            if at not in plan.straight:
+            if at not in plan.zero_copy:
                 pieces = pieces_alone(plan, at, full.numel() // plan.world_size)
                 self._pieces[index] = pieces, full[plan.shard_offsets[at] :]
                 param = self._params[index]
@@ -78,65 +74,50 @@ class MessagePlaces(WholePlaces):
         if is_row:
             self._rows.append(Rows(plan, section.members, full))
 
-    def _in_memory(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient in the order in which its parameter lies in memory."""
-        return grad.permute(order) if (order := self._params[index].order) != (*range(grad.ndim),) else grad
-
-    def _copies(self, grads: Grads) -> Copies:
-        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-        for index, grad in grads.items():
-            pieces, place = self._pieces[index]
-            values = self._in_memory(index, grad).contiguous()
-            targets += [piece.of_shard(place) for piece in pieces]
-            sources += [piece.of_full(values) for piece in pieces]
-        return targets, sources
-
-    def write(self, grads: Grads) -> None:
+    def write(self, grads: Grads, write: Callable[[Tensors, Tensors], object] = foreach_copy) -> None:
         indices = grads.keys()
         for index in (done := self.kept & indices):
             self._keep(index, grads[index])
-        for rows in self._rows:
+        for rows in self._rows if write is foreach_copy else ():
             if indices >= rows.members and rows.fill(grads):
                 done = done | rows.members
-        if done != indices:
-            copies = self._copies({index: grad for index, grad in grads.items() if index not in done})
-            if copies[0]:
-                foreach_copy(*copies)
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for index in indices - done:
+            pieces, target = self._pieces[index]
+            values = grads[index].permute(self._params[index].order).contiguous()
+            targets += [piece.of_shard(target) for piece in pieces]
+            sources += [piece.of_full(values) for piece in pieces]
+        if targets:
+            write(targets, sources)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a straight gradient as it is, if it is ours to change, or else a copy, or add it to what was kept."""
-        is_ours, values = not (grad.requires_grad or shares_memory(grad)), self._in_memory(index, grad.detach())
-        if index in self.straight:
-            self.straight[index].view(values.shape).add_(values)
+        """Keep a zero-copy gradient, or a copy of it if it is not ours to change; or add it to the one that is kept."""
+        is_ours = not (grad.requires_grad or shares_memory(grad))
+        values = grad.detach().permute(self._params[index].order)
+        if index in self.zero_copy:
+            self.zero_copy[index].view(values.shape).add_(values)
             return
         if grad.dtype != self.dtypes[index] or not values.is_contiguous() or not is_ours:
             values = values.to(self.dtypes[index], memory_format=torch.contiguous_format, copy=True)
-        self.straight[index] = values.view(-1)
-
-    def add(self, grads: Grads) -> None:
-        for index in grads.keys() - self._pieces.keys():
-            self._keep(index, grads[index])
-        targets, sources = self._copies({index: grad for index, grad in grads.items() if index in self._pieces})
-        if targets:
-            foreach_add(targets, sources)
+        self.zero_copy[index] = values.view(-1)
 
     def zero(self, index: int) -> None:
         if index not in self._pieces:
-            numel = self._params[index].plan_shape.numel
-            self.straight[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
+            numel = self._params[index].shape.numel()
+            self.zero_copy[index] = torch.zeros(numel, dtype=self.dtypes[index], device=self._device)
             return
-        pieces, place = self._pieces[index]
+        pieces, target = self._pieces[index]
         for piece in pieces:
-            piece.of_shard(place).zero_()
+            piece.of_shard(target).zero_()
 
     def read(self, index: int) -> torch.Tensor:
         param = self._params[index].plan_shape
-        if index in self.straight:
-            return self._params[index].view(self.straight[index], param.shape)
-        pieces, place = self._pieces[index]
+        if index in self.zero_copy:
+            return self._params[index].view(self.zero_copy[index], param.shape)
+        pieces, target = self._pieces[index]
         if param.dim is None:
-            return self._params[index].view(place[: param.numel], param.shape)
-        whole = place.new_empty(param.numel)
+            return self._params[index].view(target[: param.numel], param.shape)
+        whole = target.new_empty(param.numel)
         for piece in pieces:
-            piece.of_full(whole).copy_(piece.of_shard(place))
+            piece.of_full(whole).copy_(piece.of_shard(target))
         return self._params[index].view(whole, param.shape)

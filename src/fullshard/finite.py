@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard import tree
 from fullshard.comm.waits import WAITS
-from fullshard.group.group import Group
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
@@ -90,7 +90,7 @@ def _look_at_output(name: str, module: nn.Module, args: Any, output: Any) -> Non
 
 
 @torch.no_grad()
-def _look_at_gradients(group: Group, reduced: bool) -> None:
+def _look_at_gradients(group: ParamGroup, reduced: bool) -> None:
     """Look at the gradients of a group, before they are reduced or after."""
     grads: Iterable[tuple[int, torch.Tensor | None]] = (
         ((index, param.sharded.grad) for index, param in enumerate(group.params))

@@ -1,8 +1,8 @@
 """The shard of a group, which it keeps between uses.
 
-Owns the memory in which every parameter of the group has its chunk, one piece or places in memory that ranks share; the
-move of values into it, and the copies that a gather needs where the shard has another dtype or lies on another device.
-It knows no states.
+Owns the memory in which every parameter of the group has its chunk: one piece of its own, or parts of memory that ranks
+share. Copies values into it, and makes the copies that a gather needs where the shard has another dtype or lies on
+another device. It knows no states.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from fullshard.group.parameter import chunk_views
 from fullshard.torch_private import foreach_copy
 
 
-class Memory:
+class ShardBuffer:
     """The shard of a group."""
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
         device = group.device
-        held = [param.held for param in group.params]
-        self.is_meta = bool(held) and all(tensor.is_meta for tensor in held)  # then nothing is allocated
+        values = [param.values for param in group.params]
+        self.is_meta = bool(values) and all(tensor.is_meta for tensor in values)  # then nothing is allocated
         dtypes = [section.dtype for section in group.sections]
         self.nbytes = shard_bytes(group.sections, dtypes)
         self.views: tuple[torch.Tensor, ...] = ()
-        self.is_apart = self._may_share()  # whether ranks that are to share memory have not met since it was made
+        self.is_unmapped = self._may_share()  # whether ranks that are to share memory have not mapped it yet
         self.shared: SharedChunks | None = None
-        if self.is_apart and not self.is_meta:
-            memory = group.transport.share(full_bytes(group.sections, group.compute_dtypes))
+        if self.is_unmapped and not self.is_meta:
+            memory = group.transport.reserve_shared(full_bytes(group.sections, group.compute_dtypes))
             self.shared = None if memory is None else SharedChunks(group, memory)
-        #: Of each parameter's chunk, by its index in the group.
-        self.places = self._allocate(dtypes) if self.shared is None else self.shared.places
-        for place in self.places.values() if not group.is_flat else ():
-            give_own_storage(place)
+        #: The chunk of each parameter, by its index in the group.
+        self.chunks = self._allocate(dtypes) if self.shared is None else self.shared.chunks
+        for chunk in self.chunks.values() if not group.is_flat else ():
+            give_own_storage(chunk)
         self.shards = self.views if self.shared is None else self.shared.shards  # of sections, where contiguous
-        self.written = self.views or tuple(self.places.values())  # tensors whose versions count the writes
+        self.written = self.views or tuple(self.chunks.values())  # tensors whose versions count the writes
         self.staged_views: tuple[torch.Tensor, ...] = ()
-        self.needs_staging = (group.offloads and not is_host(device)) or dtypes != group.compute_dtypes
+        is_like = dtypes == group.compute_dtypes and not (group.offloads and not is_host(device))
+        self.needs_staging = group.data.shard_group is not None and not is_like  # without other ranks a gather casts
         self.poisons = os.environ.get("FULLSHARD_DEBUG", "0") not in ("", "0")
 
     def _may_share(self) -> bool:
@@ -59,15 +60,15 @@ class Memory:
             return False
         return not any(param.extends for param in group.params)
 
-    def meet(self) -> bool:
-        """Let ranks that share memory see what each of them has; every rank must call it. Returns whether they do.
+    def map_shared(self) -> bool:
+        """Map the memory that ranks share, on every rank. Returns whether there is enough, or nothing to map yet.
 
-        Ranks meet when they use a group, and not when they make it: one may be given its values, or another dtype,
+        Ranks do it when they use a group, and not when they make it: one may be given its values, or another dtype,
         while another waits for its turn.
         """
-        met = self._group.transport.meet(self.shared.memory if self.shared is not None else None)
-        self.is_apart = self.shared is None
-        return met or self.is_apart
+        is_mapped = self._group.transport.map_shared(self.shared.memory if self.shared is not None else None)
+        self.is_unmapped = self.shared is None
+        return is_mapped or self.is_unmapped
 
     @torch.inference_mode(False)
     def _allocate(self, dtypes: Sequence[torch.dtype]) -> dict[int, torch.Tensor]:
@@ -80,31 +81,31 @@ class Memory:
             memory = group.transport.private.allocate(nbytes, group.device)
         memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
         self.views = shard_views(memory, group.sections, dtypes)
-        places: dict[int, torch.Tensor] = {}
+        chunks: dict[int, torch.Tensor] = {}
         for section, view in zip(group.sections, self.views, strict=True):
-            places.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
-        return places
+            chunks.update(chunk_views(group.params, section.members, section.plan, view, group.data.shard_rank))
+        return chunks
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take_in(self) -> None:
-        """Move into the shard what each parameter holds, whole or as a chunk, and let it hold its place there."""
+    def copy_parameters(self) -> None:
+        """Copy into the shard what each parameter has, whole or as a chunk, and let it have its chunk there."""
         group = self._group
         group.writes += 1
-        for index, place in self.places.items():
+        for index, chunk in self.chunks.items():
             param = group.params[index]
-            if param.lies_at(place):
+            if param.lies_at(chunk):
                 continue
-            held = param.held
-            if held.is_meta and not place.is_meta:
-                place = torch.empty_like(place, device="meta")
+            values = param.values
+            if values.is_meta and not chunk.is_meta:
+                chunk = torch.empty_like(chunk, device="meta")
             else:
-                place.copy_(held if param.placed else param.chunk_of(held))
-            param.place(place)
+                chunk.copy_(values if param.is_sharded else param.chunk_of(values))
+            param.set_chunk(chunk)
         for param in group.params:
             if param.extends and not param.lies_at(param.local):
-                param.place_extension(group.offloads)
-        self.has_meta = any(param.held.is_meta for param in group.params)  # some until they are materialized
+                param.set_extension_chunk(group.offloads)
+        self.has_meta = any(param.values.is_meta for param in group.params)  # some until they are materialized
 
     def make_staging(self) -> SlotBuffer:
         """A buffer for :meth:`stage`, with memory from the pool."""
@@ -125,7 +126,7 @@ class Memory:
                 foreach_copy(self.staged_views, self.views)
 
     def refuse_meta(self) -> NoReturn:
-        names = [param.name for param in self._group.params if param.held.is_meta]
+        names = [param.name for param in self._group.params if param.values.is_meta]
         raise RuntimeError(
             f"parameters are still on the meta device: {names}. Materialize them before the first use, for example "
             f"with module.to_empty(device=...) and then reset_parameters() or load_state_dict()"
@@ -135,16 +136,16 @@ class Memory:
 class SharedChunks:
     """Where the chunks of this rank lie in the full buffer that the ranks of a host share.
 
-    A chunk lies in the very place from which all ranks read it. A chunk that cannot, because it has another dtype than
-    is computed in, is cut along another dim than the first, or is whole on every rank, lies in memory of this rank and
-    is *published*: copied to its place in the full buffer when a pass begins.
+    A chunk lies where all ranks read it. A chunk that cannot, because it has another dtype than is computed in, is cut
+    along another dim than the first, or is whole on every rank, lies in memory of this rank and is *published*: copied
+    to its part of the full buffer when a pass begins.
     """
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(self, group: GroupContext, memory: SharedMemory) -> None:
         self.memory = memory
-        self.places: dict[int, torch.Tensor] = {}  # of each parameter's chunk, by its index in the group
+        self.chunks: dict[int, torch.Tensor] = {}  # of each parameter, by its index in the group
         self.shards: tuple[torch.Tensor, ...] = ()  # of each section (*flat*)
         self._published: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._version: int | None = None
@@ -157,9 +158,9 @@ class SharedChunks:
                 if group.is_flat or section.dtype != dtype or param.dim != 0:
                     apart.append(position)
                     continue
-                at, shape = section.plan.place(position, rank)
+                at, shape = section.plan.locate_chunk(position, rank)
                 chunk = memory.own(start + first.get(at, 0) * dtype.itemsize, math.prod(shape), dtype)
-                self.places[index] = group.params[index].view(chunk, shape)
+                self.chunks[index] = group.params[index].view(chunk, shape)
             plan = section.plan.select(apart)
             numel = plan.shard_numel if apart else 0
             if section.dtype == dtype and group.is_flat:
@@ -171,10 +172,10 @@ class SharedChunks:
                 self._published += [(piece.of_full(full), piece.of_shard(shard)) for piece in pieces]
             self.shards += (shard,) if group.is_flat else ()
             members = [section.members[position] for position in apart]
-            self.places.update(chunk_views(group.params, members, plan, shard, rank))
+            self.chunks.update(chunk_views(group.params, members, plan, shard, rank))
 
     def publish(self, version: Callable[[], int], whatever: bool) -> None:
-        """Copy the chunks to their places if their ``version`` is a new one, or in any case (``whatever``)."""
+        """Publish the chunks if their ``version`` is a new one, or in any case (``whatever``)."""
         if self._published and ((now := version()) != self._version or whatever):
             self._version = now
             with torch.no_grad():

@@ -1,0 +1,90 @@
+"""What groups share that communicate in turn: lanes, memory, and the bound on reductions under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+
+import torch
+
+from fullshard.buffer.slots import SlotPool
+from fullshard.comm.transport import Transport
+from fullshard.device import Lane, Lanes, Mark, is_capturing
+
+
+class Reductions:
+    """The reductions that are under way, the oldest first."""
+
+    def __init__(self) -> None:
+        self._scatters = deque[Mark]()  # reduce-scatters, each of which reads a gradient buffer
+        self._sums = deque[Mark]()  # the all-reduces that follow some of them
+        self.add: Callable[[Mark], None] = self._scatters.append
+        self.add_sum: Callable[[Mark], None] = self._sums.append
+        self.drops = 0  # how often reductions that were under way were lost
+        #: Gradients on their way to the CPU, the oldest first: the event of their arrival, and what hands them over.
+        self.arriving = deque[tuple[torch.Event, Callable[[], None]]]()
+
+    def wait_for_oldest(self, keep: int = 0, keep_sums: int = 0) -> None:
+        """Wait until at most ``keep`` reduce-scatters read a gradient buffer, and ``keep_sums`` all-reduces run."""
+        while len(self._scatters) > keep:
+            self._scatters.popleft().wait()
+        while self._sums and len(self._sums) > keep_sums:
+            self._sums.popleft().wait()
+        if self.arriving:
+            self.hand_over_arrived(wait=False)
+
+    def hand_over_arrived(self, wait: bool = True) -> None:
+        """Hand over the gradients that are on the CPU, or ``wait`` for all. An optimizer may run in a backward."""
+        while self.arriving and (wait or self.arriving[0][0].query()):
+            arrived, hand_over = self.arriving.popleft()
+            arrived.synchronize()
+            hand_over()
+
+    def drop(self) -> None:
+        """Wait for all reductions, and drop their results."""
+        self.drops += 1
+        for marks in (self._scatters, self._sums):
+            while marks:
+                with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
+                    marks.popleft().wait()
+        while self.arriving:
+            self.arriving.popleft()[0].synchronize()
+
+
+class CommContext:
+    """The context of groups that communicate in turn. Several trees may share one (``share_comm_ctx``).
+
+    It has the slots, in a pool for each kind of buffer and transport. A tree has its own: all ranks must agree on which
+    slots still have their values, and a rank may have other models, which would take slots of the same pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.reductions = Reductions()
+        self.pools: dict[tuple[str, int], SlotPool] = {}
+        self._was_captured = False
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The lanes, made at their first use: on a device they are streams."""
+        return Lanes(Lane(self._device), Lane(self._device), Lane(self._device))
+
+    def pool(self, kind: str, transport: Transport) -> SlotPool:
+        """The pool of buffers of a kind that ``transport`` transfers."""
+        key = (kind, id(transport))
+        if key not in self.pools:
+            self.pools[key] = SlotPool(self._device, transport.allocate)
+        return self.pools[key]
+
+    def forget_marks_at_capture(self) -> bool:
+        """Forget the marks of before, in a capture of a graph and after it: none may be waited for across its edge, and
+        what follows comes after all of them. Called when a forward begins; returns whether they were forgotten."""
+        before, self._was_captured = self._was_captured, is_capturing(self._device)
+        if not (before or self._was_captured):
+            return False
+        self.reductions.wait_for_oldest()
+        for pool in self.pools.values():
+            pool.forget_marks()
+        return True

@@ -1,0 +1,104 @@
+"""The step of training in which a tree of modules is: which pass runs, what was counted, and who logs what starts.
+
+The groups of a tree share one :class:`Step`. The schedule makes it and changes it; groups read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any, Literal
+
+from fullshard.device import PASSED, Mark
+
+Kind = Literal["forward", "backward"]  # of a pass
+#: What happens to a group, see :class:`~fullshard.schedule.step_log.Event`.
+Action = Literal["gather", "reuse", "unshard", "reshard", "rest", "reduce"]
+NOTHING: frozenset[int] = frozenset()
+
+
+class Pass(Enum):
+    """The pass that runs: an outermost forward, a backward, a backward inside a forward, or none."""
+
+    NONE = False, False, False
+    FORWARD = True, False, True
+    BACKWARD = False, True, True
+    NESTED = True, True, True
+    FINALIZING = False, True, False  # what backwards left is being reduced between passes
+
+    def __init__(self, has_forward: bool, has_backward: bool, reads_shared: bool) -> None:
+        self.has_forward, self.has_backward = has_forward, has_backward  # whether one has begun that has not ended
+        self.reads_shared = reads_shared  # whether ranks read the memory that they share, and none writes to it
+
+
+#: The pass that runs after another begins or ends.
+BEGIN = {
+    (Pass.NONE, "forward"): Pass.FORWARD,
+    (Pass.NONE, "backward"): Pass.BACKWARD,
+    (Pass.FORWARD, "backward"): Pass.NESTED,
+}
+END = {
+    (Pass.FORWARD, "forward"): Pass.NONE,
+    (Pass.BACKWARD, "backward"): Pass.NONE,
+    (Pass.NESTED, "backward"): Pass.FORWARD,
+    (Pass.NESTED, "forward"): Pass.BACKWARD,  # an error ended the backward in it
+}
+#: The pass while what backwards left is being reduced, and after an error ended that or the wait for reductions.
+FINALIZE = {Pass.NONE: Pass.FINALIZING, Pass.FORWARD: Pass.NESTED}
+
+
+class Log:
+    """What is told of everything that happens to groups, once, where it starts. This one forgets it.
+
+    Attributes:
+        listeners: functions of an action, a group and whether bytes move. Without any they cost nothing.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[Action, Any, bool], object]] = []
+
+    def __call__(
+        self, action: Action, group: Any, parameters: frozenset[int] = NOTHING, moves: bool = True
+    ) -> AbstractContextManager[object] | None:
+        """Log an action on a group, the indices of parameters that it reduces, and whether bytes move (not in memory
+        that ranks share). What is returned, if anything, is to be open while the communication starts."""
+        return None
+
+
+class Step:
+    """The step of a tree.
+
+    Attributes:
+        now: the pass that runs.
+        forwards: outermost forwards so far. Values gathered before the last one may be old: shards may have changed.
+        optimizer_steps: steps on the parameters of the tree; one, if optimizers take turns between two passes.
+        steps_before: of these, the ones before the pass that runs, or the last one.
+        written: marks the end of the optimizers' writes. A gather runs in another lane, and waits for it.
+        begin_backward: is called when a backward reaches any of the groups.
+        log: is called with everything that happens to a group.
+    """
+
+    def __init__(self, begin_backward: Callable[[], None] = lambda: None) -> None:
+        self.now = Pass.NONE
+        self.forwards = self.optimizer_steps = self.steps_before = 0
+        self.written: Mark = PASSED
+        self.begin_backward = begin_backward
+        self.log = Log()
+        self._stepped = Counter[int]()  # how often each optimizer has stepped since the last pass, by its id
+
+    def begin_pass(self, kind: Kind) -> None:
+        if self.now is Pass.NONE:
+            self._stepped.clear()
+            self.steps_before = self.optimizer_steps
+        self.now = BEGIN[self.now, kind]
+
+    def end_pass(self, kind: Kind) -> None:
+        self.now = END[self.now, kind]
+
+    def count_step(self, optimizer: object) -> None:
+        """Count a step of an optimizer. Ranks may have different numbers of optimizers, each for some parameters."""
+        most = max(self._stepped.values(), default=0)
+        self._stepped[id(optimizer)] += 1
+        self.optimizer_steps += self._stepped[id(optimizer)] > most

@@ -1,0 +1,74 @@
+"""Where the parameters, gradients and optimizer state of a group lie at each time of a step.
+
+A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank. Between
+steps parameters are sharded, in the passes that use them replicated::
+
+    strategy             parameters after          gradients after a backward      optimizer
+                         forward       backward    over shards   over replicas     state
+    FULL_SHARD           sharded       sharded     sharded       replicated        sharded
+      on a smaller mesh  sharded less  sharded     sharded       replicated        sharded
+    SHARD_GRAD_OP        replicated    sharded     sharded       replicated        sharded
+    HYBRID_SHARD         as FULL_SHARD, on a mesh with replicas
+    NO_SHARD             as SHARD_GRAD_OP, on a mesh of replicas only: what is sharded over one rank is whole
+
+    without sync         -             -           partial       partial           -
+    without all-reduce   -             -           sharded       partial           -
+
+What takes a tensor from one placement to the next:
+
+    parameters   sharded → replicated      all-gather
+                 replicated → sharded      nothing: the copy is dropped
+                 replicated → sharded less a slice, and an all-gather over fewer ranks later
+    gradients    partial → sharded         reduce-scatter, over the ranks that shard
+                 partial → replicated      all-reduce, over the replicas
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from functools import cached_property
+
+
+class Placement(Enum):
+    """What each rank has of a tensor."""
+
+    REPLICATED = auto()  # all of it
+    SHARDED = auto()  # its part
+    SHARDED_LESS = auto()  # a larger part, over the smaller mesh between forward and backward (``post_forward_mesh``)
+    PARTIAL = auto()  # one term of its sum
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A row of the table. Users switch the columns of a group between steps, by the setters of ``FSDPModule``."""
+
+    after_forward: Placement = Placement.SHARDED  # of parameters
+    after_backward: Placement = Placement.SHARDED
+    gradients: Placement = Placement.SHARDED  # after a backward, over the ranks that shard
+    gradients_of_replicas: Placement = Placement.REPLICATED  # and over those that replicate
+
+    def switched(self, **columns: bool) -> Strategy:
+        """The row with some columns switched on or off, as in the line of the switch in the table."""
+        return replace(self, **{column: _SWITCHES[column][on] for column, on in columns.items()})
+
+    @cached_property
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients; otherwise they add up, whole."""
+        return self.gradients is not Placement.PARTIAL
+
+    @cached_property
+    def all_reduces(self) -> bool:
+        """Whether a reduction goes on over the replicas; otherwise gradients add up, sharded."""
+        return self.gradients_of_replicas is not Placement.PARTIAL
+
+
+#: What a column has when it is switched off, and on.
+_SWITCHES = {
+    "after_forward": (Placement.REPLICATED, Placement.SHARDED),
+    "after_backward": (Placement.REPLICATED, Placement.SHARDED),
+    "gradients": (Placement.PARTIAL, Placement.SHARDED),
+    "gradients_of_replicas": (Placement.PARTIAL, Placement.REPLICATED),
+}
+FULL_SHARD = Strategy()
+SHARD_GRAD_OP = FULL_SHARD.switched(after_forward=False)

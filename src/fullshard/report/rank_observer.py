@@ -1,0 +1,220 @@
+"""The doctor's observer in each rank of a job. It writes what it finds into a file of JSON lines.
+
+``fullshard doctor`` starts a job with ``FULLSHARD_DOCTOR`` set to a directory. Each process that imports fullshard then
+calls :func:`start`. When its first module is sharded, the observer checks the environment and the initial values. In
+the first steps it reports the position of the rank and values that are not finite, and takes a recording. At the end it
+reports how the program ended. Whatever is found, the program continues. Owns the overrides that this needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fullshard import finite
+from fullshard.comm.waits import WAITS, LostRankError
+from fullshard.finite import NonFiniteDetector, NonFiniteError
+from fullshard.group.mesh import DataMesh
+from fullshard.group.parameter import ShardedParameter
+from fullshard.group.verify import verify_values
+from fullshard.optim import steps
+from fullshard.report.environment import Check, check_environment
+from fullshard.report.explain import explain
+from fullshard.report.record import Recording, record
+from fullshard.report.watching import Overrides
+from fullshard.schedule import hooks
+from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.unit import Unit
+
+#: Environment variables: the directory for the ranks' files, and how many steps are observed.
+FOLDER, STEPS = "FULLSHARD_DOCTOR", "FULLSHARD_DOCTOR_STEPS"
+
+_SEED = "Seed all ranks alike before the model is built (torch.manual_seed), or load one state dict on all of them."
+
+
+class RankObserver:
+    """Observes one process.
+
+    Args:
+        folder: where its file is written.
+        steps: how many steps are observed.
+    """
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self._steps = steps
+        self._name = directory / f"{os.getpid()}.jsonl"
+        self._stacks = open(directory / f"{os.getpid()}.stack", "w")  # noqa: SIM115  as long as the process runs
+        self._overrides = Overrides()
+        self._original_begin_tree = Schedule.begin_tree
+        self._schedule: Schedule | None = None
+        self._detector: NonFiniteDetector | None = None
+        self._recording: Recording | None = None
+        self._has_checked_environment = self._differs = self._compared = False
+        self._position = ""
+        self._found_at: float | None = None  # time at which the first value that is not finite was found
+        self.rank = os.environ.get("RANK", "0")
+
+    def begin(self) -> None:
+        """Begin to observe."""
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._stacks)  # writes the stack if the process crashes or is aborted
+        front_end = importlib.import_module("fullshard.fully_shard")
+        self._overrides.around(front_end, "verify_parameters", self._verify)
+        self._overrides.around(finite, "_expect_finite", self._expect_finite)
+        self._overrides.around(steps, "strangers_of", self._find_strangers)
+        hooks.when_sharded(self._sharded)
+        begin = self._begin_tree
+
+        def begin_tree(schedule: Schedule, module: nn.Module) -> None:
+            self._original_begin_tree(schedule, module)
+            begin(schedule, module)
+
+        setattr(Schedule, "begin_tree", begin_tree)  # noqa: B010
+        self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def stop(self) -> None:
+        """Remove the overrides, and report the recording."""
+        if self._detector is not None:
+            self._detector.remove()
+        self._overrides.remove()
+        setattr(Schedule, "begin_tree", self._original_begin_tree)  # noqa: B010
+        with suppress(ValueError):
+            hooks._listeners.remove(self._sharded)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.stop()
+            self.report("recording", ranks=[asdict(rank) for rank in recording.ranks])
+            if self._found_at is None:
+                text = "All outputs, gradients and reduced gradients of the observed steps are finite."
+                self._report_check(Check("finite values", "ok", text))
+            self.report("done")
+
+    def report_end(self, error: BaseException | None = None) -> None:
+        """Report how the program ends."""
+        self.stop()
+        if error is None:
+            self.report("end")
+        else:
+            doing = WAITS.position().doing
+            text, is_first = f"{type(error).__name__}: {error}", not isinstance(error, LostRankError)
+            self.report("error", text=text[:4000], position=doing, is_first=is_first)
+
+    def report(self, kind: str, **fields: Any) -> None:
+        """Write a line of this kind."""
+        with open(self._name, "a") as file:
+            file.write(json.dumps({"kind": kind, "rank": self.rank, "time": time.time(), **fields}) + "\n")
+
+    def _report_check(self, check: Check) -> None:
+        self.report("check", check=asdict(check))
+
+    def _verify(
+        self, verify: Callable[..., int], params: Sequence[ShardedParameter], data: DataMesh, policy: object
+    ) -> int:
+        """Verify parameters that are about to be sharded, and then compare their values between ranks."""
+        tag = verify(params, data, policy)
+        try:
+            verify_values(params, data)
+            self._compared |= not all(param.local.is_meta for param in params)
+        except ValueError as error:
+            if not self._differs:  # report only the first; go on comparing, because other ranks may not see this one
+                self._report_check(Check("initial values", "error", f"The{str(error).rpartition('. ')[0][3:]}.", _SEED))
+            self._differs = True
+        return tag
+
+    def _sharded(self, unit: Unit) -> None:
+        """Check the environment when the first module is sharded."""
+        if self._has_checked_environment or not unit.groups:
+            return
+        self._has_checked_environment = True
+        self.rank = str(dist.get_rank())
+        data = unit.groups[0].data
+        group = data.shard_group or data.replicate_group
+        process_group = dist.group.WORLD if data.mesh.size() == dist.get_world_size() else group
+        assert process_group is not None
+        self.report("position", text="while its first module is sharded")
+        for check in check_environment(process_group, unit.device.type):
+            self._report_check(check)
+
+    def _begin_tree(self, schedule: Schedule, module: nn.Module) -> None:
+        """Begin to observe the steps of the first module tree that is trained."""
+        trained = any(param.sharded.requires_grad for group in schedule.groups() for param in group.params)
+        if self._schedule is not None or not trained:
+            return
+        self._schedule = schedule
+        if not self._differs:
+            text = "All ranks begin with the same." if self._compared else "Parameters were on meta when sharded."
+            self._report_check(Check("initial values", "ok" if self._compared else "not checked", text))
+        self._overrides.around(schedule.step, "begin_pass", self._begin_pass)
+        self._detector = NonFiniteDetector(module, schedule)
+        with suppress(ValueError, RuntimeError):  # no advice if the model cannot be explained
+            for advice in explain(module).advice:
+                self._report_check(Check("sharding", "ok", str(advice)))
+        self._recording = record(module, self._steps)
+
+    def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
+        begin(kind)  # ranks wait for each other after this
+        position = WAITS.position().doing
+        if position != self._position:
+            self._position = position
+            self.report("position", text=position)
+        if self._recording is not None and not self._recording.is_running:
+            self.stop()
+
+    def _find_strangers(self, find: Callable[..., Iterable[tuple[str, str]]], params: Any) -> list[tuple[str, str]]:
+        """Report trained parameters that are not sharded."""
+        found = [*find(params)]
+        for problem, advice in found:
+            self._report_check(Check("sharding", "warning", f"{problem}.", f"{advice}."))
+        return found
+
+    def _expect_finite(self, expect: Callable[..., None], tensor: torch.Tensor, what: str) -> None:
+        """Report the first value that is not finite, and continue."""
+        try:
+            expect(tensor, what)
+        except NonFiniteError as error:
+            if self._found_at is None:
+                self._found_at = time.time()
+                is_nan = " is nan " in str(error)
+                advice = "Possible causes: a learning rate that is too high, a division by 0, low precision, bad data."
+                if not is_nan:
+                    advice = "An intended infinity (a mask, a scaled gradient) needs no correction. " + advice
+                text = f"{str(error)[:1].upper()}{str(error)[1:]}."
+                self._report_check(Check("finite values", "error" if is_nan else "warning", text, advice))
+
+
+def start() -> RankObserver | None:
+    """Begin to observe this process, if it may become a rank."""
+    directory = Path(os.environ[FOLDER])
+    if not directory.is_dir():
+        return None
+    observer = RankObserver(directory, int(os.environ.get(STEPS, "5")))
+    observer.begin()
+    process, before, failed = os.getpid(), sys.excepthook, []
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        failed.append(error)
+        if os.getpid() == process:
+            observer.report_end(error)
+        before(kind, error, trace)
+
+    def at_exit() -> None:
+        if not failed and os.getpid() == process:
+            observer.report_end()
+
+    sys.excepthook = hook
+    atexit.register(at_exit)
+    return observer

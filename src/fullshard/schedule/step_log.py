@@ -1,0 +1,287 @@
+"""The log of a step: everything that happens to groups is told here, once, where it starts.
+
+From it come the events of observers, the ranges of the profiler, the position of a rank in errors and reports, and the
+comparison of the ranks.
+
+A collective knows sizes and no names: ranks that run different groups would take each other's values for their own. So
+ranks compare what they communicated about, by one all-gather of three integers over each process group. It starts when
+a pass ends. Its result is looked at before the next pass begins, and at once where results may be used: after a
+backward, and after a forward without gradients. On devices with streams nobody waits for it; it takes one small copy to
+the device and one back, so four in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.process_group import backend_name, exchange_in_store, has_peers
+from fullshard.comm.waits import WAITS, checks_are_on, waiting
+from fullshard.device import CPU, Done, Lane, Pending, Streams, is_capturing, streams_of
+from fullshard.group.param_group import ParamGroup
+from fullshard.group.step import NOTHING, Action, Kind, Log, Pass, Step
+from fullshard.group.verify import first_difference, verify_next
+from fullshard.torch_private import all_gather_single, profiler_listens, running_backward
+
+#: The labels of what starts communication, as traces of torch's own FSDP have them.
+_LABELS = {"gather": "all_gather", "reduce": "post_backward_reduce"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened to one group.
+
+    Args:
+        action: ``gather`` (communication starts), ``reuse`` (the values of an earlier use are still there), ``unshard``
+            (the modules show the values), ``reshard``, ``rest`` (resharded to a smaller mesh), ``reduce`` (the
+            reduction of its gradients starts).
+        group: fully qualified name of the group's module, ``""`` for the root.
+        during: the pass.
+        step: counts forwards of the root.
+        moves: whether bytes move; a gather moves none where ranks share the memory of the values.
+    """
+
+    action: Action
+    group: str
+    during: Kind
+    step: int
+    moves: bool = True
+
+
+#: Is called on the rank itself, in the order in which things happen there. Without observers there is no cost.
+Observer = Callable[[Event], None]
+#: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
+_ROUND = 1 << 32
+#: Ranks tell each other this many of their last calls. If two wait for each other, they parted a few calls ago.
+_LAST = 50
+#: A group, and the indices of its parameters that were reduced; a gather has none.
+Call = tuple[ParamGroup, frozenset[int]]
+
+
+class StepLog(Log):
+    """The log of one tree of modules on ``device``, whose groups share ``step`` and use ``process_groups``.
+
+    Attributes:
+        calls: what this rank has started to communicate about in this pass, in order.
+        latest: the group that was gathered or reduced last in this pass, in memory that ranks share too.
+        unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
+    """
+
+    def __init__(self, device: torch.device, step: Step, process_groups: Iterable[dist.ProcessGroup] = ()) -> None:
+        super().__init__()
+        self._device, self._step = device, step
+        self.calls: list[Call] = []
+        self.latest: ParamGroup | None = None
+        self.unlike_before = ""
+        self._is_profiled = False  # in the pass that runs; outside of passes each action asks
+        self._announces = False  # whether calls are announced to the other ranks
+        self._compares_each = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
+        #: Those whose ranks compare what they did.
+        self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
+        self._under_way: list[_Comparison] = []
+        self._number = 0  # of the pass, the same on all ranks
+        #: The call that followed each call, by the kind of the pass, in the last passes.
+        self._followers: dict[tuple[Kind, Call | None], Call | None] = {}
+
+    def __call__(
+        self, action: Action, group: ParamGroup, parameters: frozenset[int] = NOTHING, moves: bool = True
+    ) -> AbstractContextManager[object] | None:
+        if self._compares_each and action in ("gather", "reuse") and group.data.shard_group is not None:
+            verify_next(group.name, group.tag, group.data.shard_group)
+        for listener in [*self.listeners]:  # one may remove itself
+            listener(action, group, moves)
+        if action not in _LABELS:
+            return None
+        self.latest = group
+        if moves:
+            self.calls.append((group, parameters))
+            if self._announces:
+                self._announce((group, parameters), self.kind)
+        if self._is_profiled if self._step.now is not Pass.NONE else profiler_listens():
+            return torch.profiler.record_function(f"FSDP::{_LABELS[action]} ({group.name})")
+        return None
+
+    def add_observer(self, observer: Observer) -> Callable[[], None]:
+        """Call ``observer`` with each event; returns a function that removes it."""
+
+        def listener(action: Action, group: ParamGroup, moves: bool) -> None:
+            observer(Event(action, group.name, self.kind, self._step.forwards, moves))
+
+        self.listeners.append(listener)
+        return lambda: self.listeners.remove(listener)
+
+    @property
+    def kind(self) -> Kind:
+        """The pass that runs, the innermost one."""
+        return "backward" if running_backward() >= 0 or self._step.now.has_backward else "forward"
+
+    def begin_pass(self) -> None:
+        """A pass begins."""
+        self._is_profiled = profiler_listens()
+
+    def announce_calls(self, groups: Sequence[ParamGroup]) -> None:
+        """Announce calls from now on, if a backend may end processes that disagree on one of ``groups``."""
+        self._announces = any(map(may_end_processes, groups))
+
+    def _announce(self, call: Call | None, kind: Kind) -> None:
+        """Let the other ranks know of a call, or of the end of a pass (``None``), that is about to start, if it did not
+        follow the same call before: the backend may end this process for it."""
+        before = self.calls[:-1] if call else self.calls
+        followers, key = self._followers, (kind, before[-1] if before else None)
+        if key in followers and followers[key] == call:
+            return
+        if key in followers and not self.unlike_before:
+            here, there = (_describe(each) if each else "the end of the pass" for each in (call, followers[key]))
+            self.unlike_before = (
+                f"In this pass rank {dist.get_rank()} has {here} where it had {there} in the one before. If the "
+                f"other ranks had that again, the backend may have ended one of them: gloo ends processes in which "
+                f"the sizes of what they exchange differ"
+            )
+        followers[key] = call
+        WAITS.announce()
+
+    @cached_property
+    def _lane(self) -> Lane:
+        """A lane of their own: nothing waits for them, and they for nothing."""
+        return Lane(self._device)
+
+    def end_pass(self, kind: Kind) -> None:
+        """Start to compare a pass. All ranks must call it."""
+        started = [one for one in self._comparisons(kind) if one.calls and not is_capturing(self._device)]
+        self._under_way += started
+        if self._followers:
+            self._announce(None, kind)
+        for comparison in started:
+            comparison.start(self._device, self._lane)
+        self.calls.clear()
+        self.latest, self.unlike_before = None, ""
+        self._number += 1
+
+    def _comparisons(self, kind: Kind) -> list[_Comparison]:
+        """What the ranks of each process group have to compare of the calls so far."""
+        calls, steps = [*self.calls], self._step.steps_before
+        return [
+            _Comparison(
+                [call for call in calls if _is_compared(*call, process_group)], kind, steps, process_group, self._number
+            )
+            for process_group in self._process_groups
+        ]
+
+    def passes(self, kind: Kind | None, tree: int) -> dict[str, dict[str, str]]:
+        """The last calls of this rank by their number in the pass, for each process group and pass. The passes are the
+        one that runs, of a ``kind`` (``None``: none runs), and those whose comparison has not ended.
+
+        ``tree`` identifies the tree on all ranks. Another thread calls it.
+        """
+        ended, running = [*self._under_way], [] if kind is None else self._comparisons(kind)
+        return {
+            f"{one.process_group.group_name} {tree} {one.number}": {
+                str(at): text
+                for at, text in enumerate([*one.described(), *[f"the end of the {one.kind}"] * (one in ended)])
+                if at == 0 or at > len(one.calls) - _LAST
+            }
+            for one in (*ended, *running)
+        }
+
+    def check(self) -> None:
+        """Raise RuntimeError on every rank if the ranks differed in the passes that have ended, and name both."""
+        while self._under_way and not is_capturing(self._device) and self._under_way[0].is_there():
+            try:
+                self._under_way[0].check()
+            finally:  # not before: other ranks see in :meth:`passes` where they parted
+                self._under_way.pop(0)
+
+    def forget(self) -> None:
+        """Forget a pass that an error cut short."""
+        self.calls.clear()
+        self.latest, self.unlike_before = None, ""
+        self._under_way.clear()
+        self._number = (self._number // _ROUND + 1) * _ROUND
+
+
+def _is_compared(group: ParamGroup, reduced: frozenset[int], process_group: dist.ProcessGroup) -> bool:
+    """Whether ranks of a process group take part in a call that they do not compare in shared memory anyway."""
+    if process_group is group.data.replicate_group:
+        return bool(reduced) and group.options.strategy.all_reduces
+    in_memory = group.shard.shared is not None and reduced and group.reduce_transport.compares_reductions
+    return process_group is group.data.shard_group and not in_memory
+
+
+def may_end_processes(group: ParamGroup) -> bool:
+    """Whether the backend may end processes, without an error, if ranks disagree on a group."""
+    by_collectives = group.transport.ends_processes or group.reduce_transport.ends_processes
+    used = (group.data.shard_group if by_collectives else None, group.data.replicate_group)
+    return checks_are_on() and any(has_peers(each) and backend_name(each, group.device) == "gloo" for each in used)
+
+
+@dataclass(eq=False)
+class _Comparison:
+    """What the ranks of a process group communicated about in one pass."""
+
+    calls: list[Call]
+    kind: Kind
+    steps: int
+    process_group: dist.ProcessGroup
+    number: int  # of the pass
+
+    def described(self) -> list[str]:
+        """A pass and what was communicated about in it, for people."""
+        return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_describe, self.calls)]
+
+    def start(self, device: torch.device, lane: Lane) -> None:
+        said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
+        mine = torch.tensor(said, dtype=torch.int64, device=CPU)
+        self._every = torch.empty(self.process_group.size() * len(said), dtype=torch.int64, device=CPU)
+        self._event: torch.Event | None = None
+        streams = streams_of(device)
+        if streams is None:
+            self._work = all_gather_single(self._every, mine, group=self.process_group, async_op=True)
+        else:
+            lane.run(partial(self._start_on, device, streams, mine), after=())
+
+    def _start_on(self, device: torch.device, streams: Streams, mine: torch.Tensor) -> Pending:
+        """Compare on a device, in the current stream."""
+        pinned = streams.host_memory(mine.shape, mine.dtype).copy_(mine)
+        every = torch.empty_like(self._every, device=device)
+        there = torch.empty_like(pinned, device=device).copy_(pinned, non_blocking=True)
+        all_gather_single(every, there, group=self.process_group)
+        self._every = streams.host_memory(every.shape, every.dtype)
+        self._every.copy_(every, non_blocking=True)
+        self._event = streams.current(device).record_event()
+        return Done()
+
+    def is_there(self) -> bool:
+        if self._event is not None:
+            return self._event.query()
+        with waiting(f"the comparison after a {self.kind}", self.process_group):
+            self._work.wait()
+        return True
+
+    def check(self) -> None:
+        said = self._every.view(self.process_group.size(), -1)
+        if bool((said == said[0]).all()):
+            return
+        # Not by a collective: on a device each rank notices at a time of its own, between others of the next pass.
+        key = f"fullshard/parted/{self.process_group.group_name}/{hash(tuple(said.flatten().tolist()))}"
+        told = exchange_in_store(self.described(), key, self.process_group)
+        where = "some ranks have not told what they have"
+        if any(each != told[dist.get_rank()] for each in told.values()):
+            where = "rank {} has {} where rank {} has {}".format(*first_difference(told))
+        raise RuntimeError(
+            f"the ranks did not run the same: {where}. What they computed in this {self.kind} is wrong. Every rank "
+            f"must run the same sharded modules in the same order, and take as many micro-batches for each step of an "
+            f"optimizer that has their parameters; where ranks use different parameters of a module, call "
+            f"set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
+            f"fullshard.leave_out(module, tensor) in its place"
+        )
+
+
+def _describe(call: Call) -> str:
+    group, reduced = call
+    names = [group.params[index].name for index in sorted(reduced)]
+    return f"the reduction of {names} in {group.title}" if names else f"the gather of {group.title}"
