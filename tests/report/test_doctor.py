@@ -71,7 +71,7 @@ def test_what_is_wrong_is_named(world: World, tmp_path: Path, fault: str) -> Non
 
 @ranks(2)
 def test_a_rank_reports_which_pass_it_begins(world: World, tmp_path: Path) -> None:
-    """Before it waits for the others there: this may be the last that it reports."""
+    """Before it waits for the others there: it may be the last position that it reports."""
     attended(world, tmp_path, "none")
     positions = [line["text"] for each in read_logs(tmp_path) for line in each.of("position")]
     assert sum(text.startswith("in the forward of step 1 ") for text in positions) == world.size
