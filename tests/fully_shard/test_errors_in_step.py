@@ -222,6 +222,19 @@ def test_an_error_in_an_optimizer_hook_in_backward(world: World) -> None:
     Twins(world, model, seeded(MLP)).step()
 
 
+@ranks(2, transport="host")
+def test_a_reset_inside_a_backward_leaves_the_next_step_right(world: World) -> None:
+    """The hook runs when a later group waits for this reduction. The backward goes on, and begins once more."""
+    pair = twins(world)
+    pair.step()
+    reset = pair.sharded.reset_iter_state
+    hook = pair.sharded.blocks[2][0].weight.register_post_accumulate_grad_hook(lambda parameter: reset())
+    pair.sharded(inputs()).sum().backward()
+    hook.remove()
+    pair.sharded.zero_grad()
+    pair.step()
+
+
 def _fail(parameter: Tensor) -> None:
     raise Fault
 

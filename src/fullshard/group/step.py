@@ -44,6 +44,7 @@ END = {
     (Pass.BACKWARD, "backward"): Pass.NONE,
     (Pass.NESTED, "backward"): Pass.FORWARD,
     (Pass.NESTED, "forward"): Pass.BACKWARD,  # an error ended the backward in it
+    (Pass.NONE, "backward"): Pass.NONE,  # reset_iter_state() was called in it
 }
 #: The pass while what backwards left is being reduced, and after an error ended that or the wait for reductions.
 FINALIZE = {Pass.NONE: Pass.FINALIZING, Pass.FORWARD: Pass.NESTED}
