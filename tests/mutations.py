@@ -280,7 +280,7 @@ MUTATIONS = (
         "schedule/schedule.py",
         'self.passes.leave("the end of a backward")',
         "pass",
-        "tests/fully_shard/test_shared_memory.py::test_writes_are_read_by_all_afterwards_and_by_none_before",
+        "tests/fully_shard/test_shared_memory.py::test_after_a_backward_autograd_reads_nothing_that_ranks_share",
     ),
     Mutation(
         "schedule/schedule.py",

@@ -31,6 +31,7 @@ import fullshard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.comm.host import HostTransport
 from fullshard.comm.waits import WAITS
+from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
@@ -677,3 +678,13 @@ def test_a_rank_knows_at_which_group_it_is_where_nothing_is_sent(world: World) -
     model(inputs().requires_grad_()).sum().backward()
     where = [text.rpartition(", at ")[2] for text in doing]
     assert where == ["'blocks.0'", "'blocks.1'", "'blocks.1'", "'blocks.0'"]
+
+
+@ranks(2, transport="host")
+def test_after_a_backward_autograd_reads_nothing_that_ranks_share(world: World) -> None:
+    """Others may write to it then."""
+    model = shard_mlp()
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        versions = {leaf._version for group in groups_of(model) for leaf in group.full._leaves}
+        assert versions == {RELEASED}
