@@ -417,7 +417,7 @@ MUTATIONS = (
     ),
     Mutation(
         "group/full_buffer.py",
-        "            self._gathered.wait()\n            self._post_forward",
+        "            self._complete()\n            self._post_forward",
         "            self._post_forward",
         "tests/pretend/test_training.py::test_every_way_to_train",
     ),

@@ -169,6 +169,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device in HOSTS else _streams.make(device)
+        self.is_host = self._stream is None  # communication runs by itself there
 
     def run(
         self, start: Callable[[], Pending], then: Callable[[], None] | None = None, after: Sequence[Mark] | None = None

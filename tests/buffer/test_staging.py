@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def test_a_buffer_is_used_again() -> None:
     staging = Staging()
     first = staging.lease(100, CPU)
-    staging.give_back(first)
+    first.give_back()
     assert staging.lease(80, CPU) is first
 
 
@@ -32,7 +32,7 @@ def test_each_exchange_of_a_step_gets_its_buffer_of_the_step_before() -> None:
         leases = [staging.lease(64, CPU), staging.lease(64, CPU)]
         steps.append([lease.index for lease in leases])
         for which in order:
-            staging.give_back(leases[which])
+            leases[which].give_back()
     assert steps == [[0, 1]] * 3
 
 
@@ -40,11 +40,11 @@ def test_views_stay_right_when_a_buffer_grows_or_was_dropped() -> None:
     staging = Staging()
     lease = staging.lease(64, CPU)
     view = lease.view(torch.float32, 16, (4,))
-    staging.give_back(lease)
+    lease.give_back()
     assert staging.lease(4096, CPU) is lease
     lease.view(torch.float32, 16, (4,)).fill_(7)
     assert view.tolist() == [7] * 4
-    staging.give_back(lease)
+    lease.give_back()
     assert staging.nbytes_free == 4096
     assert staging.drop() == 4096
     assert staging.nbytes_free == 0

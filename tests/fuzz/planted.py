@@ -29,7 +29,7 @@ def _forgotten_wait(patch: pytest.MonkeyPatch) -> None:
     wait = ParamGroup.wait_for_unshard
 
     def show_at_once(self: Any) -> None:
-        self._late, self.full._gathered = self.full._gathered, PASSED
+        self._late, self.full._complete = self.full._complete, PASSED.wait
         wait(self)
 
     patch.setattr(ParamGroup, "wait_for_unshard", show_at_once)

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -198,11 +198,12 @@ class Lease:
     kept under its ``index`` among those of the Staging, which is ``-1`` for memory that comes once.
     """
 
-    def __init__(self, memory: torch.Tensor, index: int = -1, kind: object = None) -> None:
+    give_back: Callable[[], object]  # makes it free for the next exchange
+
+    def __init__(self, memory: torch.Tensor, index: int = -1) -> None:
         self.storage = memory.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.index = index
-        self.kind = kind  # the device, the stream and the size class of those that take turns
         self.device = memory.device
         self._start = memory.storage_offset() * memory.itemsize
 
@@ -235,16 +236,14 @@ class Staging:
             _, lease = heapq.heappop(free)
         else:
             with torch.inference_mode(False):
-                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made, kind)
+                lease = Lease(torch.empty(0, dtype=torch.uint8, device=device), self._made)
+            lease.give_back = partial(heapq.heappush, free, (self._made, lease))
             self._made += 1
         if lease.nbytes < nbytes:
             lease.storage.resize_(0)  # or what is in it would be copied
             lease.storage.resize_(nbytes)
             lease.nbytes = nbytes
         return lease
-
-    def give_back(self, lease: Lease) -> None:
-        heapq.heappush(self.free[lease.kind], (lease.index, lease))
 
     @property
     def nbytes_free(self) -> int:

@@ -282,7 +282,7 @@ class _PendingCollectives:
                 if written is None or written.itemsize < targets[number].itemsize:
                     divide_(targets[number], divisor)
         if self.lease is not NO_LEASE:
-            SHARED.give_back(self.lease)
+            self.lease.give_back()
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ class _Exchange:
                 self.post(self.rounds[index + DEPTH])
         self.route.posted.remove(self.works)
         if self.lease is not NO_LEASE:
-            SHARED.give_back(self.lease)
+            self.lease.give_back()
         if failure is not None:
             raise failure
 

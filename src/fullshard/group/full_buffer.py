@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -23,7 +24,7 @@ from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard
 from fullshard.buffer.shared import SharedBuffer
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.comm.transport import Route, Transfer
-from fullshard.device import PASSED, Mark, Pending, mark_now
+from fullshard.device import PASSED, Pending, mark_now
 from fullshard.group.context import GroupContext
 from fullshard.group.extension import ExtensionGather
 from fullshard.group.mesh import DataMesh
@@ -108,7 +109,7 @@ class FullBuffer:
         self._group = group
         self._shard = shard
         self.state = State.SHARDED
-        self._gathered: Mark = PASSED  # while it is GATHERING
+        self._complete = PASSED.wait  # completes the gather, once, while it is GATHERING
         self._extensions = ExtensionGather(group) if any(param.extends for param in group.params) else None
         self._views: tuple[torch.Tensor, ...] = ()
         self._values: tuple[int, int] | None = None  # forward and version of the values that are in the memory
@@ -153,7 +154,7 @@ class FullBuffer:
     def wait_for_gather(self) -> bool:
         """Wait for the gather, and let autograd read what it saved of the values. Returns whether leaves were made."""
         try:
-            self._gathered.wait()
+            self._complete()
             self._post_forward = None  # not before: until here the gather reads it
             is_first = not self._leaves and bool(self._group.params)
             if is_first:
@@ -187,7 +188,7 @@ class FullBuffer:
 
     def _cancel(self) -> None:
         """Back to SHARDED after an error in a gather, which gives back all that it took."""
-        self._gathered, self._values = PASSED, None
+        self._complete, self._values = PASSED.wait, None
         self.reshard()
 
     def let_read(self, may: bool) -> None:
@@ -202,7 +203,7 @@ class FullBuffer:
         """Let the memory go, and discard writes to the leaves. Raises the error of a gather that was under way."""
         if self.state is State.GATHERING:
             try:
-                self._gathered.wait()
+                self._complete()
             except BaseException:
                 self._cancel()
                 raise
@@ -213,7 +214,7 @@ class FullBuffer:
                 changed = zip(self._versions, versions, strict=True)
                 self._versions = tuple(now + (now != before) for before, now in changed)
                 self._discard_writes()
-        self._gathered, self._post_forward, self.state = PASSED, None, State.SHARDED
+        self._complete, self._post_forward, self.state = PASSED.wait, None, State.SHARDED
         if self._extensions is not None:
             self._extensions.free()
             self._values = None
@@ -269,20 +270,24 @@ class GatheredBuffer(FullBuffer):
                 step.log("reuse", group)
                 return
             self._values = values
-            filled = self._post_forward.filled if self._post_forward is not None else PASSED
             then = self._give_staging_back if shard.needs_staging else None
-            start: Callable[[], Pending] = self._start_group
+            start: Callable[[], Any] = self._start_group
             if self._extensions is not None:
                 start = partial(self._extensions.start, start)
             elif self._route is not None and self._post_forward is None and then is None:
                 start = self._route.start
-            run, after = group.comm.lanes.gather.run, (ready, filled, step.written)
+            lane = group.comm.lanes.gather
+            is_direct = lane.is_host and then is None
+            if not is_direct:
+                filled = self._post_forward.filled if self._post_forward is not None else PASSED
+                start = partial(lane.run, start, then, (ready, filled, step.written))
             logged = step.log("gather", group)
             if logged is None:
-                self._gathered = run(start, then, after)
+                started = start()
             else:
                 with logged:
-                    self._gathered = run(start, then, after)
+                    started = start()
+            self._complete = started.finish if is_direct else started.wait
         except BaseException:
             self._cancel()
             raise

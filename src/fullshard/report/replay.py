@@ -184,7 +184,7 @@ class Replay:
 
     def _return_staging(self, kind: str, at: int) -> None:
         if (lease := self._leases.pop((kind, at), None)) is not None:
-            self._staging.give_back(lease)
+            lease.give_back()
 
     # what happens to a group
 

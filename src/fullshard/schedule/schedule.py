@@ -167,7 +167,6 @@ class Schedule:
             if group.shard.is_unmapped:
                 group.map_shared()
         self.outermost = unit
-        self.log.begin_pass()
         self.passes.begin("forward", self.groups())
         self.order.begin_forward()
         return True
@@ -224,7 +223,6 @@ class Schedule:
             self.log.check()
             WAITS.position = self._position
             self._backward_began, self._last_forward = True, None
-            self.log.begin_pass()
             self.passes.begin("backward", self.groups())
             call_after_backward(self.end_backward)
 
@@ -281,7 +279,6 @@ class Schedule:
                 f"finalize_backward was called between a forward of {self.root!r} and its backward: call it after "
                 f"the backward or, if there is to be none, let go of what the forward returned"
             )
-        self.log.begin_pass()
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so
         for group in reversed(self.groups()):

@@ -24,7 +24,7 @@ from fullshard.comm.process_group import backend_name, exchange_in_store, has_pe
 from fullshard.comm.waits import WAITS, checks_are_on, waiting
 from fullshard.device import CPU, Done, Lane, Pending, Streams, is_capturing, streams_of
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.step import NOTHING, Action, Kind, Log, Pass, Step
+from fullshard.group.step import NOTHING, Action, Kind, Log, Step
 from fullshard.group.verify import first_difference, verify_next
 from fullshard.torch_private import all_gather_single, profiler_listens, running_backward
 
@@ -78,7 +78,6 @@ class StepLog(Log):
         self.calls: list[Call] = []
         self.latest: ParamGroup | None = None
         self.unlike_before = ""
-        self._is_profiled = False  # in the pass that runs; outside of passes each action asks
         self._announces = False  # whether calls are announced to the other ranks
         self._compares_each = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         #: Those whose ranks compare what they did.
@@ -102,7 +101,7 @@ class StepLog(Log):
             self.calls.append((group, parameters))
             if self._announces:
                 self._announce((group, parameters), self.kind)
-        if self._is_profiled if self._step.now is not Pass.NONE else profiler_listens():
+        if profiler_listens():
             return torch.profiler.record_function(f"FSDP::{_LABELS[action]} ({group.name})")
         return None
 
@@ -119,10 +118,6 @@ class StepLog(Log):
     def kind(self) -> Kind:
         """The pass that runs, the innermost one."""
         return "backward" if running_backward() >= 0 or self._step.now.has_backward else "forward"
-
-    def begin_pass(self) -> None:
-        """A pass begins."""
-        self._is_profiled = profiler_listens()
 
     def announce_calls(self, groups: Sequence[ParamGroup]) -> None:
         """Announce calls from now on, if a backend may end processes that disagree on one of ``groups``."""
