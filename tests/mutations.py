@@ -668,7 +668,7 @@ MUTATIONS = (
     ),
     Mutation(
         "comm/point_to_point.py",
-        "SHARED.give_back(self.lease)",
+        "self.lease.give_back()",
         "pass",
         "tests/comm/test_point_to_point.py::test_repeated_exchanges_take_no_new_memory",
     ),

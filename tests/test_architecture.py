@@ -26,6 +26,7 @@ LAYERS = (
     ("watch",),
     (
         "wrap",
+        "meshes",
         "module",
         "overlaps",
         "strangers",

@@ -23,13 +23,14 @@ from fullshard.comm.select import select_transport
 from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
-from fullshard.group.mesh import DataMesh, data_mesh, default_mesh, smaller_mesh
+from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP, Placement, Strategy
 from fullshard.group.verify import verify_parameters, verify_values
+from fullshard.meshes import data_mesh, default_mesh, smaller_mesh
 from fullshard.module import ShardedModule, sharded_class
 from fullshard.optim.steps import watch_steps
 from fullshard.overlaps import refuse_overlaps

@@ -1,24 +1,12 @@
-"""The part of a device mesh over which a group's data is parallel: who shards with whom, and who replicates.
-
-Owns the validation of meshes and the step from a mesh, with or without named dims, to two process groups. It leaves
-to the parameters what a DTensor on such a mesh looks like.
-"""
+"""The part of a device mesh over which a group's data is parallel: who shards with whom, and who replicates."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from fullshard.comm.waits import waiting
-from fullshard.device import default_device_type
-from fullshard.policies import DataParallelMeshDims
-from fullshard.torch_private import concatenate_meshes, flatten_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,105 +31,3 @@ class DataMesh:
     @cached_property
     def replicate_size(self) -> int:
         return self.replicate_group.size() if self.replicate_group is not None else 1
-
-
-def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator where there is one and on the CPU otherwise."""
-    if not dist.is_initialized():
-        dist.init_process_group()
-    key = default_device_type(), weakref.ref(dist.group.WORLD)
-    mesh = _default_meshes.get(key) or init_device_mesh(key[0], (dist.get_world_size(),))
-    return _default_meshes.setdefault(key, mesh)
-
-
-#: One mesh for all calls: to make one, and to compare two, takes the longer the more ranks there are.
-_default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
-
-
-def data_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> DataMesh:
-    """Check ``mesh`` and find its groups. Raises ValueError if its dims, their names or its ranks do not fit,
-    AssertionError if it is 2-D and has no names, RuntimeError if it has no process groups or they were destroyed."""
-    if dims is not None:
-        return _named(mesh, dims)
-    if mesh.ndim == 1:
-        return DataMesh(mesh, _process_group(mesh, 0))
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}; name its data-parallel dims with dp_mesh_dims"
-        )
-    assert mesh.mesh_dim_names is not None, (
-        f"the 2D mesh {mesh} needs mesh_dim_names, as in init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
-    )
-    return DataMesh(mesh, _process_group(mesh, 1), _process_group(mesh, 0))
-
-
-def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
-    known = mesh.mesh_dim_names
-    if known is None:
-        raise ValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} was made without mesh_dim_names")
-    for name in dims.names:
-        if name not in known:
-            raise ValueError(f"dp_mesh_dims names '{name}', which is not a dim of the mesh {known}")
-    shard, replicate = _axis(mesh, dims.shard_names), _axis(mesh, dims.replicate_names)
-    axes = [axis for axis in (replicate, shard) if axis is not None]
-    return DataMesh(
-        concatenate_meshes(axes) if len(axes) == 2 else axes[0],
-        _process_group(shard, 0) if shard is not None else None,
-        _process_group(replicate, 0) if replicate is not None else None,
-        mesh,
-        tuple(map(known.index, dims.shard_names)),
-        tuple(map(known.index, dims.names)),
-    )
-
-
-def _axis(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Some dims of a mesh as one."""
-    if len(names) > 1:
-        return flatten_mesh(mesh[tuple(names)], "_".join(names))
-    return mesh[names[0]] if names else None
-
-
-def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh}, whose ranks are {mesh.mesh.tolist()}: call fully_shard "
-            f"on the ranks of the mesh only, or give each rank a mesh that it is in"
-        )
-    try:
-        return mesh.get_group(dim)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the mesh {mesh} has no process group for its dim {dim}: it was destroyed (destroy_process_group), or the "
-            f"mesh was made without any. Make the mesh anew, for example with init_device_mesh, and shard over that one"
-        ) from error
-
-
-def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
-    """A process group of these ranks, made once; ``None`` if they are all. Each of them must call it."""
-    members = tuple(sorted(set(ranks)))
-    return None if len(members) == dist.get_world_size() else _made_group(members, dist.group.WORLD)
-
-
-@lru_cache(maxsize=64)
-def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
-    """Groups end with the process group that they were ``made_in``."""
-    with waiting("a process group to be made", None):
-        return dist.new_group(list(ranks), use_local_synchronization=True)
-
-
-def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
-    """The mesh on which parameters rest between forward and backward for ``reshard_after_forward=size``.
-
-    All ranks of ``data`` must call it in the same order: it makes process groups, once for each mesh and size.
-    """
-    ranks = tuple(data.mesh.mesh.flatten().tolist())
-    return _smaller_mesh(ranks, size, data.mesh.device_type, dist.group.WORLD)
-
-
-@lru_cache(maxsize=64)
-def _smaller_mesh(ranks: tuple[int, ...], size: int, device_type: str, made_in: object) -> DataMesh:
-    rows = torch.tensor(ranks, device="cpu").view(-1, size)
-    row, column = (rows == dist.get_rank()).nonzero()[0]
-    shard, replicate = (_made_group(tuple(some.tolist()), made_in) for some in (rows[row], rows[:, column]))
-    mesh = DeviceMesh.from_group([replicate, shard], device_type, mesh=rows, mesh_dim_names=("replicate", "shard"))
-    return DataMesh(mesh, shard, replicate)

@@ -1,7 +1,7 @@
 """Makes the mesh over which a wrapped module is sharded and replicated, from a strategy, process groups or a mesh.
 
 Owns the node-local groups of hybrid strategies, which are made once for all instances, and the fallback to ``NO_SHARD``
-if there is only one rank to shard over. ``group/mesh.py`` checks meshes.
+if there is only one rank to shard over. ``meshes.py`` above checks meshes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.comm.process_group import gather_objects
-from fullshard.group.mesh import DataMesh, data_mesh
+from fullshard.group.mesh import DataMesh
+from fullshard.meshes import data_mesh
 from fullshard.policies import expect, warn
 from fullshard.wrapper.settings import ShardingStrategy
 

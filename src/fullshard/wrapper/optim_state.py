@@ -29,9 +29,9 @@ from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
 from fullshard.group.flat import FlatParameter, Fragment
-from fullshard.group.mesh import group_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
+from fullshard.meshes import group_of
 from fullshard.optim.local_step import NUMBERS
 from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
