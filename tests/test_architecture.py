@@ -28,6 +28,7 @@ LAYERS = (
         "wrap",
         "module",
         "overlaps",
+        "misuse",
         "strangers",
         "finite",
         "leave_out",

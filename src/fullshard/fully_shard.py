@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import misuse as _misuse  # noqa: F401  registers what it does to units
 from fullshard import policies
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport

@@ -122,6 +122,7 @@ def test_copies_refuse_and_train(world: World) -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(twin(TOKENS), model(TOKENS))
     twin(TOKENS).sum().backward()
+    assert not twin.block[0]._forward_pre_hooks
     with pytest.raises(RuntimeError, match=r"'head' .* was called outside"):
         twin.head(torch.ones(1, 4))
 
@@ -135,3 +136,13 @@ def test_plain_state_dicts_are_refused(world: World) -> None:
     assert torch.equal(model.head.weight.full_tensor(), seeded(Model, 1).head.weight)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(own)
+
+
+@ranks(2)
+def test_plain_state_dicts_are_refused_after_a_forward_that_left_the_root_unsharded(world: World) -> None:
+    model = composable()
+    expected = model(TOKENS)
+    assert not isinstance(model.head.weight, DTensor)
+    with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
+        model.load_state_dict(seeded(Model, 1).state_dict())
+    assert torch.equal(model(TOKENS), expected)
