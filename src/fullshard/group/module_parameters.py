@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
+from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views
 from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
 
 _requires_grad = attrgetter("requires_grad")
@@ -271,57 +271,3 @@ def updates(locations: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     for module, name, tensor in locations:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
-
-
-class ShownGroup(Protocol):
-    """A group, as full parameters in place of its own know it."""
-
-    params: Sequence[ShardedParameter]
-    module_params: ModuleParameters
-    summoned: FullParameters | None  # what its modules show while they show full parameters
-
-
-class FullParameters:
-    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
-
-    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
-    is_left_by_errors = False
-
-    def __init__(self, group: ShownGroup, full: Mapping[int, nn.Parameter]) -> None:
-        self._group = group
-        self._full = dict(full)
-        self._outer = group.summoned
-        if self._outer is not None:
-            self._outer.current()
-        group.summoned = self
-        group.module_params.show_full(self._full)
-
-    def current(self) -> Mapping[int, nn.Parameter]:
-        """The parameters that are shown now, by index: users may have replaced them."""
-        for index in self._full:
-            at = self._group.params[index].locations[0]
-            if isinstance(now := at.module._parameters.get(at.name), nn.Parameter):
-                self._full[index] = now
-        return self._full
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy this rank's part of what users wrote to the sharded parameters, and to their gradients."""
-        for index, full in self.current().items():
-            param = self._group.params[index]
-            param.values.copy_(param.chunk_of(local_tensor(full)))
-            grad = param.gradient
-            if full.grad is not None and grad is not None:
-                grad.copy_(param.chunk_of(local_tensor(full.grad)))
-
-    def close(self) -> None:
-        """Show again what was shown before."""
-        group = self._group
-        if group.summoned is not self:
-            return
-        group.summoned = self._outer
-        if self._outer is not None:
-            group.module_params.show_full(self._outer._full)
-        else:  # also where this rank showed nothing: what modules show is looked at before the next step
-            group.module_params.show_sharded()
-        self._full.clear()
