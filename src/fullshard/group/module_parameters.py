@@ -6,7 +6,7 @@ look, before each step, at whether the parameters that stand there are still the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -225,34 +225,6 @@ class ModuleParameters:
                         location.module, location.name = module, name
                         return
         param.locations.remove(location)
-
-
-#: Attributes of every module; parameters are kept in one of them only, where they are registered.
-_OF_MODULES = frozenset(nn.Module().__dict__)
-
-
-def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
-    """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
-    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does. Raises ValueError if a
-    tuple has parameters, in which none can be replaced."""
-    found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
-    waiting: list[tuple[tuple[Any, ...], Any]] = [
-        ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
-    ]
-    met: set[int] = set()
-    for path, value in waiting:
-        if isinstance(value, nn.Parameter):
-            found.append((path, value))
-        elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
-            raise ValueError(
-                f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
-                f"be replaced by sharded and unsharded ones: keep them in a list"
-            )
-        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
-            met.add(id(value))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, key), each) for key, each in items]
-    return found
 
 
 def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:
