@@ -30,7 +30,7 @@ def watch_misuse(unit: Unit) -> None:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
         if module not in unit.modules:
             hook = module.register_forward_pre_hook(partial(_refuse_outside, unit), with_kwargs=True)
-            unit.root_hooks.append(hook)
+            unit.root_hooks.append((module, hook))
 
 
 def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, ShardedParameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +147,16 @@ def test_plain_state_dicts_are_refused_after_a_forward_that_left_the_root_unshar
     with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
         model.load_state_dict(seeded(Model, 1).state_dict())
     assert torch.equal(model(TOKENS), expected)
+
+
+@ranks(2)
+def test_a_model_is_copied_that_lost_a_module_with_a_tied_parameter(world: World) -> None:
+    model = seeded(Model)
+    model.spare = nn.Linear(4, 7, bias=False)
+    model.spare.weight = model.head.weight
+    model = copy.deepcopy(fullshard.fully_shard(model))
+    expected = model(TOKENS)
+    del model.spare.weight, model.spare
+    model(TOKENS)
+    gc.collect()
+    assert torch.equal(copy.deepcopy(model)(TOKENS), expected)

@@ -99,7 +99,8 @@ class Unit:
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
         self.emptied: list[Emptied] = []
-        self.root_hooks: list[RemovableHandle] = []  # hooks on its modules that it keeps only as the root of a tree
+        #: Hooks that it keeps only as the root of a tree, with their modules: a handle cannot be copied without one.
+        self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         #: Whether to gather ahead, and in backward whether before this unit computes its gradients or after.
@@ -380,7 +381,7 @@ class Unit:
         """Become part of a tree."""
         self.schedule = schedule
         if schedule.root is not self:
-            for hook in self.root_hooks:
+            for _, hook in self.root_hooks:
                 hook.remove()
             if self.chose_to_keep:  # as the root of a tree of its own, before this one
                 self.chose_to_keep = False
