@@ -29,6 +29,7 @@ LAYERS = (
         "meshes",
         "module",
         "overlaps",
+        "misuse",
         "strangers",
         "finite",
         "leave_out",

@@ -1,12 +1,12 @@
 """Full parameters outside of forward and backward: to read them, to save them, to change them.
 
-Owns a context in which modules show private full copies in the original dtype. The copies do not use the engine's
-buffers, so no other group ever writes to their memory.
+Owns a context in which modules show private full copies in the original dtype, and the copies while they are shown. The
+copies do not use the engine's buffers, so no other group ever writes to their memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -16,10 +16,54 @@ import torch.nn as nn
 from fullshard.buffer.sections import full_bytes, full_views, shard_bytes, shard_views
 from fullshard.comm.transport import Transfer
 from fullshard.comm.waits import waiting
-from fullshard.group.module_parameters import FullParameters
 from fullshard.group.param_group import ParamGroup
-from fullshard.group.parameter import ShardedParameter, chunk_views, whole_views
+from fullshard.group.parameter import ShardedParameter, chunk_views, local_tensor, whole_views
 from fullshard.schedule.unit import Phase, unit_of
+
+
+class FullParameters:
+    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
+
+    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
+    is_left_by_errors = False
+
+    def __init__(self, group: ParamGroup, full: Mapping[int, nn.Parameter]) -> None:
+        self._group = group
+        self._full = dict(full)
+        self._outer = group.summoned
+        self._full_outside = {} if self._outer is None else self._outer.current()
+        group.summoned = self
+        group.module_params.show_full(self._full)
+
+    def current(self) -> Mapping[int, nn.Parameter]:
+        """The parameters that are shown now, by index: users may have replaced them."""
+        for index in self._full:
+            at = self._group.params[index].locations[0]
+            if isinstance(now := at.module._parameters.get(at.name), nn.Parameter):
+                self._full[index] = now
+        return self._full
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy this rank's part of what users wrote to the sharded parameters, and to their gradients."""
+        for index, full in self.current().items():
+            param = self._group.params[index]
+            param.values.copy_(param.chunk_of(local_tensor(full)))
+            grad = param.gradient
+            if full.grad is not None and grad is not None:
+                grad.copy_(param.chunk_of(local_tensor(full.grad)))
+
+    def close(self) -> None:
+        """Show again what was shown before."""
+        group = self._group
+        if group.summoned is not self:
+            return
+        group.summoned = self._outer
+        if self._outer is not None:
+            group.module_params.show_full(self._full_outside)
+        else:  # also where this rank showed nothing: what modules show is looked at before the next step
+            group.module_params.show_sharded()
+        self._full.clear()
 
 
 @contextmanager

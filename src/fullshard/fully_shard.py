@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack, overload
 
@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fullshard import misuse as _misuse  # noqa: F401  registers what it does to units
 from fullshard import policies
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
@@ -24,7 +25,6 @@ from fullshard.comm.waits import WAITS
 from fullshard.device import CPU, compute_device, move_to_device
 from fullshard.group.context import GroupOptions
 from fullshard.group.mesh import DataMesh
-from fullshard.group.module_parameters import kept_apart
 from fullshard.group.owners import owner_of, refuse_gradients, register
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import Location, ShardedParameter
@@ -44,6 +44,8 @@ from fullshard.wrap import repeated_blocks, targets
 _Found = dict[nn.Parameter, list[Location]]
 #: The user's placement for a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
 _PlacementFn = Callable[[nn.Parameter], Any] | None
+#: Attributes of every module; parameters are kept in one of them only, where they are registered.
+_OF_MODULES = frozenset(nn.Module().__dict__)
 
 _log = logging.getLogger("fullshard")
 
@@ -324,7 +326,7 @@ def borrow(unit: Unit) -> None:
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
             unit.borrowed += [group for each in dict.fromkeys(inner) for group in each.groups]
         registered: list[tuple[str | tuple[Any, ...], Any]] = list(module._parameters.items())
-        for where, param in [*registered, *kept_apart(module)]:
+        for where, param in [*registered, *_kept_apart(module)]:
             if (owner := owner_of(param)) is None:
                 continue
             group, index = owner
@@ -340,3 +342,27 @@ def borrow(unit: Unit) -> None:
             elif isinstance(where, str):
                 continue
             group.show_also(index, module, where)
+
+
+def _kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
+    """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
+    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does. Raises ValueError if a
+    tuple has parameters, in which none can be replaced."""
+    found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
+    waiting: list[tuple[tuple[Any, ...], Any]] = [
+        ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
+    ]
+    met: set[int] = set()
+    for path, value in waiting:
+        if isinstance(value, nn.Parameter):
+            found.append((path, value))
+        elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
+            raise ValueError(
+                f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
+                f"be replaced by sharded and unsharded ones: keep them in a list"
+            )
+        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
+            met.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, key), each) for key, each in items]
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,7 @@ def test_copies_refuse_and_train(world: World) -> None:
     twin = copy.deepcopy(model)
     assert torch.equal(twin(TOKENS), model(TOKENS))
     twin(TOKENS).sum().backward()
+    assert not twin.block[0]._forward_pre_hooks
     with pytest.raises(RuntimeError, match=r"'head' .* was called outside"):
         twin.head(torch.ones(1, 4))
 
@@ -135,3 +137,26 @@ def test_plain_state_dicts_are_refused(world: World) -> None:
     assert torch.equal(model.head.weight.full_tensor(), seeded(Model, 1).head.weight)
     own = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(own)
+
+
+@ranks(2)
+def test_plain_state_dicts_are_refused_after_a_forward_that_left_the_root_unsharded(world: World) -> None:
+    model = composable()
+    expected = model(TOKENS)
+    assert not isinstance(model.head.weight, DTensor)
+    with pytest.raises(RuntimeError, match=r"'embedding.weight' is sharded, and load_state_dict.* shape \(7, 4\)"):
+        model.load_state_dict(seeded(Model, 1).state_dict())
+    assert torch.equal(model(TOKENS), expected)
+
+
+@ranks(2)
+def test_a_model_is_copied_that_lost_a_module_with_a_tied_parameter(world: World) -> None:
+    model = seeded(Model)
+    model.spare = nn.Linear(4, 7, bias=False)
+    model.spare.weight = model.head.weight
+    model = copy.deepcopy(fullshard.fully_shard(model))
+    expected = model(TOKENS)
+    del model.spare.weight, model.spare
+    model(TOKENS)
+    gc.collect()
+    assert torch.equal(copy.deepcopy(model)(TOKENS), expected)

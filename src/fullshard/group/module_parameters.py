@@ -6,11 +6,11 @@ look, before each step, at whether the parameters that stand there are still the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.buffer.plan import Plan
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
-from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views, local_tensor
+from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter, chunk_views
 from fullshard.torch_private import PlainAttributes, altered_spec, local_of, make_dtensor
 
 _requires_grad = attrgetter("requires_grad")
@@ -227,34 +227,6 @@ class ModuleParameters:
         param.locations.remove(location)
 
 
-#: Attributes of every module; parameters are kept in one of them only, where they are registered.
-_OF_MODULES = frozenset(nn.Module().__dict__)
-
-
-def kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
-    """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
-    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does. Raises ValueError if a
-    tuple has parameters, in which none can be replaced."""
-    found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
-    waiting: list[tuple[tuple[Any, ...], Any]] = [
-        ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES
-    ]
-    met: set[int] = set()
-    for path, value in waiting:
-        if isinstance(value, nn.Parameter):
-            found.append((path, value))
-        elif isinstance(value, tuple) and any(isinstance(each, nn.Parameter) for each in value):
-            raise ValueError(
-                f"a {type(module).__name__} keeps parameters in a tuple, its attribute '{path[0]}', where they cannot "
-                f"be replaced by sharded and unsharded ones: keep them in a list"
-            )
-        elif isinstance(value, (MutableSequence, dict, tuple)) and id(value) not in met:
-            met.add(id(value))
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [((*path, key), each) for key, each in items]
-    return found
-
-
 def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:
     """Put a parameter where a module keeps it apart, if it still does."""
     holder: Any = module.__dict__
@@ -271,57 +243,3 @@ def updates(locations: Sequence[tuple[nn.Module, str, Any]]) -> Updates:
     for module, name, tensor in locations:
         modules.setdefault(id(module), (module, {}))[1][name] = tensor
     return list(modules.values())
-
-
-class ShownGroup(Protocol):
-    """A group, as full parameters in place of its own know it."""
-
-    params: Sequence[ShardedParameter]
-    module_params: ModuleParameters
-    summoned: FullParameters | None  # what its modules show while they show full parameters
-
-
-class FullParameters:
-    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
-
-    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
-    is_left_by_errors = False
-
-    def __init__(self, group: ShownGroup, full: Mapping[int, nn.Parameter]) -> None:
-        self._group = group
-        self._full = dict(full)
-        self._outer = group.summoned
-        if self._outer is not None:
-            self._outer.current()
-        group.summoned = self
-        group.module_params.show_full(self._full)
-
-    def current(self) -> Mapping[int, nn.Parameter]:
-        """The parameters that are shown now, by index: users may have replaced them."""
-        for index in self._full:
-            at = self._group.params[index].locations[0]
-            if isinstance(now := at.module._parameters.get(at.name), nn.Parameter):
-                self._full[index] = now
-        return self._full
-
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy this rank's part of what users wrote to the sharded parameters, and to their gradients."""
-        for index, full in self.current().items():
-            param = self._group.params[index]
-            param.values.copy_(param.chunk_of(local_tensor(full)))
-            grad = param.gradient
-            if full.grad is not None and grad is not None:
-                grad.copy_(param.chunk_of(local_tensor(full.grad)))
-
-    def close(self) -> None:
-        """Show again what was shown before."""
-        group = self._group
-        if group.summoned is not self:
-            return
-        group.summoned = self._outer
-        if self._outer is not None:
-            group.module_params.show_full(self._outer._full)
-        else:  # also where this rank showed nothing: what modules show is looked at before the next step
-            group.module_params.show_sharded()
-        self._full.clear()

@@ -12,9 +12,10 @@ import copy
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -25,13 +26,22 @@ from fullshard.group.context import GroupContext
 from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer, State
 from fullshard.group.gradients import Gradients
-from fullshard.group.module_parameters import FullParameters, ModuleParameters
+from fullshard.group.module_parameters import ModuleParameters
 from fullshard.group.owners import register_sharded
 from fullshard.group.parameter import Location, ShardedParameter
 from fullshard.group.shard import ShardBuffer
 from fullshard.group.strategy import Placement
 
 _TAGS_APART = 1 << 16
+
+
+class Summoned(Protocol):
+    """Full parameters that the modules of a group show instead of its own, see :mod:`fullshard.full_params`."""
+
+    is_left_by_errors: bool  # whether nobody closes it after an error: then the next step does
+
+    def current(self) -> Mapping[int, nn.Parameter]: ...
+    def close(self) -> None: ...
 
 
 class ParamGroup(GroupContext):
@@ -52,7 +62,7 @@ class ParamGroup(GroupContext):
         self._copy_tags = itertools.count(self.tag + _TAGS_APART, _TAGS_APART)
         self.has_custom_communication = False
         self.users: set[object] = set()
-        self.summoned: FullParameters | None = None
+        self.summoned: Summoned | None = None
         self._build()
 
     def _build(self) -> None:

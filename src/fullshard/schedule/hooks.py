@@ -12,7 +12,6 @@ from typing import Any
 import torch.nn as nn
 from torch.compiler import disable, is_dynamo_compiling
 
-from fullshard.schedule.misuse import watch_misuse
 from fullshard.schedule.unit import Unit
 from fullshard.torch_private import compiler_callback
 
@@ -65,7 +64,6 @@ def attach(unit: Unit) -> None:
         module.register_forward_pre_hook(partial(_pre_forward, unit), prepend=True, with_kwargs=True)
         module.register_forward_hook(partial(_post_forward, unit))
     holders = {location.module: None for group in unit.groups for param in group.params for location in param.locations}
-    watch_misuse(unit, holders)
     for module in holders:
         module.register_state_dict_pre_hook(partial(_reshard, unit))
         module.register_load_state_dict_pre_hook(partial(_reshard, unit))

@@ -79,7 +79,7 @@ class Unit:
     """
 
     #: The attributes that a deep copy of the modules copies too.
-    tree: tuple[str, ...] = ("modules", "groups", "borrowed", "forward_prefetch", "backward_prefetch")
+    tree: tuple[str, ...] = ("modules", "groups", "borrowed", "forward_prefetch", "backward_prefetch", "root_hooks")
 
     def __init__(
         self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
@@ -99,7 +99,8 @@ class Unit:
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
         self.emptied: list[Emptied] = []
-        self.watches: list[RemovableHandle] = []  # the hooks of :mod:`fullshard.schedule.misuse` that only a root keeps
+        #: Hooks that it keeps only as the root of a tree, with their modules: a handle cannot be copied without one.
+        self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         #: Whether to gather ahead, and in backward whether before this unit computes its gradients or after.
@@ -345,7 +346,7 @@ class Unit:
         """The unit of copied modules, at the beginning of a step and not yet part of a tree."""
         twin: Unit = copy.copy(self)
         memo[id(self)] = twin
-        twin.schedule, twin.needed, twin.emptied, twin.extents, twin.watches = None, [], [], [], []
+        twin.schedule, twin.needed, twin.emptied, twin.extents = None, [], [], []
         twin.to_run, twin._in_backward = set(), {}
         for name in self.tree:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
@@ -380,8 +381,8 @@ class Unit:
         """Become part of a tree."""
         self.schedule = schedule
         if schedule.root is not self:
-            for watch in self.watches:
-                watch.remove()
+            for _, hook in self.root_hooks:
+                hook.remove()
             if self.chose_to_keep:  # as the root of a tree of its own, before this one
                 self.chose_to_keep = False
                 for group in self.groups:

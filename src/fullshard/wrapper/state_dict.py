@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard import torch_private
 from fullshard.comm.waits import waiting
-from fullshard.full_params import gather
+from fullshard.full_params import FullParameters, gather
 from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
-from fullshard.group.module_parameters import FullParameters
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.group.shard import give_own_storage

@@ -7,7 +7,7 @@ embedding and a head, have one: their methods and children are what programs cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -19,19 +19,18 @@ from torch.distributed.tensor import DTensor
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Phase, Unit
 
 
-def watch_misuse(unit: Unit, holders: Iterable[nn.Module]) -> None:
-    """Let the ``holders`` of a unit's parameters refuse to run, and to load plain values, while these are sharded.
-
-    ``unit.watches`` has the hooks that refuse to run. They are removed when the unit turns out not to be the root.
-    """
-    for module in holders:
+@when_sharded
+def watch_misuse(unit: Unit) -> None:
+    """Let modules with parameters of a unit refuse to run, and to load plain values, while these are sharded."""
+    for module in {at.module for group in unit.groups for param in group.params for at in param.locations}:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
         if module not in unit.modules:
-            watch = module.register_forward_pre_hook(partial(_refuse_outside, unit), with_kwargs=True)
-            unit.watches.append(watch)
+            hook = module.register_forward_pre_hook(partial(_refuse_outside, unit), with_kwargs=True)
+            unit.root_hooks.append((module, hook))
 
 
 def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, ShardedParameter]]:
@@ -67,7 +66,7 @@ def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs
 def _refuse_plain(
     unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
 ) -> None:
-    """Runs before a module loads its part of a state dict."""
+    """Runs before a module loads its part of a state dict, and after the unit was resharded for that."""
     if local_metadata.get("assign_to_params_buffers"):
         return
     for name, _, param in _sharded(unit, module):
