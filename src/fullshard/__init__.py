@@ -23,7 +23,6 @@ from fullshard.finite import detect_non_finite as detect_non_finite
 from fullshard.full_params import summon_full_params as summon_full_params
 from fullshard.fully_shard import fully_shard as fully_shard
 from fullshard.fully_shard import fully_shard_blocks as fully_shard_blocks
-from fullshard.group.flat import FlatParameter as FlatParameter
 from fullshard.leave_out import leave_out as leave_out
 from fullshard.module import FSDPModule as FSDPModule
 from fullshard.module import GradientReductionHandle as GradientReductionHandle
@@ -32,6 +31,7 @@ from fullshard.module import register_fsdp_forward_method as register_fsdp_forwa
 from fullshard.module import share_comm_ctx as share_comm_ctx
 from fullshard.policies import *  # noqa: F403
 from fullshard.watch import watch as _watch  # noqa: F401
+from fullshard.wrapper.flat import FlatParameter as FlatParameter
 from fullshard.wrapper.fsdp import FullyShardedDataParallel as FullyShardedDataParallel
 from fullshard.wrapper.settings import *  # noqa: F403
 

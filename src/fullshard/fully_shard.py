@@ -170,7 +170,13 @@ def fully_shard(
 fully_shard.state = unit_of  # type: ignore[attr-defined]
 
 
-def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, options: GroupOptions) -> None:
+def add_group(
+    unit: Unit,
+    params: Sequence[ShardedParameter],
+    data: DataMesh,
+    options: GroupOptions,
+    group_class: type[ParamGroup] = ParamGroup,
+) -> None:
     """Shard ``params`` of the modules of ``unit`` over ``data``, as a new group. All ranks of the mesh must call it."""
     originals = [param.sharded for param in params]
     for param in params:
@@ -189,7 +195,7 @@ def add_group(unit: Unit, params: Sequence[ShardedParameter], data: DataMesh, op
         )
     watch_steps()
     transport = select_transport(process_group, unit.device)
-    group = ParamGroup(params, unit.modules, data, unit.device, options, transport, tag)
+    group = group_class(params, unit.modules, data, unit.device, options, transport, tag)
     unit.groups.append(group)
     register(group, [(index, param) for index, param in enumerate(originals) if owner_of(param) is None])
     for param, original in zip(params, originals, strict=True):

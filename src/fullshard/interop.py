@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.group.flat import FLAT_NAME, FlatParameter
 from fullshard.module import FSDPModule
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.wrapper.flat import FLAT_NAME, FlatParameter
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.meshes import HYBRID
 

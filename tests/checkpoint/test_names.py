@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fullshard
-from fullshard.group.flat import FlatParameter
+from fullshard.wrapper.flat import FlatParameter
 from fullshard.wrapper.optim_state import shown_parameters
 from tests.checkpoint.cases import SHARDINGS, wrapped
 from tests.harness import World, ranks

@@ -28,11 +28,11 @@ from torch.serialization import get_safe_globals
 
 from fullshard.checkpoint.layout import Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
-from fullshard.group.flat import FLAT_NAME, FlatParameter, Fragment
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
 from fullshard.tree import tensors
+from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, Fragment
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.optim_state import GroupParameters, OriginalParameter, expect, shown_parameters
 from fullshard.wrapper.state_dict import in_place

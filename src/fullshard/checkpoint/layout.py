@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fullshard.group.flat import Fragment
 from fullshard.group.parameter import ShardedParameter, local_tensor
 from fullshard.torch_private import DTensorSpec, box_of, is_traceable_subclass, spec_of
+from fullshard.wrapper.flat import Fragment
 
 
 class Copies(NamedTuple):

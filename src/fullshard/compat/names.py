@@ -15,10 +15,10 @@ from torch import nn
 
 from fullshard.compat.memory_tracker import state_of
 from fullshard.fully_shard import managed_modules
-from fullshard.group.flat import FLAT_NAME
 from fullshard.module import FSDPModule
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Unit, unit_of
+from fullshard.wrapper.flat import FLAT_NAME
 from fullshard.wrapper.fsdp import FullyShardedDataParallel
 from fullshard.wrapper.settings import settings_of
 

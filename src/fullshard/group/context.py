@@ -52,7 +52,7 @@ class GroupContext:
     """Parameters that are gathered in one call and reduced in one call.
 
     Attributes:
-        is_flat: whether parameters are runs of one shard, see :mod:`fullshard.group.flat`.
+        is_flat: whether a rank's shard is one run of all elements, cut wherever it falls.
     """
 
     params: Sequence[ShardedParameter]
@@ -62,6 +62,8 @@ class GroupContext:
     options: GroupOptions
     transport: Transport
     tag: int  # tells its messages from those of other groups; the same on all ranks
+
+    is_flat = False
 
     def __post_init__(self) -> None:
         #: The parameters by stored dtype, without those that define how they are gathered.
@@ -90,7 +92,6 @@ class GroupContext:
 
     def lay_out(self) -> None:
         """Cut the parameters into sections, each with a plan."""
-        self.is_flat = bool(self.params) and self.params[0].is_flat
         sections: dict[object, list[int]] = {}
         for index, param in enumerate(self.params):
             if not param.extends:

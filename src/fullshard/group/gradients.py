@@ -22,7 +22,6 @@ from fullshard.buffer.sections import full_bytes, full_views
 from fullshard.buffer.slots import SlotBuffer
 from fullshard.device import HoldingMark
 from fullshard.group.context import GroupContext
-from fullshard.group.flat import Fragment
 from fullshard.group.full_buffer import FullBuffer
 from fullshard.group.gradient_dtypes import GradientDtypes
 from fullshard.group.gradient_views import MessageViews, WholeViews
@@ -55,7 +54,7 @@ class Gradients:
         self._waiting: dict[int, torch.Tensor] = {}
         self._waiting_bytes = 0
         self._arrived: set[int] = set()
-        self._shown_waiting: list[tuple[int, Fragment, torch.Tensor, int]] = []  # what users see of those that wait
+        self._shown_waiting: list[tuple[int, ShardedParameter, torch.Tensor, int]] = []  # what users see of them
         self._partial: dict[int, torch.Tensor] = {}
         self._lay_out((False,) * len(group.params))  # what is trained is known when gradients come
 
@@ -224,7 +223,7 @@ class Gradients:
         by ``zero_grad()``; no rank could show all of them."""
         self.copy_waiting()
         for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
-            if isinstance(param, Fragment) and (grad := param.show_waiting()) is not None:
+            if (grad := param.show_waiting()) is not None:
                 self._shown_waiting.append((index, param, grad, version_of(grad)))
 
     def _notice_clearing(self) -> None:

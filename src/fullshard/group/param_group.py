@@ -11,10 +11,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -23,7 +21,6 @@ import torch.nn as nn
 from fullshard.comm.transport import Transport
 from fullshard.group.comm_context import CommContext
 from fullshard.group.context import GroupContext
-from fullshard.group.flat import FlatModuleParameters
 from fullshard.group.full_buffer import FullBuffer, GatheredBuffer, MappedBuffer, State
 from fullshard.group.gradients import Gradients
 from fullshard.group.module_parameters import ModuleParameters
@@ -56,6 +53,8 @@ class ParamGroup(GroupContext):
         users: the units that need it now, several where parameters are tied across groups: it stays unsharded.
     """
 
+    module_params_class = ModuleParameters
+
     def __post_init__(self) -> None:
         super().__post_init__()
         #: The tags of copies, and of copies of these: every rank copies alike, so that they agree by themselves.
@@ -75,12 +74,7 @@ class ParamGroup(GroupContext):
         for param in self.params:
             param.unsharded = None
         self.shard.copy_parameters()
-        self.module_params: ModuleParameters
-        if self.is_flat:
-            receive = partial(Gradients.receive_outside, weakref.ref(self))
-            self.module_params = FlatModuleParameters(self, self.shard.shards, receive)
-        else:
-            self.module_params = ModuleParameters(self)
+        self.module_params = self.module_params_class(self)
         self.gradients = Gradients(self, self.full, self.module_params)
         self.module_params.show_sharded()
         register_sharded(self)
@@ -161,11 +155,9 @@ class ParamGroup(GroupContext):
 
     def leave_unsharded(self) -> None:
         """Note that a forward left the group unsharded unasked, as that of the root does. Nobody has promised that its
-        values stay unchanged until the next forward. Modules show flat parameters sharded: these can be written."""
+        values stay unchanged until the next forward."""
         if self.full.state.is_unsharded:
             self.full.change_state(State.LEFT)
-            if self.is_flat:
-                self.module_params.show_sharded()
 
     def notice_changes(self) -> None:
         """Notice what users did to the modules since the last step. Called before the root's forward."""
@@ -261,7 +253,7 @@ class ParamGroup(GroupContext):
         """A group of the copied parameters, in memory of its own."""
         assert self.full.state is State.SHARDED, f"{self} must be sharded to be copied"
         self.notice_changes()
-        twin = memo[id(self)] = ParamGroup.__new__(ParamGroup)  # first: modules tied to this group lead back to it
+        twin = memo[id(self)] = type(self).__new__(type(self))  # first: modules tied to this group lead back to it
         params = [param.copy(memo) for param in self.params]
         modules = [copy.deepcopy(module, memo) for module in self.modules]
         options = dataclasses.replace(self.options)

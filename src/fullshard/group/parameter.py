@@ -63,7 +63,7 @@ class ShardedParameter:
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
         unsharded: the leaf that autograd sees, a view of the group's full buffer; made at the first gather.
-        hidden: what is shown of a flat parameter's part between uses, see :class:`fullshard.group.flat.Hidden`.
+        hidden: what modules show of it between uses, if ``sharded`` stands for other parameters too.
     """
 
     def __init__(self, param: nn.Parameter, locations: list[Location], data: DataMesh, placement: Shard | None) -> None:
@@ -91,7 +91,6 @@ class ShardedParameter:
         self.hidden: Any = None
         self._gradient_hooks: tuple[Callable[[torch.Tensor], torch.Tensor | None], ...] = ()
 
-    is_flat = False  # whether each rank holds a run of its elements, as :mod:`fullshard.group.flat` has it
     #: How parameters of this kind are laid out, and to how many elements they are aligned.
     layout: tuple[LayoutName, int] = "even", ALIGNMENT
     stored_as: torch.dtype | None = None  # those of different ones lie in different sections
@@ -185,6 +184,12 @@ class ShardedParameter:
         grad = self.sharded.grad
         assert grad is None or isinstance(grad, DTensor), f"the gradient of '{self.name}' became a {type(grad)}"
         return None if grad is None else private.local_of(grad)
+
+    def show_waiting(self) -> torch.Tensor | None:
+        """Show that a gradient waits, and return what shows it. Only some parameters do."""
+
+    def hide_waiting(self) -> None:
+        """Show no longer that a gradient waits."""
 
     def _sharded_spec(self, whole: torch.Tensor) -> private.DTensorSpec:
         if self.unsharded_spec is None:

@@ -211,8 +211,7 @@ class Unit:
             if not group.users:
                 if not self._is_opaque:
                     group.reshard_after_forward()
-                is_flat_and_idle = group.is_flat and (group.data.shard_group is None or not torch.is_grad_enabled())
-                if self.chose_to_keep or self._is_opaque or is_flat_and_idle:
+                if self.chose_to_keep or self._is_opaque:
                     group.leave_unsharded()
         self.phase, self._is_opaque = Phase.IDLE, False
 

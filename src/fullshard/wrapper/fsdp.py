@@ -21,7 +21,6 @@ from fullshard.device import is_host, move_to_device
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import add_group, borrow, free_parameters, refuse_torchs
 from fullshard.group.context import GroupOptions
-from fullshard.group.flat import Fragment
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import CHECKPOINTED_NAME, WRAPPED_NAME
 from fullshard.group.strategy import FULL_SHARD, SHARD_GRAD_OP
@@ -33,6 +32,7 @@ from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Phase
 from fullshard.wrap import targets
 from fullshard.wrapper import initialise
+from fullshard.wrapper.flat import FlatGroup, Fragment
 from fullshard.wrapper.meshes import HYBRID, strategy_and_mesh
 from fullshard.wrapper.optim_methods import OptimStateMethods
 from fullshard.wrapper.settings import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -149,7 +149,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             policy = CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy()
             group_options = GroupOptions(unit.mp_policy, policy, FULL_SHARD if auto_reshard else SHARD_GRAD_OP)
             group_options.keep_computed_dtype = precision.keep_low_precision_grads
-            add_group(unit, fragments, data, group_options)
+            add_group(unit, fragments, data, group_options, FlatGroup)
         borrow(unit)
         attach(unit)
 

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from fullshard.comm.waits import waiting
 from fullshard.device import compute_device as current_device
 from fullshard.device import default_device_type
-from fullshard.group.flat import FlatParameter
 from fullshard.group.mesh import DataMesh
 from fullshard.group.owners import owner_of
 from fullshard.policies import expect, warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import after_accumulation, plain_parts, replicated
+from fullshard.wrapper.flat import FlatParameter
 
 _BUCKET_BYTES = 250 * 1024 * 1024
 

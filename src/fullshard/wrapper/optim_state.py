@@ -28,7 +28,6 @@ from torch.optim import ASGD, NAdam, Optimizer, Rprop
 from fullshard.comm.process_group import broadcast_object, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.full_params import gather
-from fullshard.group.flat import FlatParameter, Fragment
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, local_tensor, plain_name
 from fullshard.meshes import group_of
@@ -37,6 +36,7 @@ from fullshard.policies import warn
 from fullshard.schedule.unit import unit_of
 from fullshard.torch_private import altered_spec, is_sharded_tensor, make_dtensor, pytree, spec_of
 from fullshard.tree import tensors
+from fullshard.wrapper.flat import FlatParameter, Fragment
 from fullshard.wrapper.settings import FullOptimStateDictConfig, OptimStateDictConfig
 from fullshard.wrapper.state_dict import all_of, own_copy, state_dict_entry, whole_as_before
 from fullshard.wrapper.unit import WrappedUnit

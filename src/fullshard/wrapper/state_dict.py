@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fullshard import torch_private
 from fullshard.comm.waits import waiting
 from fullshard.full_params import FullParameters, gather
-from fullshard.group.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import WRAPPED_NAME, ShardedParameter, local_tensor, plain_name
 from fullshard.group.shard import give_own_storage
 from fullshard.policies import as_setting, warn
 from fullshard.schedule.unit import Phase
 from fullshard.wrapper import settings as kinds
+from fullshard.wrapper.flat import FLAT_NAME, FlatParameter, flat_name
 from fullshard.wrapper.settings import CONFIGS, StateDictSettings, StateDictType, settings_of
 from fullshard.wrapper.unit import WrappedUnit
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeGuard
@@ -27,9 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.buffer.plan import Plan
 from fullshard.buffer.sections import Section
-from fullshard.group.context import GroupContext
+from fullshard.group.gradients import Gradients
 from fullshard.group.mesh import DataMesh
 from fullshard.group.module_parameters import ModuleParameters, Presentation
+from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import IndexedTensor, Location, ShardedParameter
 from fullshard.torch_private import PlainAttributes, altered_spec, gradient_hooks, set_data, version_of
 from fullshard.tree import tensors
@@ -110,8 +112,6 @@ _WITHOUT_VALUES = ("__get__", "__len__", "__repr__", "data_ptr", "dim", "is_floa
 class Fragment(ShardedParameter):
     """A parameter of which each rank holds one run of elements. ``home`` is the module on which a flat parameter is
     shown in place of this and others; ``None`` to show the fragment."""
-
-    is_flat = True
 
     def __init__(
         self,
@@ -222,21 +222,16 @@ class Fragment(ShardedParameter):
 
 
 class FlatModuleParameters(ModuleParameters):
-    """Shows the flat parameters of a group, or its fragments, which lie in the ``shards`` of its sections.
+    """Shows the flat parameters of a group, or its fragments, which lie in the shards of its sections."""
 
-    ``receive`` takes gradients, by the index of their parameter, of those that each rank shows whole at any time.
-    """
-
-    def __init__(self, group: GroupContext, shards: Sequence[torch.Tensor], receive: Callable[..., Any]) -> None:
-        self._shards, self._receive = shards, receive
-        super().__init__(group)
+    _group: FlatGroup
 
     def prepare(self) -> None:
         #: Where each flat parameter is shown, under which name, the parameter and its section.
         self._flats: list[tuple[nn.Module, str, nn.Parameter, Section]] = []
-        group, shards = self._group, self._shards
+        group, shards = self._group, self._group.shard.shards
         for number, (section, shard) in enumerate(zip(group.sections, shards, strict=True)):
-            fragments = [param for i in section.members if isinstance(param := group.params[i], Fragment)]
+            fragments = [group.params[i] for i in section.members]
             home, flat = fragments[0].home, fragments[0].sharded
             if home is None:
                 continue
@@ -251,7 +246,7 @@ class FlatModuleParameters(ModuleParameters):
         super().prepare()
         if not self._flats and group.data.shard_group is None and group.data.replicate_size > 1:
             for index, param in enumerate(group.params):
-                param.watch(partial(self._receive, index))  # type: ignore[attr-defined]
+                param.watch(partial(Gradients.receive_outside, weakref.ref(group), index))
         shown = [(param.sharded, param.local) for param in group.params if param.local.numel()]
         if self._flats:
             shown = list(zip([flat for _, _, flat, _ in self._flats], shards, strict=True))
@@ -300,7 +295,7 @@ class FlatModuleParameters(ModuleParameters):
         if not self._flats:
             return super().adopt_replaced()
         replaced = False
-        for (home, name, flat, section), shard in zip(self._flats, self._shards, strict=True):
+        for (home, name, flat, section), shard in zip(self._flats, self._group.shard.shards, strict=True):
             shown = home._parameters.get(name)
             if shown is None or shown is flat:
                 shown = flat
@@ -331,6 +326,27 @@ class FlatModuleParameters(ModuleParameters):
                 f"parameter '{name}' was given data of shape {tuple(found.shape)} where this rank holds {expected}: "
                 f"between steps give it data of that shape, or change all of it inside summon_full_params"
             )
+
+
+class FlatGroup(ParamGroup):
+    """A group of fragments, all of one wrapped module."""
+
+    params: Sequence[Fragment]
+    is_flat = True
+    module_params_class = FlatModuleParameters
+
+    def reshard_after_forward(self) -> None:
+        """As of any group. Modules show the sharded parameters in any case if each rank holds them whole, or if no
+        backward follows."""
+        super().reshard_after_forward()
+        if self.data.shard_group is None or not torch.is_grad_enabled():
+            self.leave_unsharded()
+
+    def leave_unsharded(self) -> None:
+        """As of any group. Modules show the sharded parameters meanwhile, so that these can be written."""
+        super().leave_unsharded()
+        if self.full.state.is_unsharded:
+            self.module_params.show_sharded()
 
 
 def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None:
