@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fullshard.buffer.plan import LayoutName, ParamShape, Piece, Plan, make_plan
@@ -157,6 +157,7 @@ def some_shards(plan: Plan, full: torch.Tensor) -> Iterator[tuple[int, torch.Ten
 
 @unhurried
 @given(plans())
+@example(make_plan([ParamShape("a", (3, 16))], 4))  # the last rank has a shard, and nothing of the full buffer
 def test_rank_major_is_where_the_shards_end_to_end_are_the_full_buffer(plan: Plan) -> None:
     full, shards = torch.arange(plan.full_numel), torch.full((plan.world_size * plan.shard_numel,), -1)
     for piece in plan.pieces_of_all(plan.shard_numel):
