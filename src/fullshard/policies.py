@@ -80,7 +80,7 @@ class MixedPrecisionPolicy(Checked):
     buffer_dtype: torch.dtype | None = None
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
-        """The dtype in which ``param`` is gathered, if ``param_dtype_override_fn`` chose one other than ``param_dtype``.
+        """The dtype in which ``param`` is gathered, if ``param_dtype_override_fn`` chose another than ``param_dtype``.
 
         Args:
             param: the parameter that the function is called with.
