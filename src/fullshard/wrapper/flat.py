@@ -207,8 +207,8 @@ class Fragment(ShardedParameter):
         return self.sharded.grad
 
     def hide_waiting(self) -> None:
-        """Remove the zeros that showed a waiting gradient, unless users wrote to them. The reduced gradient then keeps its
-        own dtype. A rank without elements of the parameter keeps no gradient."""
+        """Remove the zeros that showed a waiting gradient, unless users wrote to them. The reduced gradient then keeps
+        its own dtype. A rank without elements of the parameter keeps no gradient."""
         grad, self._blank = self._blank, None
         if self.sharded.numel() == 0 or (
             grad is not None and self.sharded.grad is grad and (version_of(grad) == 0 or not grad.any())

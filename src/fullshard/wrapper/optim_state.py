@@ -1,8 +1,8 @@
 """Converts optimizer state between shards and original parameters: to their names and shapes, and back.
 
-The parameters of an optimizer are shards, fragments or flat parameters. A state of one of these is either a *part*, with the layout of
-this rank's part of the parameter (momenta), or a value for the whole parameter (``step``, numbers). Owns both
-directions::
+The parameters of an optimizer are shards, fragments or flat parameters. A state of one of these is either a *part*,
+with the layout of this rank's part of the parameter (momenta), or a value for the whole parameter (``step``, numbers).
+Owns both directions::
 
     save    split what belongs to flat parameters ─▶ agree on who has what ─▶ gather parts ─▶ whole, or as DTensors
     load    whole tensors, DTensors of any placement, or those of the first rank ─▶ cut ─▶ join for flat parameters
@@ -121,7 +121,7 @@ class _Part(NamedTuple):
 
 
 def _is_part(key: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether a state has one element for each element of a parameter. Of a scalar, all states but numbers have."""
+    """Whether a state has one element for each element of a parameter. For a scalar: all states but the numbers."""
     return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key not in NUMBERS))
 
 
@@ -156,8 +156,8 @@ def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> No
 def with_groups(
     state_dict: Mapping[str, Any], state: Any, known: Mapping[Any, Sequence[Any]], problem: str, sort: bool = True
 ) -> dict[str, Any]:
-    """A state dict of ``state`` with the parameter groups of ``state_dict``, if it has any. Replaces each key in them by
-    the keys that are ``known`` for it. Raises KeyError with ``problem`` for a key that has none."""
+    """A state dict of ``state`` with the parameter groups of ``state_dict``, if it has any. Replaces each key in them
+    by the keys that are ``known`` for it. Raises KeyError with ``problem`` for a key that has none."""
     if "param_groups" not in state_dict:
         return {"state": state}
     groups = copy.deepcopy(state_dict["param_groups"])
