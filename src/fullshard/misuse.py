@@ -2,7 +2,7 @@
 
 First, a module runs outside the forward of its unit, where its parameters are sharded. Second, plain tensors of a state
 dict are loaded into sharded parameters. Owns the hooks that notice this. In a step only the root's own modules, such as
-an embedding and a head, have one: these are the parts of a model that programs call by themselves.
+an embedding and a head, have one: these are the parts of a model that programs call directly.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The passes of a step: which one runs, and when the ranks of a host may read the memory that they share.
 
 A *pass* is an outermost forward or a backward. In a pass every rank reads what all ranks wrote before it, and no rank
-writes. Between passes every rank may write its own shards, and no rank reads others. Owns the transitions of
+writes. Between passes every rank may write its own shards, and no rank reads those of others. Owns the transitions of
 :class:`~fullshard.group.step.Pass`, at which ranks that share memory wait for each other.
 """
 
