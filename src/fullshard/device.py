@@ -1,4 +1,4 @@
-"""Devices, lanes and marks: how work is put beside other work, and how one waits for the other, on any device.
+"""Devices, lanes and marks: how work runs beside other work, and waits for it, on any device.
 
 A :class:`Lane` is a stream on devices that have streams and, on the CPU, the fact that communication runs by itself.
 A *mark* is a point in a lane that can be waited for. The CPU is the *host*, which has no streams.
@@ -25,8 +25,9 @@ class Pending(Protocol):
     """Communication that was started."""
 
     def finish(self) -> None:
-        """Complete it and what follows it locally (copies, sums). Called exactly once: on devices with streams at once,
-        on the lane's stream, to enqueue work; on the CPU when the result is needed, and blocks."""
+        """Complete it and the local work that follows (copies, sums). Called exactly once. On devices with streams, the
+        call comes at once, on the lane's stream, and enqueues work. On the CPU, it comes when the result is needed, and
+        blocks."""
 
 
 class Done:
@@ -60,8 +61,8 @@ PASSED: Mark = HostMark(())  # a mark that has passed already
 
 @dataclass(slots=True, eq=False)
 class HoldingMark:
-    """A mark, and memory of another lane that is used until then: it stays until the mark was waited for, once, and
-    what is not the allocator's is then given back by ``give_back``."""
+    """A mark that keeps memory of another lane until it was waited for. Memory that does not come from the allocator is
+    then returned by ``give_back``."""
 
     mark: Mark
     memory: object
@@ -84,23 +85,23 @@ class Streams:
         return torch.accelerator.current_stream(device)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Let the memory of a tensor serve no other before the current stream has passed this point."""
+        """Keep the memory of a tensor from being used for another before the current stream has passed this point."""
         tensor.record_stream(self.current(tensor.device))
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype, pin: bool = True) -> torch.Tensor:
-        """An uninitialised tensor on the host; if it is pinned, copies between it and a device need no host."""
+        """An uninitialised tensor on the host. If it is pinned, copies from and to a device do not block the host."""
         return torch.empty(tuple(shape), dtype=dtype, device=CPU, pin_memory=pin)
 
     def is_capturing(self, device: torch.device) -> bool:
-        """Whether a graph captures what the current stream is given."""
+        """Whether a graph captures the current stream."""
         return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait on the host until the device has done all that was asked of it."""
+        """Let the host wait until the device has done all enqueued work."""
         torch.accelerator.synchronize(device)
 
 
-HOSTS = {CPU, META}  # devices without streams: the host completes itself what it started there
+HOSTS = {CPU, META}  # devices without streams: the host itself completes what it started
 _streams = Streams()
 
 
@@ -115,12 +116,12 @@ def streams_of(device: torch.device) -> Streams | None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a graph of the device captures what it is given."""
+    """Whether a graph captures the current stream of a device."""
     return device not in HOSTS and _streams.is_capturing(device)
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin: bool = True) -> torch.Tensor:
-    """An uninitialised tensor on the host for what is copied from and to ``device``, pinned if that makes sense."""
+    """An uninitialised tensor on the host for copies from and to ``device``. ``pin`` matters only with streams."""
     if device in HOSTS:
         return torch.empty(tuple(shape), dtype=dtype, device=CPU)
     return _streams.host_memory(shape, dtype, pin)
@@ -129,20 +130,21 @@ def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
 def copy_to_host(
     tensors: Sequence[torch.Tensor], device: torch.device, pin: bool
 ) -> tuple[list[torch.Tensor], torch.Event]:
-    """Start to copy tensors of a device with streams to the host, where they are once the event has passed."""
+    """Start to copy tensors from a device with streams to the host. The copies are complete after the event."""
     copies = [host_memory(tensor.shape, tensor.dtype, device, pin) for tensor in tensors]
     foreach_copy(copies, list(tensors))
     return copies, current_stream(device).record_event()
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream in which work on a device is put now; not for the host."""
+    """The stream to which work on a device is added now. The host has none."""
     return _streams.current(device)
 
 
 @contextmanager
 def beside(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
-    """Run what is inside on ``stream``, if there is one, between what the current one holds and what follows there."""
+    """A context whose work runs on ``stream``, if given: after the work that the current stream has, and before what
+    follows there."""
     if stream is None:
         yield
         return
@@ -189,7 +191,7 @@ class Lane:
                 if then is not None:
                     then()
                 return EventMark(self._stream.record_event(), self._device)
-        except BaseException:  # what it took is given back in the current lane
+        except BaseException:  # the memory that it took is freed in the current lane
             with suppress(Exception):
                 current_stream(self._device).wait_stream(self._stream)
             raise
@@ -209,12 +211,12 @@ def mark_now(device: torch.device) -> Mark:
 
 
 def compute_device(device_type: str) -> torch.device:
-    """The device of this process among those of a type: the current one."""
+    """The current device of a type."""
     return CPU if device_type == "cpu" else torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def default_device_type() -> str:
-    """The type of the accelerator if there is one, otherwise that of the CPU."""
+    """The type of the accelerator if there is one, otherwise ``"cpu"``."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device.type if device is not None else "cpu"
 

@@ -1,7 +1,7 @@
 """A search for the first value that is not finite: in outputs, in the gradients of this rank, in reduced gradients.
 
-After the next reduction a NaN of one rank is on all ranks, and nothing tells from which rank it came. Owns the hooks
-that look. A model without them is not looked at, which costs nothing.
+The next reduction spreads a NaN from one rank to all ranks, so that nobody can tell where it came from. Owns the hooks
+that check. A model without them is not checked, and pays nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NonFiniteError(ArithmeticError):
 
 
 class NonFiniteDetector:
-    """Looks for values that are not finite, until it is removed or its ``with`` block ends.
+    """Checks for values that are not finite, until it is removed or its ``with`` block ends.
 
     Made by :func:`detect_non_finite`.
     """
@@ -45,7 +45,7 @@ class NonFiniteDetector:
             self._handles.append(module.register_forward_hook(partial(look, plain_name(name))))
 
     def remove(self) -> None:
-        """Stop looking. May be called again."""
+        """Stop checking. May be called twice."""
         for handle in self._handles:
             handle.remove()
         schedule = self._schedule()
@@ -62,8 +62,8 @@ class NonFiniteDetector:
 def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
     """Raise at the first NaN or infinity in an output of a module, a gradient, or a reduced gradient.
 
-    Every step looks at all of them, and waits for the device to do so: use it to find an error, on all ranks or on one.
-    What is infinite on purpose (masks of -inf, gradients that a scaler has yet to look at) is reported too.
+    Every step checks all of them, and waits for the device: use it to find an error, on all ranks or on one.
+    Values that are infinite on purpose (masks of -inf, gradients before a scaler checks them) are reported too.
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
@@ -77,7 +77,7 @@ def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
     Raises:
         ValueError: ``model`` is not sharded.
         NonFiniteError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
-            parameter, the step, and the first index. Other ranks lose this one, and say so.
+            parameter, the step, and the first index. Errors on other ranks say that they lost this one.
     """
     return NonFiniteDetector(model, schedule_of(model, "detect_non_finite"))
 
@@ -91,7 +91,7 @@ def _look_at_output(name: str, module: nn.Module, args: Any, output: Any) -> Non
 
 @torch.no_grad()
 def _look_at_gradients(group: ParamGroup, reduced: bool) -> None:
-    """Look at the gradients of a group, before they are reduced or after."""
+    """Check the gradients of a group, before or after they are reduced."""
     grads: Iterable[tuple[int, torch.Tensor | None]] = (
         ((index, param.sharded.grad) for index, param in enumerate(group.params))
         if reduced
@@ -107,7 +107,7 @@ def _look_at_gradients(group: ParamGroup, reduced: bool) -> None:
 def _expect_finite(tensor: torch.Tensor, what: str) -> None:
     """
     Raises:
-        NonFiniteError: there is a value in ``tensor`` that is not finite.
+        NonFiniteError: ``tensor`` has a value that is not finite.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not (local.is_floating_point() or local.is_complex()) or local.is_meta or bool(torch.isfinite(local).all()):

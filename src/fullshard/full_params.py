@@ -1,4 +1,4 @@
-"""Full parameters outside of forward and backward: to read them, to save them, to change them.
+"""Full parameters outside of forward and backward: to read, save or change them.
 
 Owns a context in which modules show private full copies in the original dtype, and the copies while they are shown. The
 copies do not use the engine's buffers, so no other group ever writes to their memory.
@@ -22,9 +22,9 @@ from fullshard.schedule.unit import Phase, unit_of
 
 
 class FullParameters:
-    """Parameters of one group that are shown instead of sharded ones, or of other full ones, until :meth:`close`."""
+    """Full parameters of one group. Modules show them until :meth:`close`, in place of what they showed before."""
 
-    #: Whether nobody closes it after an error: then the next step, or the next look at the parameters, closes it.
+    #: Whether an error leaves it open. The next step, or the next check of the parameters, then closes it.
     is_left_by_errors = False
 
     def __init__(self, group: ParamGroup, full: Mapping[int, nn.Parameter]) -> None:
@@ -61,7 +61,7 @@ class FullParameters:
         group.summoned = self._outer
         if self._outer is not None:
             group.module_params.show_full(self._full_outside)
-        else:  # also where this rank showed nothing: what modules show is looked at before the next step
+        else:  # also if this rank showed nothing: the next step checks what modules show
             group.module_params.show_sharded()
         self._full.clear()
 
@@ -81,11 +81,11 @@ def summon_full_params(
 
     Args:
         recurse: whether to include the sharded modules inside of ``module``.
-        writeback: keep what is written to the full parameters (and gradients): each rank copies its part back.
-        rank0_only: only the first of the ranks that shard together gets full parameters. The others keep sharded ones,
-            and need no memory for full ones.
-        offload_to_cpu: put the full parameters on the CPU.
-        with_grads: give the full parameters their full gradients.
+        writeback: whether to keep what is written to the full parameters and gradients: each rank copies its part back.
+        rank0_only: whether only the first of the ranks that shard together shows full parameters, and the others
+            sharded ones.
+        offload_to_cpu: whether to put the full parameters on the CPU.
+        with_grads: whether to give the full parameters their full gradients.
 
     Raises:
         ValueError: ``writeback`` with ``rank0_only``, or ``with_grads`` with ``offload_to_cpu``.
@@ -166,7 +166,7 @@ def _whole(group: ParamGroup, offload_to_cpu: bool, with_grads: bool) -> dict[in
     values = gather(group, [param.values for param in group.params])
     grads = gather(group, [param.gradient for param in group.params]) if with_grads else {}
     has_grad = [param.sharded.grad is not None for param in group.params]
-    if with_grads and group.data.shard_group is not None:  # unknown on ranks without elements
+    if with_grads and group.data.shard_group is not None:  # ranks without elements do not know
         has_any = torch.tensor(has_grad, dtype=torch.uint8, device=group.device)
         with waiting("a question to all ranks", group.data.shard_group):
             dist.all_reduce(has_any, dist.ReduceOp.MAX, group=group.data.shard_group)

@@ -1,7 +1,7 @@
 """The composable front end: ``fully_shard`` shards a module's parameters, one DTensor a parameter.
 
-Owns the validation of arguments, the choice of the parameters of a group, and the hooks on modules. Everything in a
-step is done by the units and groups that it builds.
+Owns the validation of arguments, the choice of each group's parameters, and the hooks on modules. In a step the units
+and groups that it builds do the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import misuse as _misuse  # noqa: F401  registers what it does to units
+from fullshard import misuse as _misuse  # noqa: F401  its import registers hooks on units
 from fullshard import policies
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
@@ -44,7 +44,7 @@ from fullshard.wrap import repeated_blocks, targets
 _Found = dict[nn.Parameter, list[Location]]
 #: The user's placement for a parameter, see :class:`~fullshard.policies.ShardPlacementResult`.
 _PlacementFn = Callable[[nn.Parameter], Any] | None
-#: Attributes of every module; parameters are kept in one of them only, where they are registered.
+#: Attributes of every module. Of these only ``_parameters`` has parameters: the registered ones.
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 _log = logging.getLogger("fullshard")
@@ -92,14 +92,14 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding
 
-    Each call makes one group of the parameters that no call on a submodule has taken; so call it on the inner modules
-    first. A group is gathered in one collective before its module runs and reduced in one after its backward. Every
-    rank of the mesh must make the same calls in the same order.
+    Each call makes one group of the parameters that no earlier call has taken, so call it on inner modules first. A
+    group is gathered in one collective before its module runs, and reduced in one after its backward. Every rank of the
+    mesh must make the same calls in the same order.
 
     Args:
-        module: the module, or a list of modules that form one group and may run apart.
-        mesh: 1-D to shard, 2-D with names to replicate over its first dim and shard over its second, or, with
-            ``dp_mesh_dims``, a full mesh. All ranks by default.
+        module: the module, or a list of modules that form one group and may run at different times.
+        mesh: 1-D: shard over it. 2-D with names: replicate over the first dim and shard over the second. With
+            ``dp_mesh_dims``: a mesh of all parallelisms. By default all ranks.
         reshard_after_forward: ``True`` frees the gathered parameters between forward and backward, ``False`` keeps
             them, an int (a divisor of the number of ranks that shard) keeps them sharded over that many neighbouring
             ranks. ``None`` is ``True``, and ``False`` for the root.
@@ -107,20 +107,20 @@ def fully_shard(
             mesh too. Dims need not divide evenly.
         mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers.
         offload_policy: what lives on the CPU between uses.
-        ignored_params: parameters that stay as they are.
-        dp_mesh_dims: which dims of ``mesh``, the full mesh of parameters that are DTensors on it, are data-parallel.
-        auto_wrap_policy: shards the submodules that it picks first, each with the same options; see
-            ``fullshard.wrap``. One call on the root is then enough.
-        check_values: compare the values of the parameters between the ranks, in one pass over them: ranks that were
-            seeded differently would each shard another model.
+        ignored_params: parameters that are neither sharded nor reduced.
+        dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
+        auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
+            returns; see ``fullshard.wrap``. One call on the root is then enough.
+        check_values: whether to compare the parameters' values between the ranks, in one pass over them. Ranks with
+            different seeds would otherwise shard different models.
 
     Returns:
-        ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its own.
+        ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
         ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
-            differ between ranks, in their values too if these are checked, or lie in the memory of others.
-        AssertionError: a module to which ``fully_shard`` was applied before.
+            share memory with other tensors, or differ between ranks (with ``check_values`` also in their values).
+        AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names.
         RuntimeError: a mesh without process groups.
         TypeError: an argument of a wrong type.
     """
@@ -177,7 +177,7 @@ def add_group(
     options: GroupOptions,
     group_class: type[ParamGroup] = ParamGroup,
 ) -> None:
-    """Shard ``params`` of the modules of ``unit`` over ``data``, as a new group. All ranks of the mesh must call it."""
+    """Shard ``params`` over ``data`` as a new group of ``unit``. All ranks of the mesh must call it."""
     originals = [param.sharded for param in params]
     for param in params:
         param.overridden_dtype = options.mp_policy.overridden_dtype(param.sharded, param.name)
@@ -216,7 +216,7 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
 
 
 def _root_modules(module: Any) -> tuple[nn.Module, ...]:
-    """The modules of the call, without those inside of another one."""
+    """The modules of a call, without those that another one contains. Raises an error for those it cannot shard."""
     modules = [module] if isinstance(module, nn.Module) else list(module) if isinstance(module, Iterable) else []
     if not modules or not all(isinstance(each, nn.Module) for each in modules):
         raise ValueError(f"fully_shard expects a module or a list of modules, got {module!r}")
@@ -234,8 +234,8 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
 
 
 def refuse_torchs(module: nn.Module) -> None:
-    """Raise an error if a module contains one that torch's FSDP has sharded. It is recognized by the name of its class,
-    because fullshard imports nothing of torch's FSDP."""
+    """Raise ValueError if torch's FSDP has sharded ``module`` or a module inside. It recognizes these by their class
+    names, because fullshard does not import torch's FSDP."""
     torch_classes = replicated([module])
     for name, inner in module.named_modules():
         for cls in type(inner).__mro__ if inner is module or inner not in torch_classes else ():
@@ -325,8 +325,8 @@ def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict
 
 
 def borrow(unit: Unit) -> None:
-    """Borrow the groups that own parameters of these modules already, and show these parameters here too. If a module
-    keeps parameters also in attributes, lists or dicts, they are shown there too."""
+    """Let ``unit`` borrow the groups that already own parameters of its modules, and show these parameters here too.
+    Parameters that modules also keep in attributes, lists or dicts are shown there too."""
     for module in managed_modules(unit.modules):
         if isinstance(module, nn.MultiheadAttention):  # reads the parameters of its projection and never runs it
             inner = [found for each in module.out_proj.modules() if (found := unit_of(each)) not in (None, unit)]
@@ -351,9 +351,9 @@ def borrow(unit: Unit) -> None:
 
 
 def _kept_apart(module: nn.Module) -> list[tuple[tuple[Any, ...], nn.Parameter]]:
-    """The parameters that a module keeps outside of those that it registers, each with a path of keys that leads there:
-    in its attributes, or in lists, deques, dicts and tuples of them there, as ``nn.LSTM`` does. Raises ValueError if a
-    tuple has parameters, in which none can be replaced."""
+    """The parameters that a module keeps in attributes, or in lists, deques, dicts and tuples there, as ``nn.LSTM``
+    does; each with the path of keys that leads to it. Raises ValueError if one is in a tuple, where it cannot be
+    replaced."""
     found: list[tuple[tuple[Any, ...], nn.Parameter]] = []
     waiting: list[tuple[tuple[Any, ...], Any]] = [
         ((name,), value) for name, value in module.__dict__.items() if name not in _OF_MODULES

@@ -1,8 +1,8 @@
-"""What a rank must do for a module that it leaves out of a forward in which other ranks run it.
+"""Lets a rank leave out a module that other ranks run in the same forward.
 
-A gather and a reduction take all ranks. A rank whose batch has no image does not run the vision tower, and still has
-values that the others gather, and a part in the sum of their gradients. :func:`leave_out` does for each unit of the
-module what its forward and backward would do, without the computation in between.
+All ranks must take part in each gather and each reduction. A rank whose batch has no image does not run the vision
+tower, but the others need its shards, and its part in the sums of gradients. For each unit of the module,
+:func:`leave_out` does what forward and backward would do, without the computation in between.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fullshard.torch_private import apply_function, running_backward
 
 
 class _Zeros(torch.autograd.Function):
-    """The identity on a tensor, whose backward gives zeros to parameters.
+    """Returns its tensor, as a copy; its backward gives zeros to the parameters.
 
-    A view would share the hooks that units put on what it is a view of.
+    It is not a view, because a view would share the hooks that units register on its base.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Zeros(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The first of two tensors. The backward of both follows."""
+    """Returns the first of two tensors, as a copy. Its backward runs the backward of both."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -62,9 +62,9 @@ def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bo
 
     Args:
         module: has sharded modules in it, or is one.
-        tensor: of any floating-point dtype and shape; what the loss is computed from.
-        input_has_gradient: whether the inputs of ``module`` on the other ranks require gradients, as hidden states do,
-            and images do not. On it depends when the gradients of its first units are complete.
+        tensor: a tensor from which the loss is computed, of any shape and any floating-point or complex dtype.
+        input_has_gradient: whether the inputs of ``module`` on the other ranks require gradients. Hidden states do,
+            images do not. This decides when the gradients of the module's first units are complete.
 
     Returns:
         ``tensor``, with the gradients of ``module`` in its history if gradients are enabled.
@@ -100,7 +100,7 @@ def _pass_by(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
     for child in module.children():
         token = _pass_by(child, token)
     params = [param for param in module._parameters.values() if param is not None]
-    if unit is not None:  # flat parameters hide the others
+    if unit is not None:  # a flat parameter hides the others
         params += [
             p.unsharded for group in unit.groups if group.is_flat for p in group.params if p.unsharded is not None
         ]

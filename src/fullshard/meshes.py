@@ -1,7 +1,7 @@
-"""From a mesh that users give, with or without named dims, to the two process groups of its data parallelism.
+"""Finds the process groups to shard and to replicate over in the mesh that a user gives.
 
-Owns the validation of meshes, the mesh of all ranks and the smaller ones of ``reshard_after_forward=size``. Each mesh
-and each process group is made once.
+Owns the validation of meshes, the mesh of all ranks, and the smaller meshes of ``reshard_after_forward=size``. It makes
+each mesh and each process group once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fullshard.torch_private import concatenate_meshes, flatten_mesh
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator where there is one and on the CPU otherwise."""
+    """The mesh of all ranks, on the accelerator if there is one, otherwise on the CPU. Initializes torch.distributed if
+    that was not done. All ranks must call it."""
     if not dist.is_initialized():
         dist.init_process_group()
     key = default_device_type(), weakref.ref(dist.group.WORLD)
@@ -30,7 +31,7 @@ def default_mesh() -> DeviceMesh:
     return _default_meshes.setdefault(key, mesh)
 
 
-#: One mesh for all calls: to make one, and to compare two, takes the longer the more ranks there are.
+#: One mesh for all calls: the time to make one, and to compare two, grows with the number of ranks.
 _default_meshes: weakref.WeakValueDictionary[object, DeviceMesh] = weakref.WeakValueDictionary()
 
 
@@ -71,7 +72,7 @@ def _named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
 
 
 def _axis(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Some dims of a mesh as one."""
+    """The named dims of a mesh as one dim; ``None`` without names."""
     if len(names) > 1:
         return flatten_mesh(mesh[tuple(names)], "_".join(names))
     return mesh[names[0]] if names else None
@@ -93,20 +94,20 @@ def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
 
 
 def group_of(ranks: Iterable[int]) -> dist.ProcessGroup | None:
-    """A process group of these ranks, made once; ``None`` if they are all. Each of them must call it."""
+    """The process group of these ranks, made once; ``None`` if they are all ranks. Each of them must call it."""
     members = tuple(sorted(set(ranks)))
     return None if len(members) == dist.get_world_size() else _made_group(members, dist.group.WORLD)
 
 
 @lru_cache(maxsize=64)
 def _made_group(ranks: tuple[int, ...], made_in: object) -> dist.ProcessGroup:
-    """Groups end with the process group that they were ``made_in``."""
+    """A new process group. It is valid until ``made_in``, the default process group, is destroyed."""
     with waiting("a process group to be made", None):
         return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def smaller_mesh(data: DataMesh, size: int) -> DataMesh:
-    """The mesh on which parameters rest between forward and backward for ``reshard_after_forward=size``.
+    """The mesh over which parameters are sharded between forward and backward with ``reshard_after_forward=size``.
 
     All ranks of ``data`` must call it in the same order: it makes process groups, once for each mesh and size.
     """

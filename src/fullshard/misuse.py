@@ -1,8 +1,8 @@
-"""Names two mistakes, where torch's own errors name neither the module nor the way out.
+"""Explains two mistakes for which torch's own errors name neither the module nor the remedy.
 
-A module that runs outside the forward of the unit that has its parameters finds them sharded; and a plain state dict
-does not fit sharded parameters. Owns the hooks that notice. In a step only the modules of the root itself, such as an
-embedding and a head, have one: their methods and children are what programs call.
+First, a module runs outside the forward of its unit, where its parameters are sharded. Second, plain tensors of a state
+dict are loaded into sharded parameters. Owns the hooks that notice this. In a step only the root's own modules, such as
+an embedding and a head, have one: these are the parts of a model that programs call directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fullshard.schedule.unit import Phase, Unit
 
 @when_sharded
 def watch_misuse(unit: Unit) -> None:
-    """Let modules with parameters of a unit refuse to run, and to load plain values, while these are sharded."""
+    """Let modules with a unit's parameters fail if they run, or load plain tensors, while these are sharded."""
     for module in {at.module for group in unit.groups for param in group.params for at in param.locations}:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
         if module not in unit.modules:
@@ -34,7 +34,7 @@ def watch_misuse(unit: Unit) -> None:
 
 
 def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, ShardedParameter]]:
-    """The parameters of a unit that a module shows sharded, with their names there."""
+    """The unit's parameters that a module shows sharded, each with its name in the module and its group."""
     for name, shown in module._parameters.items():
         group, index = owner_of(shown) or (None, 0)
         if isinstance(group, ParamGroup) and group in unit.groups and shown is group.params[index].sharded:
@@ -42,7 +42,7 @@ def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, S
 
 
 def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before the forward of a module. What gets no tensor, or DTensors, may read sharded parameters."""
+    """A hook before a module's forward. A forward without tensors, or with DTensors, may read sharded parameters."""
     if unit.phase is not Phase.IDLE or is_dynamo_compiling():
         return
     given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
@@ -66,7 +66,7 @@ def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs
 def _refuse_plain(
     unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
 ) -> None:
-    """Runs before a module loads its part of a state dict, and after the unit was resharded for that."""
+    """A hook before a module loads its part of a state dict. The unit was resharded before."""
     if local_metadata.get("assign_to_params_buffers"):
         return
     for name, _, param in _sharded(unit, module):

@@ -1,4 +1,4 @@
-"""``FSDPModule``: what a module can do beyond its own class once it is sharded.
+"""``FSDPModule``: the methods that a module gets when it is sharded.
 
 Owns the methods that users call between and inside steps. Each sets an option of the module's groups or asks the
 schedule for a transition; none does the work itself.
@@ -37,7 +37,7 @@ def sharded_class(cls: type) -> type:
 
 
 class _Handle:
-    """Communication that was started, and what it completes. Waiting twice is harmless."""
+    """Communication that was started, and the work that follows it."""
 
     def __init__(self, wait: Callable[[], object] | None = None) -> None:
         self._wait = wait
@@ -49,7 +49,7 @@ class _Handle:
             self._wait = None
 
     def _if(self, async_op: bool) -> Self | None:
-        """The handle, to be handed out; or ``None``, once it was waited for."""
+        """Return the handle with ``async_op``; without it wait, and return ``None``."""
         if async_op:
             return self
         self.wait()
@@ -57,13 +57,13 @@ class _Handle:
 
 
 class UnshardHandle(_Handle):
-    """A gather that ``unshard(async_op=True)`` started. Once waited for, the module shows the unsharded parameters."""
+    """A gather that ``unshard(async_op=True)`` started. After ``wait()`` the module shows the unsharded parameters."""
 
 
 class GradientReductionHandle(_Handle):
     """Reductions that ``finalize_backward(async_op=True)`` started.
 
-    Once they are waited for, the gradients may be used, and the next forward may run.
+    After ``wait()`` the gradients may be used, and the next forward may run.
 
     Raises:
         RuntimeError: by ``wait()``, if ``reset_iter_state()`` was called before.
@@ -71,18 +71,17 @@ class GradientReductionHandle(_Handle):
 
 
 class FSDPModule:
-    """A module to which ``fully_shard`` was applied. Methods that communicate must be called by all ranks alike.
+    """A module to which ``fully_shard`` was applied. All ranks must call methods that communicate, in the same order.
 
     Raises:
-        TypeError: by methods that set something, for a switch, a number, a function or communication of a wrong type,
-            unless they name another error.
-        ValueError: by methods that take modules, if ``fully_shard`` was not applied to one of these.
-        RuntimeError: by methods that concern a whole tree, if ``fully_shard`` was given a list of modules that has this
-            one, and none that contains them has run yet.
+        TypeError: a setter was given a value of a wrong type, unless the setter lists another error for that.
+        ValueError: a method was given a module to which ``fully_shard`` was not applied.
+        RuntimeError: a method for a whole tree was called on one of a list of modules that ``fully_shard`` was given,
+            and no module that contains them has run yet.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Indexing or slicing a sharded container constructs a container of the class that it was before."""
+        """Construct the original class: a slice of a sharded container is a plain container."""
         original: Any = cls.__mro__[2]
         module = original.__new__(original)
         module.__init__(*args, **kwargs)
@@ -100,21 +99,21 @@ class FSDPModule:
             async_op: whether to return at once.
 
         Returns:
-            With ``async_op`` a handle to wait on, for which forward waits too; otherwise ``None``.
+            With ``async_op`` a handle to wait on; forward waits for it too. Otherwise ``None``.
         """
         unit = _unit(self)
         schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
         for group in unit.groups:
-            if schedule is None or schedule.is_idle:  # or what replaced a parameter would be covered, and lost
+            if schedule is None or schedule.is_idle:  # else replaced parameters would be hidden and lost
                 group.notice_changes()
                 group.step.written = mark_now(group.device)
             group.unshard()
         return UnshardHandle(lambda: [*map(ParamGroup.wait_for_unshard, unit.groups)])._if(async_op)
 
     def reset_iter_state(self) -> None:
-        """Make the next step right after an exception in forward or backward. Call it on the root, on every rank.
+        """Reset the step after an exception in forward or backward. Call it on the root, on every rank.
 
-        What was gathered is freed; gradients that were not yet in ``param.grad`` are lost, accumulated ones too.
+        It frees what was gathered. Gradients that are not in ``param.grad`` yet are lost, accumulated ones too.
 
         Raises:
             RuntimeError: the module is not the root.
@@ -129,11 +128,11 @@ class FSDPModule:
         _schedule(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether a step ends with ``finalize_backward()`` and not with its last backward. Call it on the root.
+        """Whether a step ends with ``finalize_backward()``, not with its last backward. Call it on the root.
 
         Raises:
-            RuntimeError: the module is not the root; or the setting would change in a backward, or after one of a step
-                that did not end.
+            RuntimeError: the module is not the root; or the setting would change in a backward, or between a backward
+                and the end of its step.
         """
         _expect_bool("set_manual_backward_finalization", enabled)
         schedule = _root_schedule(self, "set_manual_backward_finalization")
@@ -142,18 +141,16 @@ class FSDPModule:
         _unit(self).finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Complete, after the backwards of a step, the reductions and reshardings that they left. Call it on the root.
+        """Complete the reductions and reshards that the backwards of a step left. All ranks call it on the root.
 
-        Before the first forward it does nothing. If several backwards come before, all but the last as a rule run with
-        ``set_requires_gradient_sync(False)``; what is set when this is called decides what is reduced. All ranks must
-        call it.
+        Before the first forward it does nothing. If it follows several backwards, run all but the last one with
+        ``set_requires_gradient_sync(False)``: the setting at the time of this call decides what is reduced.
 
         Args:
             async_op: whether to return at once.
 
         Returns:
-            With ``async_op`` a handle, to be waited for before gradients are used or a forward begins; otherwise
-            ``None``.
+            With ``async_op`` a handle: wait for it before you use gradients or begin a forward. Otherwise ``None``.
 
         Raises:
             RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
@@ -165,16 +162,16 @@ class FSDPModule:
         return GradientReductionHandle(wait)._if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they add up unsharded, in ``reduce_dtype``."""
+        """Whether backward reduces gradients. If not, they accumulate unsharded, in ``reduce_dtype``."""
         sync = requires_gradient_sync
         _switch(self, recurse, "set_requires_gradient_sync", gradients=sync, gradients_of_replicas=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are summed over replicas (HSDP). If not, they add up sharded, in ``reduce_dtype``."""
+        """Whether gradients are summed over replicas (HSDP). If not, they accumulate sharded, in ``reduce_dtype``."""
         _switch(self, recurse, "set_requires_all_reduce", gradients_of_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` and not by the number of ranks that hold different data.
+        """Divide summed gradients by ``factor``, not by the number of ranks with different data.
 
         Raises:
             ValueError: ``factor`` is not positive and finite.
@@ -191,17 +188,17 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce with plain sums only and scale apart, as zero-copy collectives need."""
+        """Reduce with plain sums and scale in a separate step, as zero-copy collectives need."""
         _set(self, False, "set_force_sum_reduction_for_comms", sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that got no gradient take part with zeros: needed if ranks use different parameters."""
+        """Whether parameters without a gradient are reduced as zeros: needed if ranks use different parameters."""
         _set(self, recurse, "set_reduce_scatter_unused_params", reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers are in use at once, filling and under way; 1 by default, 2 in shared memory.
+        """Set how many gradient buffers may be in use at once, filled or reduced: 1 by default, 2 in shared memory.
 
-        A group takes its buffer when it first writes to it, and then waits for the oldest reduce-scatter, if it has to.
+        A group takes a buffer when it first writes to it. If none is free, it waits for the oldest reduce-scatter.
 
         Raises:
             ValueError: ``max_input_buffers`` is less than 1.
@@ -217,7 +214,7 @@ class FSDPModule:
 
         Args:
             hook: takes the tensor, and may change it in place.
-            stream: where to run it; not with native HSDP, whose all-reduce has a stream.
+            stream: the stream to run it on. Not with native HSDP, where it runs on the stream of the all-reduce.
 
         Raises:
             ValueError: ``stream`` is given with native HSDP.
@@ -251,7 +248,7 @@ class FSDPModule:
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
 
-        For CUDA graphs, which read and write where they did when they were captured. It costs the memory of each group.
+        For CUDA graphs, which use the addresses that they captured. It costs the memory of each group.
         """
         _set(self, recurse, "set_keep_unsharded_storage", keep_unsharded_storage=keep)
         for unit in _units(self, recurse):
@@ -265,11 +262,11 @@ class FSDPModule:
         _set(self, False, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules while this one runs its forward, in this order, in place of the recorded order."""
+        """Gather these modules, in this order, while this one runs its forward, instead of the recorded ones."""
         _unit(self).forward_prefetch = _all_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules while this one runs its backward, in this order, in place of the recorded order."""
+        """Gather these modules, in this order, while this one runs its backward, instead of the recorded ones."""
         _unit(self).backward_prefetch = _all_sharded(modules)
 
     def set_prefetch_limit(self, groups: int) -> None:
@@ -285,7 +282,7 @@ class FSDPModule:
         _schedule(self).prefetch_limit = groups
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's gathers wait for ``event`` and not for all that was enqueued; used once."""
+        """Let the next forward's gathers wait for ``event``, not for all enqueued work. Used once."""
         _schedule(self).after_optimizer = event
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -297,12 +294,12 @@ class FSDPModule:
         _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate what collectives read and write, for zero-copy transfers.
+        """Let the process group allocate the buffers of collectives, for zero-copy transfers.
 
-        Where its backend has no allocator, as gloo's has none, nothing changes.
+        It changes nothing if the backend has no allocator, as gloo.
 
         Raises:
-            AssertionError: the module has an all-gather or a reduce-scatter that the user brought.
+            AssertionError: the module has a custom all-gather or reduce-scatter.
         """
         _expect_bool("set_allocate_memory_from_process_group_for_comm", enable)
         for group in _native_groups(self, "set_allocate_memory_from_process_group_for_comm"):
@@ -315,8 +312,8 @@ class FSDPModule:
         """Gather and reduce in symmetric memory, from which NCCL has faster algorithms.
 
         Raises:
-            AssertionError: the module has an all-gather or a reduce-scatter that the user brought.
-            ValueError: ``backend`` is another than NCCL, or gradients have more than one buffer.
+            AssertionError: the module has a custom all-gather or reduce-scatter.
+            ValueError: ``backend`` is not NCCL, or gradients have more than one buffer.
         """
         for group in _native_groups(self, "set_symm_mem_for_comm"):
             if (group.options.max_gradient_buffers or 1) > 1:
@@ -326,9 +323,9 @@ class FSDPModule:
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a process group of its own, so that reductions and gathers share no communicator.
+        """Reduce over a separate process group, so that reductions and gathers share no communicator.
 
-        All ranks that shard together must call it alike.
+        All ranks that shard together must call it, with the same arguments.
         """
         _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -344,9 +341,9 @@ class FSDPModule:
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:
-        """Give the buffers that this tree keeps for its next step back to the system; returns their bytes.
+        """Free the buffers that this tree keeps for its next step, and return their size in bytes.
 
-        The staging of transports is freed too, which all models of the process share. Every rank must call it.
+        The transports' staging memory, which all models of the process share, is freed too. Every rank must call it.
         """
         return _schedule(self).free_buffers()
 
@@ -359,7 +356,7 @@ class FSDPModule:
             return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A sharded copy: it communicates nothing and shares nothing with this module."""
+        """Make a sharded copy that shares nothing with this module, without communication."""
         for unit in _units(self, recurse=True):  # before any module is copied: tied ones lead from group to group
             for group in (*unit.groups, *unit.borrowed):
                 group.reshard()
@@ -379,7 +376,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
 @contextmanager
 def shards_may_change(module: nn.Module) -> Iterator[None]:
-    """The context in which shards of a module are replaced or converted, as by ``module.to()``."""
+    """A context in which a module's shards may be replaced or converted, as by ``module.to()``."""
     unit = _unit(module)
     for group in unit.groups:
         group.reshard()
@@ -435,7 +432,7 @@ def _expect_bool(method: str, value: object) -> None:
 
 
 def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
-    """Set options of the groups of a module, with ``recurse`` of those inside too."""
+    """Set options of a module's groups, with ``recurse`` also of the groups inside."""
     for option, value in options.items():
         _expect_bool(method, value)
         for group in _groups(module, recurse):
@@ -443,7 +440,7 @@ def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
 
 
 def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
-    """Switch columns of the strategies of such groups."""
+    """Switch columns in the strategies of a module's groups, with ``recurse`` also of the groups inside."""
     for on in columns.values():
         _expect_bool(method, on)
     for group in _groups(module, recurse):
@@ -451,7 +448,7 @@ def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
 
 
 def _root_schedule(module: Any, method: str) -> Schedule | None:
-    """The schedule of the tree of which a module is the root. ``None`` before there is one."""
+    """The schedule of the tree whose root is ``module``; ``None`` if there is none yet."""
     unit = _unit(module)
     if unit.schedule is not None and unit.schedule.root is not unit:
         raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
@@ -493,7 +490,7 @@ def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
 
 
 def _native_groups(module: Any, method: str) -> list[ParamGroup]:
-    """The groups of a module, if the user has not brought their communication."""
+    """The groups of a module. Raises AssertionError if they use a user's collectives."""
     groups = _unit(module).groups
     if any(group.has_custom_communication for group in groups):
         raise AssertionError(f"{method} cannot be combined with set_custom_all_gather or set_custom_reduce_scatter")

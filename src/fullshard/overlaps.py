@@ -34,7 +34,7 @@ class Span(NamedTuple):
     is_trained: bool
 
     def overlaps(self, other: Span) -> bool:
-        """Whether both contain a common byte. ``other`` must begin before this one stops."""
+        """Whether any byte is in both. ``other`` must begin before this one stops."""
         taken = torch.zeros(max(self.stop, other.stop) - self.start, dtype=torch.bool, device="cpu")
         taken.as_strided(self.shape, self.strides, 0).fill_(True)
         return bool(taken.as_strided(other.shape, other.strides, other.start - self.start).any())

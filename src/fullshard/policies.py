@@ -1,8 +1,8 @@
-"""How a group computes, where it rests and over which mesh: the settings users hand to ``fully_shard``.
+"""The settings that users pass to ``fully_shard``: dtypes, offloading, meshes and placements.
 
-Everything here is data, frozen and checked when it is made, besides two interfaces (:class:`AllGather`,
-:class:`ReduceScatter`) by which users bring their own communication. Names, fields and defaults are PyTorch's, whose
-objects are turned into these by the ``as_...`` functions; these know them by names and so import nothing.
+Settings are frozen data and check themselves when they are made. :class:`AllGather` and :class:`ReduceScatter` are
+interfaces instead: users implement them to replace a collective. Names, fields and defaults are PyTorch's. The
+``as_...`` functions convert PyTorch's objects, which they recognize by class names, so that they import nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-#: What :mod:`fullshard` has of these.
+#: The names that :mod:`fullshard` exports.
 __all__ = ["AllGather", "CPUOffloadPolicy", "Comm", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
 __all__ += ["ReduceScatter", "ShardPlacementResult"]
 
@@ -31,7 +31,7 @@ S = TypeVar("S")
 
 
 class Checked:
-    """Data that checks switches, dtypes and functions when it is made; it knows them by the types of its fields."""
+    """The base of settings. Checks each ``bool``, dtype and function by the type of its field when one is made."""
 
     def __post_init__(self) -> None:
         for field, kind in type(self).__dataclass_fields__.items():  # type: ignore[attr-defined]
@@ -52,16 +52,17 @@ class MixedPrecisionPolicy(Checked):
     """The dtypes of a module's computation and communication; the optimizer always sees the original dtype.
 
     Args:
-        param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
-        reduce_dtype: in which gradients are reduced, and accumulated while their reduction is switched off. ``None``:
-            what the installed torch means by it. From 2.15 on gradients travel in the ``grad_dtype`` of their
-            parameter, which is its own dtype unless it was set; before, in that of the computation, unless it was set.
-            If they differ in a group, all travel in the dtype that holds each of them.
-        output_dtype: to which floating-point outputs of forward are cast. ``None``: left as they are.
+        param_dtype: dtype of gathered parameters, and so of forward and backward. ``None``: the original dtype.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated while their reduction is switched off.
+            ``None``: as in the installed torch. From 2.15 on, that is the parameter's ``grad_dtype``, which is its own
+            dtype unless you set it. Before 2.15, it is the dtype of the computation, unless you set ``grad_dtype``. If
+            these dtypes differ in a group, all its gradients are reduced in the dtype to which they promote.
+        output_dtype: dtype to which floating-point outputs of forward are cast. ``None``: left as they are.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
-        param_dtype_override_fn: is asked once for each parameter when it is sharded. It returns the parameter's own
-            dtype, to compute in that, or ``None`` or ``param_dtype``. The same on every rank.
-        buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch's.)
+        param_dtype_override_fn: called once with each parameter when it is sharded. It returns the parameter's own
+            dtype to compute in that one; ``None`` or ``param_dtype`` changes nothing. It must return the same on every
+            rank.
+        buffer_dtype: dtype to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch.)
 
     Raises:
         TypeError: a dtype is neither a ``torch.dtype`` nor ``None``, a switch is not a ``bool``, or the function cannot
@@ -79,10 +80,10 @@ class MixedPrecisionPolicy(Checked):
     buffer_dtype: torch.dtype | None = None
 
     def overridden_dtype(self, param: nn.Parameter, name: str) -> torch.dtype | None:
-        """The dtype in which ``param`` is gathered if ``param_dtype_override_fn`` says another than ``param_dtype``.
+        """The dtype in which ``param`` is gathered, if ``param_dtype_override_fn`` chose another than ``param_dtype``.
 
         Args:
-            param: the parameter about which the function is asked.
+            param: the parameter that the function is called with.
             name: its fully qualified name, for the error.
 
         Returns:
@@ -102,7 +103,7 @@ class MixedPrecisionPolicy(Checked):
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Nothing is offloaded. The base of policies that do, and the default."""
+    """Offloads nothing. The default, and the base of policies that offload."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,15 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
     for a step and back after it.
 
     Args:
-        pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Locked
-            pages are lost to other processes; say ``False`` where CPU memory is scarce.
-        parameters: whether sharded parameters and their gradients rest on the CPU.
-        optimizer_state: whether the optimizer's state rests on the CPU.
+        pin_memory: whether this memory is page-locked, so that copies are faster and overlap with computation. Other
+            processes cannot use locked pages: set ``False`` where CPU memory is scarce.
+        parameters: whether to keep sharded parameters and their gradients on the CPU.
+        optimizer_state: whether to keep the optimizer's state on the CPU.
 
     Raises:
         TypeError: a field is neither ``True`` nor ``False``.
-        ValueError: ``optimizer_state=False``, which would offload nothing, or parameters without the state of the
-            optimizer that steps on them.
+        ValueError: ``optimizer_state`` is ``False``: that would offload nothing, or parameters without their
+            optimizer's state.
     """
 
     pin_memory: bool = True
@@ -140,7 +141,7 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dimensions of a mesh that carries several kinds of parallelism are the data-parallel ones.
+    """Names the data-parallel dimensions of a mesh that has dimensions for other kinds of parallelism too.
 
     Args:
         shard: name of the dimension to shard over; several names act as one dimension made of all of them.
@@ -184,24 +185,24 @@ class DataParallelMeshDims:
 
 
 class Comm(ABC):
-    """Communication that a user brings: this class says where its buffers lie, its subclasses how data moves."""
+    """A collective that a user implements. This class allocates its buffers, and a subclass moves the data."""
 
     @abstractmethod
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous tensor of shape ``size`` to communicate from or into. Its contents do not matter.
+        """Return a contiguous, uninitialized tensor of shape ``size``, to communicate from or into.
 
-        Called before each use. The memory may be new, from a registered pool, or that of an earlier buffer, as long as
-        no two uses that overlap share it.
+        Called before each use. The memory may be new, come from a registered pool, or be that of an earlier buffer, if
+        no two uses at the same time share it.
 
         Args:
             size: the shape, in elements.
-            dtype: of the tensor.
-            device: on which the group communicates.
+            dtype: the dtype of the tensor.
+            device: the device on which the group communicates.
         """
 
 
 class AllGather(Comm):
-    """An all-gather that a user brings."""
+    """An all-gather that a user implements."""
 
     @abstractmethod
     def __call__(
@@ -221,7 +222,7 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A reduce-scatter that a user brings."""
+    """A reduce-scatter that a user implements."""
 
     @abstractmethod
     def __call__(
@@ -247,14 +248,14 @@ class ReduceScatter(Comm):
 
 
 class InvalidShardPlacement(TypeError, ValueError):
-    """A ``shard_placement_fn`` returned no placement. A ValueError too, because PyTorch raises that."""
+    """A ``shard_placement_fn`` did not return a placement. It is a ValueError too, because PyTorch raises that."""
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
     """How, and over which mesh, one parameter is sharded: what a ``shard_placement_fn`` may return.
 
-    Naming a mesh is for parameters that fewer ranks share than the rest of the model, such as experts::
+    Name a mesh for parameters that are sharded over fewer ranks than the rest of the model, such as experts::
 
         def place(param):
             return ShardPlacementResult(Shard(0), expert_mesh) if param in experts else None
@@ -263,7 +264,7 @@ class ShardPlacementResult:
         placement: the dimension to shard along; ``None`` for the first.
         mesh: a 1-D mesh to shard over, or a 2-D mesh with names to replicate over its first dimension and to shard
             over its second. An object that describes one by ``mesh`` and ``shard_mesh_dim`` (and perhaps
-            ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is taken as well. ``None`` for the mesh of the
+            ``replicate_mesh_dim``), as PyTorch's ``FSDPMeshInfo`` does, is accepted too. ``None`` for the mesh of the
             ``fully_shard`` call.
 
     Raises:
@@ -277,7 +278,7 @@ class ShardPlacementResult:
     def __post_init__(self) -> None:
         is_placement, what = self.placement is None or isinstance(self.placement, Shard), "a torch Shard(dim) or None"
         expect(is_placement, "ShardPlacementResult.placement", self.placement, what, InvalidShardPlacement)
-        _ = self.device_mesh  # a mesh that does not fit is refused here and not at first use
+        _ = self.device_mesh  # so that a mesh that does not fit raises its error here, not at first use
 
     @cached_property
     def device_mesh(self) -> DeviceMesh | None:
@@ -321,7 +322,7 @@ def _described_mesh(info: Any) -> DeviceMesh:
 
 
 def as_shard_placement(result: object) -> ShardPlacementResult:
-    """The result of a ``shard_placement_fn``, whichever form it has, or an InvalidShardPlacement."""
+    """Convert what a ``shard_placement_fn`` returned. Raises InvalidShardPlacement if it is no placement."""
     if isinstance(result, ShardPlacementResult):
         return result
     if result is None or isinstance(result, Shard):
@@ -332,7 +333,7 @@ def as_shard_placement(result: object) -> ShardPlacementResult:
     raise InvalidShardPlacement(f"shard_placement_fn returned {describe(result)}; expected {expected}")
 
 
-#: Fields that PyTorch's objects lack, in some release or in all.
+#: Fields that PyTorch's objects lack, in some releases or in all.
 _OURS: dict[type, set[str]] = {
     MixedPrecisionPolicy: {"param_dtype_override_fn", "buffer_dtype"},
     CPUOffloadPolicy: {"parameters", "optimizer_state"},
@@ -340,8 +341,8 @@ _OURS: dict[type, set[str]] = {
 
 
 def as_setting(given: object, cls: type[S], argument: str, default: S | None = None) -> S:
-    """What users give for ``argument``, ours or PyTorch's, as one of ours; a TypeError for anything else. ``None``
-    stands for ``default``."""
+    """Convert what a user gave for ``argument``, an object of ``cls`` or of PyTorch's class of that name, to ``cls``.
+    ``None`` stands for ``default``. Raises TypeError for anything else."""
     given = default if given is None else given
     if isinstance(given, cls):
         return given
@@ -349,7 +350,7 @@ def as_setting(given: object, cls: type[S], argument: str, default: S | None = N
         is_member = isinstance(given, Enum) and is_foreign(given, cls.__name__) and given.name in cls.__members__
         expect(is_member, argument, given, f"one of {', '.join(map(str, cls))}")
         return cls[given.name]  # type: ignore[attr-defined]
-    kinds: list[Any] = [cls, *cls.__subclasses__()]  # by descent one of a subclass is one of cls too: it goes first
+    kinds: list[Any] = [cls, *cls.__subclasses__()]  # PyTorch derives them likewise: look for subclasses first
     found = next((each for each in reversed(kinds) if is_foreign(given, each.__name__)), kinds[0])
     fields = found.__dataclass_fields__
     is_known = is_foreign(given, found.__name__, *(fields.keys() - _OURS.get(found, set())))
@@ -359,30 +360,30 @@ def as_setting(given: object, cls: type[S], argument: str, default: S | None = N
 
 
 def is_foreign(obj: object, class_name: str, *fields: str) -> bool:
-    """Whether it is PyTorch's: of a class with that name, or derived from one, with the fields that are read here."""
+    """Whether ``obj`` is of a class named ``class_name``, as PyTorch's, or of a derived one, and has ``fields``."""
     named = any(cls.__name__ == class_name for cls in type(obj).__mro__)
     return named and all(hasattr(obj, field) for field in fields)
 
 
 def describe(obj: object) -> str:
-    """How a message names what was found."""
+    """Describe an object for an error message."""
     if isinstance(obj, type):
         return f"the class {obj.__qualname__} itself"
     return f"{obj!r} (of type {type(obj).__module__}.{type(obj).__qualname__})"
 
 
 def expect(holds: bool, name: str, found: object, expected: str, error: type[Exception] = TypeError) -> None:
-    """Raise an error that says what was found and what was expected, unless it ``holds``."""
+    """Unless ``holds``, raise ``error`` with what was found and what was expected."""
     if not holds:
         raise error(f"{name} is {describe(found)}; expected {expected}")
 
 
-#: Modules whose lines tell users nothing.
+#: Modules whose lines no warning should point to.
 _INSIDE = ("fullshard.", "torch.", "contextlib")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of the line that led here from outside of fullshard and torch: it is the user's, or the framework's."""
+    """Issue a warning at the last line outside of fullshard and torch, which is the user's or a framework's."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         level, frame = level + 1, frame.f_back

@@ -2,7 +2,7 @@
 not called on the root.
 
 Their gradients are not reduced, so each rank trains its own copy, and the copies drift apart without an error. Owns the
-search for them in a model. Owns also the search for the model to which an optimizer's parameters belong.
+search for them in a model, and the search for the model to which an optimizer's parameters belong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fullshard.group.parameter import plain_name
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import replicated
 
-#: The most names in a message.
+#: How many names a message has at most.
 _NAMED = 6
 
 
@@ -83,7 +83,7 @@ def strangers_of(params: Iterable[torch.Tensor]) -> Iterator[tuple[str, str]]:
     """Explain which of ``params``, none of which belongs to a group, are strangers of a model with sharded modules.
 
     A parameter does not know its module, so this searches all existing modules. It leaves out models without sharded
-    modules, and parameters inside of sharded modules: those are ignored, or the first forward has warned about them.
+    modules, and parameters inside of sharded modules: these are ignored, or the first forward has warned about them.
     """
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in each.__dict__]
     sharded = [module for module in modules if unit_of(module) is not None]

@@ -1,7 +1,7 @@
-"""The only file that uses private names of torch, each with why we rely on it and what breaks if it goes.
+"""The only file that uses private names of torch. Each has a line that says why we need it, or what breaks without it.
 
-Everything else in the library is built on documented names. What may be missing in some release is looked up by
-feature, here, and the callers ask for the feature and not for a version.
+All other files use documented names only. Names that some releases lack are looked up here, so that callers ask for a
+feature and not for a version.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
     """Replace the data of a parameter, also by data of a subclass or on another device. It stays the same object.
 
-    A device of others may refuse ``param.data = data`` from the CPU: then the parameter swaps contents with a new one.
+    A third-party device may refuse ``param.data = data`` from the CPU. Then it swaps contents with a new one.
     """
     if not is_traceable_subclass(data) and torch._has_compatible_shallow_copy_type(param, data):
         param.data = data
@@ -92,8 +92,8 @@ def set_data(param: torch.nn.Parameter, data: torch.Tensor) -> None:
 
 
 def lend_gradients(lent: Iterable[tuple[Any, ...]]) -> bool:
-    """Give each twin the local gradient of its DTensor. ``lent`` has the DTensor, its local tensor, the twin, the spec.
-    Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says."""
+    """Give each twin the local gradient of its DTensor. An entry of ``lent`` is a DTensor, its local tensor, the twin,
+    and a spec. Returns whether each DTensor still has that local tensor, and a gradient placed as the spec says."""
     with PlainAttributes():
         try:
             for param, local, twin, spec in lent:
@@ -127,18 +127,18 @@ concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._conca
 #: Several dims of a mesh as one, with a name.
 flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
 
-#: The number of the backward of which this thread runs a node, and -1 outside of any: a forward that runs inside is a
+#: The number of the backward in which this thread runs, or -1 outside of any. A forward inside a backward is a
 #: recomputation.
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
 #: Calls back at the end of the backward that runs now; without it the last reductions would never be waited for.
 call_after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 #: Hooks that a user registered on a tensor, if any. They move from a parameter to the one that replaces it.
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
-#: Those of ``register_post_accumulate_grad_hook``; we set gradients, so we call them.
+#: The hooks of ``register_post_accumulate_grad_hook``. We set gradients ourselves, so we call these hooks.
 post_accumulate_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 
-#: Whether gradients of torch's own sharding travel, unless told otherwise, in the dtype of their parameter and not in
-#: that of the computation. Not a name that could be looked up: what a default means has changed.
+#: Whether torch's own FSDP by default reduces gradients in the dtype of their parameter, not in that of computation. It
+#: asks for a version, because the meaning of a default changed and no name tells.
 GRADIENTS_KEEP_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 #: What was assigned to ``grad_dtype`` of a parameter: a dtype, ``None`` ("any"), or nothing ("own", follows the dtype).
 GradDtype = torch.dtype | Literal["own", "any"]
@@ -158,20 +158,20 @@ def choose_grad_dtype(param: torch.Tensor, chosen: GradDtype) -> None:
         param.grad_dtype = None if chosen == "any" else chosen
 
 
-#: Under this name ``_apply_optimizer_in_backward`` keeps the optimizers of a parameter, of which it makes hooks for
-#: autograd to call; of what is sharded autograd adds up nothing, so we step them.
+#: The attribute in which ``_apply_optimizer_in_backward`` keeps a parameter's optimizers. It steps them in hooks on the
+#: accumulation of gradients, which autograd does not do for sharded parameters. So we step them.
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"
 
 
 def after_accumulation(params: Sequence[torch.Tensor]) -> bool:
-    """Whether hooks or optimizers are to run when ``params`` have their gradients."""
+    """Whether hooks or optimizers must run once ``params`` have their gradients."""
     if any(map(post_accumulate_hooks, params)):
         return True
     return any(map(contains, map(vars, params), repeat(IN_BACKWARD_OPTIMIZERS)))
 
 
 def run_after_accumulation(param: torch.Tensor) -> None:
-    """Call the hooks of a parameter that has its gradient, and step the optimizers that take it at once."""
+    """Call the hooks that wait for the gradient of ``param``, and step the optimizers that run in backward."""
     for hook in tuple((post_accumulate_hooks(param) or {}).values()):
         hook(param)
     for optimizer in (steps := param.__dict__.get(IN_BACKWARD_OPTIMIZERS, ())):
@@ -181,12 +181,12 @@ def run_after_accumulation(param: torch.Tensor) -> None:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether a value is a ``ShardedTensor``: what sharded state dicts had before there were DTensors."""
+    """Whether a value is a ``ShardedTensor``, as sharded state dicts had before DTensors."""
     return isinstance(value, torch.Tensor) and hasattr(value, "local_shards")
 
 
 def whole_of_sharded_tensor(tensor: Any) -> torch.Tensor:
-    """All of a ``ShardedTensor``, whatever its chunks are, bit by bit. Every rank of its process group must call it."""
+    """The whole of a ``ShardedTensor`` with any chunks, bit by bit. All ranks of its process group must call it."""
     group = tensor._process_group
     kinds = {device.type for device in group._device_types}
     whole = torch.zeros(tuple(tensor.size()), dtype=tensor.dtype, device="cpu" if "cpu" in kinds else kinds.pop())
@@ -217,7 +217,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether others have the storage of a tensor, and may read it, as that of a gradient which autograd passes on."""
+    """Whether other tensors have this one's storage and may read it, such as a gradient that autograd passes on."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and ours
 
@@ -233,7 +233,7 @@ non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = attrgetter("_non
 
 
 def replicated(modules: Iterable[torch.nn.Module]) -> set[torch.nn.Module]:
-    """The modules that torch's composable ``replicate`` has; sharding leaves all in them alone. Imports nothing."""
+    """The modules under torch's composable ``replicate``, which are not sharded. Imports nothing."""
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     inside = (inner for module in modules for inner in module.modules())
     roots = [each for each in inside if contract is not None and "replicate" in (contract._get_registry(each) or ())]
@@ -251,7 +251,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
-    """Into how many parts ``dim`` was cut by tensor parallel, over the mesh dims that come after one."""
+    """The number of parts into which tensor parallel cut ``dim``, over the mesh dims behind ``after``."""
     return math.prod(
         spec.mesh.size(mesh_dim)
         for mesh_dim, placement in enumerate(spec.placements)
@@ -264,26 +264,26 @@ def parts_of(spec: DTensorSpec, dim: int, after: int = -1) -> int:
 PYTREE_NODES: dict[type, Any] = pytree.SUPPORTED_NODES
 Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
-#: Many copies (at least one) in one call, without waiting for the device; one by one they would cost the host most of a
+#: Many copies (at least one) in one call, without waiting for the device. Separate calls would take the host most of a
 #: gather.
 foreach_copy: Callable[[Tensors, Tensors], object] = partial(torch._foreach_copy_, non_blocking=True)
 foreach_add: Callable[[Tensors, Tensors], None] = torch._foreach_add_  # in place
 #: Writes the chunks of tensors along their first dim, as ``torch.chunk`` cuts and padded, end to end to ``out``: a row
 #: for each rank. It is one kernel; copies to strided places take one each.
 chunk_cat: Callable[..., torch.Tensor] = partial(torch._chunk_cat, dim=0)
-foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm  # no tensor empty, if of the maximum
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm  # the maximum norm fails for empty tensors
 foreach_scale: Callable[[Tensors, torch.Tensor], None] = torch._foreach_mul_  # in place, with a 0-dim tensor
 
 #: Named so since torch 2.13, where the older names, the only ones until then, warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# What these call. They look at their arguments for as long as a group of small parameters is copied.
+# What these functions call. They check arguments, which takes as long as to copy a group of small parameters.
 _gather = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
 _reduce_scatter = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
-#: Writes what the ranks bring, its second argument, to its first. What it returns, if anything, is waited for.
+#: Communicates its second argument and writes the result to its first. The caller waits for the work that it returns.
 Collective = Callable[[torch.Tensor, torch.Tensor], dist.Work | None]
-#: The same of several tensors in one call, each with its partner.
+#: The same for several pairs of tensors in one call.
 Collectives = Callable[[Tensors, Tensors], dist.Work | None]
 
 
@@ -312,7 +312,7 @@ _plain_apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` without its search for leftovers of functorch in each argument."""
+    """``function.apply(*args)``, but without its search of each argument for dead functorch wrappers."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return _plain_apply.__get__(None, function)(*args)
@@ -327,7 +327,7 @@ def allocating_backend(group: Any, device: torch.device) -> Any:
 class OpenGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` whose subclasses say which gradients are unscaled, and what follows from infinities.
 
-    torch has no public place for it: ``unscale_`` refuses fp16, and a fused optimizer's step does not pass through it.
+    torch has no public place for this: ``unscale_`` refuses fp16, and a fused optimizer's step does not call it.
     """
 
     def unscale_gradients(
@@ -345,7 +345,7 @@ class OpenGradScaler(torch.amp.GradScaler):
 
 
 def timeout_of(process_group: Any) -> float:
-    """The timeout of a process group in seconds, for which there is no public function. 30 minutes if it is unknown."""
+    """The timeout of a process group in seconds, or 1800 if it is unknown. There is no public function for it."""
     options = getattr(process_group._get_backend(torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout.total_seconds() if timeout is not None else 1800.0
@@ -362,10 +362,10 @@ def port_of(store: Any) -> int:
     return int(getattr(store, "port", 0))
 
 
-#: Whether a profiler records: ranges cost several times what they measure when none does.
+#: Whether a profiler records. If not, we open no ranges: they would cost several times what they measure.
 profiler_listens: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-#: What ``torch.compile`` calls for every frame that this thread enters, ``None`` outside of it. Without it each hook
-#: would have to pay for being kept out of graphs in programs that compile nothing.
+#: What ``torch.compile`` calls for each frame that this thread enters; ``None`` outside of it. Without it, each hook
+#: would pay for being kept out of graphs, also in programs that compile nothing.
 compiler_callback: Callable[[], object] = get_eval_frame_callback
 
 

@@ -9,7 +9,7 @@ are returned as they are, the same objects. These containers are searched::
     registered with pytree                     rebuilt by its registered functions, which have the last word
     PackedSequence                             rebuilt by its constructor; ``batch_sizes``, always on the CPU, is kept
 
-Everything else is a leaf, also sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
+Everything else is a leaf, including sets and modules. :func:`reachable_tensors` searches further, but replaces nothing.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _Kind(NamedTuple):
 
 
 class _Walk:
-    """One walk over a tree: the objects that were mapped, and the containers in which the walk is at present."""
+    """One walk over a tree: the objects that were mapped, and the containers that the walk is inside of."""
 
     __slots__ = ("changed", "done", "fn", "under_way")
 
@@ -166,7 +166,7 @@ class _Walk:
             values, context = kind.open(node)
             old = list(values)
             new = [self.visit(value) for value in old]
-            blank = self.under_way.pop(key)  # something inside refers to it, if there is one
+            blank = self.under_way.pop(key)  # not None if something inside refers to it
             result = node
             if blank is not None or not all(map(is_, new, old)):
                 whole = node if not kind.fills else _maker(cls)() if blank is None else blank
@@ -176,8 +176,8 @@ class _Walk:
 
 
 def _kind(cls: type) -> _Kind | None:
-    """The kind of a class; ``None`` for a leaf. Registered classes are looked up each time, as new ones may be
-    added."""
+    """The kind of a class; ``None`` for a leaf. Registered classes are looked up each time, because users may
+    register more."""
     return _BUILTIN_KINDS.get(cls) or (_REGISTERED if cls in PYTREE_NODES else _derived_kind(cls))
 
 
@@ -192,8 +192,8 @@ def _derived_kind(cls: type) -> _Kind | None:
 
 
 def _open_object(node: Any) -> tuple[Iterable[Any], Any]:
-    """The items of a list or dict, then the attributes; and for each a function that sets it in an empty object.
-    Methods that the class overrides are not called, so that the stored values are seen."""
+    """The items of a list or dict, then the attributes; for each a function that sets it in an empty object. Methods
+    that the class overrides are not called, so that it reads the stored values."""
     slots: list[tuple[Callable[[Any, Any, Any], None], Any, Any]] = []
     if isinstance(node, list):
         slots += [(list.insert, index, value) for index, value in enumerate(list.__iter__(node))]
@@ -211,7 +211,7 @@ def _fill_object(blank: Any, new: list[Any], slots: Any) -> Any:
 
 
 def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
-    """What the instance itself holds, in ``__dict__`` or slots; not the values that it caches."""
+    """The attributes in the ``__dict__`` and the slots of an object, except values of a cached_property."""
     cls: type = type(node)
     for name in _slot_names(cls):
         try:
@@ -225,7 +225,7 @@ def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
 
 @lru_cache(maxsize=1024)
 def _slot_names(cls: type) -> tuple[str, ...]:
-    """Attributes that are kept outside ``__dict__``, a defaultdict's ``default_factory`` among them."""
+    """Names of attributes outside ``__dict__``, including a defaultdict's ``default_factory``."""
     return tuple(
         name for base in cls.__mro__ for name, member in vars(base).items() if isinstance(member, MemberDescriptorType)
     )
@@ -233,8 +233,8 @@ def _slot_names(cls: type) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _maker(cls: type) -> Callable[..., Any]:
-    """Makes objects of ``cls`` by the class of the interpreter from which it derives, because constructors that users
-    write may want other arguments than we have."""
+    """Makes objects of ``cls`` by ``__new__`` of the built-in class from which it derives, because a user's constructor
+    may need arguments that we do not have."""
     makers = (base.__dict__.get("__new__") for base in cls.__mro__)
     return partial(next(make for make in makers if make is not None and not isinstance(make, staticmethod)), cls)
 

@@ -1,10 +1,10 @@
 """Which submodules become groups of their own: the auto-wrap policies, and blocks found without one.
 
 A policy is an object with ``_run_policy`` (:class:`ModuleWrapPolicy`, :class:`CustomPolicy`, PyTorch's own) or a
-function ``(module, recurse, nonwrapped_numel) -> bool``; :func:`targets` asks either for both front ends. A function is
-asked twice about a module, as in PyTorch: with ``recurse=True`` and the elements of all its parameters whether its
-children shall be considered, and after those, with ``recurse=False`` and the elements they left, whether the module
-itself is wanted::
+function ``(module, recurse, nonwrapped_numel) -> bool``. :func:`targets` evaluates it, for both front ends. As in
+PyTorch, a function is called twice for a module. First, with ``recurse=True`` and the number of elements in the module:
+shall its children be considered? After the children, with ``recurse=False`` and the number of elements that they left:
+shall the module itself be wrapped? ::
 
     root (recurse? 100)            a, b and d are targets, in the order b, a, d
      |- a    (recurse? 60)
@@ -37,7 +37,7 @@ Predicate = Callable[[nn.Module], bool]
 
 
 class _Policy(ABC):
-    """A policy that sees the whole tree at once. Named as PyTorch's base, from which users derive their own."""
+    """A policy that sees the whole tree at once. Has the name of PyTorch's base, from which users derive policies."""
 
     @abstractmethod
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
@@ -45,7 +45,7 @@ class _Policy(ABC):
 
 
 class CustomPolicy(_Policy):
-    """Wraps what a function says, with the keywords it says.
+    """Wraps the modules that a function chooses, with the keywords that it returns.
 
     ::
 
@@ -172,8 +172,8 @@ def targets(
         policy: see this file's docstring. PyTorch's policy objects are recognized by their ``_run_policy``.
         ignored_modules: modules that are skipped, with everything inside. Their parameters do not count as elements.
         ignored_params: further parameters that do not count.
-        class_overrides: classes whose modules are always wrapped, with these keywords in addition. So mixed precision
-            leaves out batch norm.
+        class_overrides: classes whose modules are always wrapped, with these keywords in addition: this is how mixed
+            precision leaves out batch norm.
 
     Raises:
         TypeError: ``policy`` is neither such an object nor a function.
@@ -220,7 +220,7 @@ _wrapping: ContextVar[Callable[..., nn.Module] | None] = ContextVar("fullshard_w
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside this context :func:`wrap` wraps.
+    """A context in which :func:`wrap` wraps modules.
 
     ::
 
@@ -228,11 +228,11 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
             self.layer = wrap(nn.Linear(5, 5))
 
     Args:
-        wrapper_cls: is called with the module and the other keywords.
+        wrapper_cls: called with the module and the other keywords; returns the wrapped module.
 
     Raises:
         TypeError: ``wrapper_cls`` cannot be called.
-        NotImplementedError: inside of another such context.
+        NotImplementedError: it is used inside another such context.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
@@ -262,8 +262,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 #   them of one width; layers of a mixture-of-experts model are hardly more than a list of experts, but all alike.
 # - So is a Sequential without a class of its own if some of its members are equal (experts do not follow each other),
 #   and what a ModuleDict keeps under names that are no numbers (two towers) if there are blocks inside.
-# - Plain layers (Linear, Conv2d, Embedding) and norms are blocks only where nothing better is found: a stem, a head or
-#   a dict of embeddings beside the layers is none; the layers of a small perceptron are.
+# - Plain layers (Linear, Conv2d, Embedding) and norms are blocks only if nothing better is found. So a stem, a head or
+#   a dict of embeddings beside the layers is no block; the layers of a small perceptron are blocks.
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _STAGE_SHARE = 2 / 3  # of a stage's parameters are in its blocks; the rest changes the width between stages

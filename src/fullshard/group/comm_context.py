@@ -1,4 +1,4 @@
-"""What groups share that communicate in turn: lanes, memory, and the bound on reductions under way."""
+"""What groups that communicate in turn share: lanes, memory, and the limit on reductions under way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reductions:
         self._sums = deque[Mark]()  # the all-reduces that follow some of them
         self.add: Callable[[Mark], None] = self._scatters.append
         self.add_sum: Callable[[Mark], None] = self._sums.append
-        self.drops = 0  # how often reductions that were under way were lost
+        self.drops = 0  # how often reductions under way were dropped
         #: Gradients on their way to the CPU, the oldest first: the event of their arrival, and what hands them over.
         self.arriving = deque[tuple[torch.Event, Callable[[], None]]]()
 
@@ -36,7 +36,7 @@ class Reductions:
             self.hand_over_arrived(wait=False)
 
     def hand_over_arrived(self, wait: bool = True) -> None:
-        """Hand over the gradients that are on the CPU, or ``wait`` for all. An optimizer may run in a backward."""
+        """Hand over the gradients that are on the CPU; with ``wait``, all. An optimizer may run in a backward."""
         while self.arriving and (wait or self.arriving[0][0].query()):
             arrived, hand_over = self.arriving.popleft()
             arrived.synchronize()
@@ -47,7 +47,7 @@ class Reductions:
         self.drops += 1
         for marks in (self._scatters, self._sums):
             while marks:
-                with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
+                with suppress(Exception):  # an error ended the step: its reductions are lost anyway
                     marks.popleft().wait()
         while self.arriving:
             self.arriving.popleft()[0].synchronize()
@@ -56,8 +56,8 @@ class Reductions:
 class CommContext:
     """The context of groups that communicate in turn. Several trees may share one (``share_comm_ctx``).
 
-    It has the slots, in a pool for each kind of buffer and transport. A tree has its own: all ranks must agree on which
-    slots still have their values, and a rank may have other models, which would take slots of the same pool.
+    It has a pool of slots for each kind of buffer and transport. Each tree has its own pools, because all ranks must
+    agree on which slots still have their values, and one rank may have models that other ranks lack.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,8 +79,8 @@ class CommContext:
         return self.pools[key]
 
     def forget_marks_at_capture(self) -> bool:
-        """Forget the marks of before, in a capture of a graph and after it: none may be waited for across its edge, and
-        what follows comes after all of them. Called when a forward begins; returns whether they were forgotten."""
+        """Forget earlier marks when a capture of a graph begins or has ended: nothing may wait across its edge, and
+        what follows runs after these marks anyway. Called when a forward begins; returns whether it forgot them."""
         before, self._was_captured = self._was_captured, is_capturing(self._device)
         if not (before or self._was_captured):
             return False

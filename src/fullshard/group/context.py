@@ -1,7 +1,7 @@
-"""What the buffers of a group are told of it: its parameters, how they are laid out, and the options of the user.
+"""What the buffers of a group know of it: its parameters, how they are laid out, and the user's options.
 
-The buffers (shard, full buffer, gradients) and what the modules show are given this and not the group, which is made of
-them. Owns the sections and the dtypes in which they are computed. It has no state.
+The group is made of its buffers (shard, full buffer, gradients) and of what the modules show. These get the context,
+not the group. Owns the sections and the dtypes in which they are computed. It has no state.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class GroupContext:
     """
 
     params: Sequence[ShardedParameter]
-    modules: Sequence[nn.Module]  # that were sharded together
+    modules: Sequence[nn.Module]  # sharded in one call
     data: DataMesh
     device: torch.device  # where they compute
     options: GroupOptions
     transport: Transport
-    tag: int  # tells its messages from those of other groups; the same on all ranks
+    tag: int  # distinguishes its messages from those of other groups; the same on all ranks
 
     is_flat = False
 
@@ -78,13 +78,13 @@ class GroupContext:
         self.name = ""
         self.sharded: list[nn.Parameter] = []  # what modules show of each parameter between uses
         self.may_share = True
-        self.writes = 0  # to the shard, as far as they were noticed
+        self.writes = 0  # counts the writes to the shard that were noticed
         self.step = Step()
         self.comm = CommContext(self.device)
 
     @property
     def title(self) -> str:
-        """Its name, for people."""
+        """The name of the group in messages."""
         return f"'{self.name}'" if self.name else "the root"
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ class GroupContext:
         self.compute_dtypes = list(map(self.compute_dtype, firsts))
 
     def plan(self, members: Sequence[int], casts: bool = False) -> Plan:
-        """How parameters of one dtype lie; if the copy to a message ``casts``, only large ones are zero-copy."""
+        """The layout of parameters of one dtype. If the copy to a message ``casts``, only large ones are zero-copy."""
         shapes = [self.params[i].plan_shape for i in members]
         together = not casts and self.transport.launches_together(self.data.shard_group, self.device)
         return make_plan(shapes, self.data.shard_size, *self.params[members[0]].layout, together)

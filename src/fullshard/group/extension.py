@@ -1,10 +1,10 @@
-"""Parameters that travel in a form of their own: tensor subclasses with ``fsdp_pre_all_gather``.
+"""Parameters that define how they are gathered: tensor subclasses with ``fsdp_pre_all_gather``.
 
-Such a parameter (fp8 or int8 weights, for example) says which tensors to gather and makes the unsharded parameter of
-the gathered ones. Owns their gather beside the group's ordinary one; their gradients travel like all others.
+Such a parameter (fp8 or int8 weights, for example) says which tensors to gather, and makes the unsharded parameter of
+the gathered tensors. Owns this gather, beside the group's ordinary one. The gradients are reduced like all others.
 
-Gathered values lie in the same tensors every time, and their memory is there while the group is unsharded: a subclass
-may keep them, or views of them, in the parameter that it makes, and has nothing to copy when they are gathered again.
+Each gather writes to the same tensors, which have memory while the group is unsharded. So a subclass may keep them, or
+views of them, in the parameter that it makes, and has nothing to copy after the next gather.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Extended:
             self._outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted)
         _allocate(self._outputs)
         for output, source in zip(self._outputs, inputs, strict=True):
-            target = output.data  # has a version of its own: a gather is no write in place to autograd
+            target = output.data  # has its own version: to autograd a gather is no write in place
             if over is None:
                 target.copy_(source)
                 continue

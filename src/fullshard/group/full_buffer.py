@@ -1,9 +1,9 @@
-"""The full buffer of a group: the states it goes through, how it is filled with the values of all ranks, and let go.
+"""The full buffer of a group: its states, how it is filled with the values of all ranks, and how it is let go.
 
-Owns the memory of the unsharded parameters, which are views of it, and the versions by which autograd knows whether
-what it saved of them is still there. A transition that fails leaves the buffer SHARDED, and keeps nothing that it took.
-:class:`GatheredBuffer` gathers into a slot; :class:`MappedBuffer` lies in memory that the ranks of a host share, and
-has nothing to gather. The group decides when, and what the modules show.
+Owns the memory of the unsharded parameters, which are views of it, and the versions that tell autograd whether values
+that it saved are still there. A transition that fails leaves the buffer SHARDED, and gives back all that it took.
+:class:`GatheredBuffer` gathers into a slot. :class:`MappedBuffer` is in memory that the ranks of a host share, and has
+nothing to gather. The group decides when to gather, and what the modules show.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ RELEASED = 1 << 31
 class State(Enum):
     """Where the values of a group are; ``LEGAL`` says which state may follow which.
 
-    LEFT: a forward left the group unsharded, and the user had not asked for it. The next forward reshards it first, as
-    its values may have been written without a trace. In this state modules show flat parameters sharded.
+    LEFT: a forward left the group unsharded, although the user did not ask for it. The next forward reshards it first,
+    as its values may have been written without a trace. In this state modules show flat parameters sharded.
     """
 
     SHARDED = 0, False
@@ -65,7 +65,7 @@ LEGAL = {
 
 
 class PostForwardShard:
-    """The gathered values of ``group``, of which each rank of a smaller mesh keeps a part."""
+    """The parts of the gathered values of ``group`` that the ranks of a smaller mesh keep."""
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -74,7 +74,7 @@ class PostForwardShard:
         nbytes = shard_bytes(sections, group.compute_dtypes)
         views = shard_views(group.transport.private.allocate(nbytes, group.device), sections, group.compute_dtypes)
         transfers = []
-        #: What the modules show of it, by index: beside tensor parallel the small mesh has no DTensor.
+        #: What the modules show of it, by index. With tensor parallel there is no DTensor on the small mesh.
         self.shown: dict[int, nn.Parameter] = {}
         for section, full, part in zip(sections, full_views, views, strict=True):
             transfers.append(Transfer(section.plan, full, part))
@@ -92,12 +92,12 @@ class PostForwardShard:
                     self.shown[index] = nn.Parameter(shown, requires_grad=param.sharded.requires_grad)
         assert mesh.shard_group is not None
         self.route = group.transport.private.gather_route(transfers, mesh.shard_group, group.tag)
-        #: The gather from this shard waits for these copies. As a rule the slot that it takes was given back later.
+        #: The gather from this shard waits for these copies. The slot that it takes is usually given back later.
         self.filled = mark_now(group.device)
 
 
 class FullBuffer:
-    """What both kinds have: the states, the leaves, and their versions.
+    """The base of both kinds: the states, the leaves, and their versions.
 
     Attributes:
         state: where the values are.
@@ -128,13 +128,13 @@ class FullBuffer:
         return self._views
 
     def count_writes(self) -> int:
-        """A number that grows with writes to the shard or to what modules show. A DTensor counts its own apart."""
+        """A number that grows with writes to the shard or to what modules show. A DTensor has a counter of its own."""
         group = self._group
         with private.PlainAttributes():
             versions = list(map(private.version_of, chain(group.sharded, self._shard.written)))
         if versions != self._written:
             self._written = versions
-            group.writes += 1  # a sum of versions could come back to what it was
+            group.writes += 1  # a sum of versions could repeat
         return group.writes
 
     def change_state(self, state: State) -> None:
@@ -187,12 +187,12 @@ class FullBuffer:
         self._released = (RELEASED,) * len(self._leaves)
 
     def _cancel(self) -> None:
-        """Back to SHARDED after an error in a gather, which gives back all that it took."""
+        """Return to SHARDED after an error in a gather, and give back all that it took."""
         self._complete, self._values = PASSED.wait, None
         self.reshard()
 
     def let_read(self, may: bool) -> None:
-        """Let autograd read what it saved of the leaves, or refuse it. It ``may`` while the buffer has their values."""
+        """Set whether autograd ``may`` read what it saved of the leaves: while the buffer has their values."""
         private.set_versions(self._leaves, self._versions if may else self._released)
 
     def accept_writes(self) -> None:
@@ -210,7 +210,7 @@ class FullBuffer:
         elif self.state.is_unsharded:
             versions = tuple(map(private.version_of, self._leaves))
             if versions != self._versions:
-                # What autograd saved after a write is gone with it: the versions of these leaves never come again.
+                # Values that autograd saved after a write are discarded too: the versions of these leaves never repeat.
                 changed = zip(self._versions, versions, strict=True)
                 self._versions = tuple(now + (now != before) for before, now in changed)
                 self._discard_writes()
@@ -226,7 +226,7 @@ class FullBuffer:
             private.set_versions(self._leaves, self._released)
 
     def reshard_to(self, mesh: DataMesh) -> dict[int, nn.Parameter] | None:
-        """Keep the values on a smaller mesh, if they can be; returns what stands for parameters there, by index."""
+        """Keep the values on a smaller mesh, if possible. Returns what stands for parameters there, by index."""
         if self._extensions is not None:
             return None
         small = PostForwardShard(self._group, mesh, self.views)
@@ -239,7 +239,7 @@ class FullBuffer:
         self._values = None
 
     def use_pool(self) -> None:
-        """Take memory from the pool that the group has now, where it comes from one."""
+        """Take memory from the group's present pool, if it comes from a pool."""
 
 
 class GatheredBuffer(FullBuffer):
@@ -335,7 +335,7 @@ class MappedBuffer(FullBuffer):
         if not reads or self._values is None or self._values[1] != self.count_writes():
             return False
         if self._versions == tuple(map(private.version_of, self._leaves)):
-            self.buffer.be_shared()  # otherwise what was written shows until it is resharded
+            self.buffer.be_shared()  # otherwise modules show what was written until it is resharded
         return True
 
     def gather(self) -> None:

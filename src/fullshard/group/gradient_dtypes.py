@@ -1,8 +1,8 @@
 """The dtypes in which the gradients of a group arrive, travel and become ``param.grad``.
 
-Owns the rules, which follow the installed torch: what ``reduce_dtype`` says; else what was assigned to ``grad_dtype``
-of a parameter; else its own dtype (from torch 2.15 on), or that in which it is computed. Gradients that travel together
-have a dtype that can hold each of them.
+Owns the rules, which follow the installed torch: first ``reduce_dtype``, then the ``grad_dtype`` that was assigned to a
+parameter, then the parameter's own dtype (from torch 2.15 on) or that of its computation. Gradients that travel
+together have the dtype to which theirs promote.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class GradientDtypes:
 
     def __init__(self, group: GroupContext) -> None:
         self._group = group
-        self.found: dict[int, torch.dtype] = {}  # by index, the widest that came, if any dtype may come
+        self.found: dict[int, torch.dtype] = {}  # by index, the widest that came, where any dtype may come
 
     def _wanted(self, index: int) -> torch.dtype | None:
-        """The dtype that the options ask for, in which a gradient would travel alone; ``None`` for the one it has."""
+        """The dtype in which the options let a gradient travel alone; ``None`` for the dtype that it has."""
         group, param = self._group, self._group.params[index]
         reduce_dtype = group.options.mp_policy.reduce_dtype
         if reduce_dtype is not None and not param.dtype.is_complex:
@@ -40,7 +40,7 @@ class GradientDtypes:
         return self._wanted(index) or self.found.setdefault(index, group.compute_dtype(group.params[index]))
 
     def together(self, indices: Iterable[int]) -> list[tuple[tuple[torch.dtype, torch.dtype], list[int]]]:
-        """The parameters by the dtypes of ``param.grad`` and of what travels."""
+        """Sort parameters by the dtypes of ``param.grad`` and of the gradient that travels."""
         params, alone = self._group.params, {index: self.alone(index) for index in indices}
         travels: dict[bool, torch.dtype] = {}  # by whether it is complex: real gradients must not become complex
         for dtype in alone.values():

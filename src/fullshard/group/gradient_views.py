@@ -21,7 +21,7 @@ Grads = Mapping[int, torch.Tensor]
 
 
 class WholeViews:
-    """Places of whole gradients, by the index of their parameter, in the ``fulls`` of the sections that are trained."""
+    """Views of the whole gradients, by the index of their parameter, in the ``fulls`` of the trained sections."""
 
     kept: frozenset[int] = frozenset()  # parameters whose gradients are not copied
 
@@ -53,7 +53,7 @@ class WholeViews:
 
 
 class MessageViews(WholeViews):
-    """Places in the messages to all ranks, so that a reduction sends the buffer as it is."""
+    """Views in the messages to all ranks, so that a reduction sends the buffer as it is."""
 
     def __init__(self, *given: Any) -> None:
         #: For each gradient that is copied: its pieces, and the section of the buffer to which they are copied.
@@ -91,7 +91,7 @@ class MessageViews(WholeViews):
             write(targets, sources)
 
     def _keep(self, index: int, grad: torch.Tensor) -> None:
-        """Keep a zero-copy gradient, or a copy of it if it is not ours to change; or add it to the one that is kept."""
+        """Add a zero-copy gradient to the one that is kept. If there is none, keep this, or a copy if it is shared."""
         is_ours = not (grad.requires_grad or shares_memory(grad))
         values = grad.detach().permute(self._params[index].order)
         if index in self.zero_copy:

@@ -1,10 +1,10 @@
-"""How the gradients of a group are taken from autograd, kept and given to a reduction.
+"""How the gradients of a group are taken from autograd, kept, and passed to a reduction.
 
 Owns the buffer into which each gradient is copied when autograd has it, and the choice of those that a reduction takes.
-It leaves to the schedule when a group's backward has ended, and to the reduction what becomes of them.
+The schedule decides when a group's backward has ended, and the reduction does what follows.
 
-A gradient exists once: in the buffer, in the dtype in which it will travel. Small ones wait for one another before they
-are copied. Between micro-batches without reduction the buffer stays with the group and gradients are added up in it.
+A gradient exists once: in the buffer, in the dtype in which it will travel. Small gradients wait until one call copies
+several. Between micro-batches without reduction the buffer stays with the group, and gradients accumulate in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_WAITING = 1 << 20  # bytes of gradients that wait for one copy, in the dtyp
 
 
 class HasGradients(Protocol):
-    """A group, as the hooks on its leaves know it."""
+    """The part of a group that the hooks on its leaves use."""
 
     gradients: Gradients
 
@@ -47,7 +47,7 @@ class Gradients:
         self._group = group
         self.attach(full, module_params)
         self._dtypes_of = GradientDtypes(group)
-        self._trainable: tuple[bool, ...] = ()  # what the layout is of
+        self._trainable: tuple[bool, ...] = ()  # the parameters that the layout is made for
         self._nothing: list[torch.Tensor | None] = [None] * len(group.params)
         self._expected = self._nothing  # leaves whose gradients are still to come, once one has come
         self._writes = False  # whether the buffer takes gradients; while a reduction reads it, it does not
@@ -63,7 +63,7 @@ class Gradients:
         self._full, self._module_params = full, module_params
 
     def forget_layout(self) -> None:
-        """Lay gradients out anew: the routes of reductions, or the pool that has the buffer, have changed."""
+        """Make a new layout for gradients: the routes of reductions, or the pool of the buffer, have changed."""
         if self._arrived or self._waiting:
             self._begin_anew()
         else:
@@ -75,7 +75,7 @@ class Gradients:
         assert leaf is not None
         if not (leaf.is_floating_point() or leaf.is_complex()):
             return
-        leaf.requires_grad_(True)  # of a frozen parameter too, until ``prepare()``: the hook is kept when it is thawed
+        leaf.requires_grad_(True)  # of a frozen parameter too, until ``prepare()``: the hook stays when it is unfrozen
         # The hook must not keep alive what the leaf belongs to: autograd hides such a cycle from Python.
         leaf.register_post_accumulate_grad_hook(partial(Gradients.receive, weakref.ref(owner), index))
         self._dtypes_of.tell_autograd(index, leaf)
@@ -135,7 +135,7 @@ class Gradients:
 
     @torch.no_grad()
     def take_left(self) -> None:
-        """Take gradients that were left on the leaves, as a pipeline stage does that computes them by hand."""
+        """Take the gradients that were left on the leaves, as by a pipeline stage that computes gradients by hand."""
         for index, param in enumerate(self._group.params):
             leaf = param.unsharded
             if leaf is not None and leaf.grad is not None:
@@ -187,8 +187,8 @@ class Gradients:
 
     @staticmethod
     def receive_outside(reference: weakref.ref[HasGradients], index: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """Runs before autograd adds to the gradient of a parameter that each rank shows whole at any time, and that
-        another module than its own has read. It is reduced like any other, and zeros are added in its place."""
+        """Runs before autograd adds to the gradient of a parameter that every rank always shows whole, and that a
+        different module has read. The gradient is reduced like any other; autograd gets zeros to add instead."""
         owner = reference()
         if owner is None:
             return None
@@ -219,8 +219,8 @@ class Gradients:
         self._arrived.update(waiting)
 
     def wait_for_more(self) -> None:
-        """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear them, as
-        by ``zero_grad()``; no rank could show all of them."""
+        """End a backward without reduction. Flat parameters show that gradients wait, so that users can clear these,
+        for example by ``zero_grad()``. No rank could show them all."""
         self.copy_waiting()
         for index, param in enumerate(self._group.params if self._arrived and not self._shown_waiting else ()):
             if (grad := param.show_waiting()) is not None:
@@ -231,14 +231,14 @@ class Gradients:
         for index, param, grad, version in shown:
             now = param.sharded.grad
             if now is None or ((now is not grad or version_of(now) != version) and not bool(now.any())):
-                self._arrived.discard(index)  # and no other: optimizers clear those that are theirs
+                self._arrived.discard(index)  # no others: an optimizer clears only its own
         for _, param, _, _ in shown:
             param.hide_waiting()
 
     def _take_buffer(self) -> None:
         """Get the buffer to write to, once few enough reductions read theirs."""
         group = self._group
-        # Modules that were sharded together may run apart. Then an earlier reduction may still read this buffer.
+        # Modules of one group may run at different times. Then an earlier reduction may still read this buffer.
         buffers = group.options.max_gradient_buffers or group.reduce_transport.gradient_buffers
         group.comm.reductions.wait_for_oldest(0 if self._buffer.in_use else buffers - 1, buffers)
         self._buffer.take().wait()
@@ -264,7 +264,7 @@ class Gradients:
         make = MessageViews if self._sections and self._sections[0].plan.is_messages else WholeViews
         views = self._views = make(group.params, self._sections, fulls)
         self._plans: dict[tuple[frozenset[int], bool], ReductionPlan] = {}
-        self._gaps: list[torch.Tensor] = []  # parts that no gradient fills and that travel nevertheless
+        self._gaps: list[torch.Tensor] = []  # parts that travel although no gradient fills them
         if group.is_flat:
             self._gaps += [view for index, view in views.views.items() if not trainable[index]]
             for section, full in zip(self._sections, fulls, strict=True):
@@ -328,7 +328,7 @@ class Gradients:
         reductions.add(mark if self._buffer.pool.is_host else HoldingMark(mark, zero_copy, self._buffer.give_back))
 
     def _plan_reduction(self, wanted: frozenset[int], is_final: bool) -> ReductionPlan:
-        """Make the plan of a reduction of these parameters. As a rule every step has the same."""
+        """Make the plan of a reduction of these parameters. Usually every step has the same."""
         group, parts = self._group, list[Part]()
         for section, full in zip(self._sections, self._fulls, strict=True):
             positions = tuple(position for position, index in enumerate(section.members) if index in wanted)

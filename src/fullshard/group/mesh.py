@@ -1,4 +1,4 @@
-"""The part of a device mesh over which a group's data is parallel: who shards with whom, and who replicates."""
+"""The data-parallel part of a device mesh: which ranks shard a group together, and which replicate it."""
 
 from __future__ import annotations
 

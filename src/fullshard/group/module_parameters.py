@@ -1,7 +1,7 @@
 """The parameters that modules show of a group, and the changes that users make to them between steps.
 
-Owns the prepared updates that put sharded or unsharded parameters in their locations, one dict a module, and the
-look, before each step, at whether the parameters that stand there are still the group's own.
+Owns the prepared updates that put sharded or unsharded parameters in their locations, one dict for each module. Before
+each step it checks whether the parameters in these locations are still the group's own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ModuleParameters:
         self._group.sharded = [param.sharded for param in params]
         self.unsharded = [param.unsharded for param in params if param.unsharded is not None]
         self._locals = [param.local for param in params]
-        #: Which of the parameters require gradients, as far as it was looked at.
+        #: Which of the parameters require gradients, as of the last check.
         self.trainable = tuple(map(_requires_grad, self._group.sharded))
         if not self.shows_unsharded:
             self._train_leaves()
@@ -111,7 +111,7 @@ class ModuleParameters:
         self.show(Presentation(updates(shown), self.as_sharded.apart))
 
     def show_sharded(self) -> None:
-        """Show the sharded parameters, also where something stood in for one and has left."""
+        """Show the sharded parameters, also where users have removed what replaced one for a while."""
         if self.substituted:
             for _, param, module, name in self._indexed():
                 if self._was_shown(module._parameters.get(name), param):
@@ -156,7 +156,7 @@ class ModuleParameters:
         return not self.substituted and self._keeps_chunks()
 
     def _train_leaves(self) -> None:
-        """Let those unsharded parameters require gradients whose sharded ones do."""
+        """Let unsharded parameters require gradients if their sharded ones do."""
         for trained, leaf in zip(self.trainable, self.unsharded, strict=bool(self.unsharded)):
             leaf.requires_grad_(trained)
 
@@ -165,7 +165,7 @@ class ModuleParameters:
         return all(map(is_, map(local_of, self._group.sharded), self._locals))  # type: ignore[arg-type]
 
     def adopt_replaced(self) -> bool:
-        """Look for what was replaced, moved or covered; returns whether parameters have new values to copy.
+        """Find parameters that users replaced, moved or covered; returns whether there are new values to copy.
 
         Parameters that were replaced (``load_state_dict(assign=True)``, ``to()``, ``to_empty()``) are the group's from
         now on, those that moved (parametrization) are followed, and full tensors that stand in for a parameter
@@ -192,7 +192,7 @@ class ModuleParameters:
 
     @staticmethod
     def _was_shown(shown: torch.Tensor | None, param: ShardedParameter) -> bool:
-        """Whether it is what the group showed of a parameter once, which stands there again."""
+        """Whether ``shown`` is a tensor that the group once showed for ``param``, and that is there again."""
         owner = owner_of(shown)
         return owner is not None and owner[0].params[owner[1]] is param
 
@@ -215,7 +215,7 @@ class ModuleParameters:
         return True
 
     def _follow(self, param: ShardedParameter, location: Location) -> None:
-        """Find where a parameter that left its location went in the module tree."""
+        """Find the new location of a parameter that was moved in the module tree."""
         known = {(id(other.module), other.name) for other in param.locations}
         for root in self._group.modules:
             for module in root.modules():
@@ -228,7 +228,7 @@ class ModuleParameters:
 
 
 def put(module: nn.Module, path: tuple[Any, ...], tensor: torch.Tensor | None) -> None:
-    """Put a parameter where a module keeps it apart, if it still does."""
+    """Put a parameter at a path in a module's attributes, if the module still keeps one there."""
     holder: Any = module.__dict__
     with suppress(LookupError):
         for key in path[:-1]:

@@ -1,7 +1,7 @@
 """Which parameter objects were taken by which group.
 
-A parameter that is tied across groups is met again as the object that it was before sharding, and an optimizer may have
-been built from one. Owns weak references to those objects, by which the group is found.
+A tied parameter may be found again as the object that it was before sharding, and an optimizer may have been built from
+such an object. Owns weak references to these objects, by which the group is found.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _forget(key: int, gone: weakref.ref[nn.Parameter]) -> None:
 
 
 def owner_of(param: torch.Tensor | None) -> tuple[GroupContext, int] | None:
-    """The group that took this object, and as which of its parameters."""
+    """The group that took this object, and the index of its parameter there."""
     if id(param) not in _owners:
         return None
     reference, index, original = _owners[id(param)]

@@ -2,8 +2,8 @@
 
 A group is a state machine over its buffers: the shard that it keeps, the full buffer with the unsharded parameters, and
 the gradients. Owns what the modules show in each state of the full buffer, and the changes of memory, transport and
-parameters between steps. The placements that it has at each time of a step are those of its strategy. It leaves to the
-schedule which group is gathered when.
+parameters between steps. Its strategy says which placements it has at each time of a step. The schedule decides when
+each group is gathered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TAGS_APART = 1 << 16
 class Summoned(Protocol):
     """Full parameters that the modules of a group show instead of its own, see :mod:`fullshard.full_params`."""
 
-    is_left_by_errors: bool  # whether nobody closes it after an error: then the next step does
+    is_left_by_errors: bool  # whether an error leaves it open; the next step closes it
 
     def current(self) -> Mapping[int, nn.Parameter]: ...
     def close(self) -> None: ...
@@ -47,10 +47,10 @@ class ParamGroup(GroupContext):
     Attributes:
         shard: this rank's part, between steps.
         full: the unsharded parameters, and the state of the group.
-        gradients: those that are not in ``param.grad`` yet.
+        gradients: the gradients that are not in ``param.grad`` yet.
         module_params: what the modules show.
         summoned: the full parameters that modules show instead, if ``summon_full_params`` put some there.
-        users: the units that need it now, several where parameters are tied across groups: it stays unsharded.
+        users: the units that need it unsharded now; several if parameters are tied across groups.
     """
 
     module_params_class = ModuleParameters
@@ -154,8 +154,8 @@ class ParamGroup(GroupContext):
             self.reshard()
 
     def leave_unsharded(self) -> None:
-        """Note that a forward left the group unsharded unasked, as that of the root does. Nobody has promised that its
-        values stay unchanged until the next forward."""
+        """Note that a forward left the group unsharded unasked, as that of the root does. Its values may change before
+        the next forward."""
         if self.full.state.is_unsharded:
             self.full.change_state(State.LEFT)
 
@@ -176,7 +176,7 @@ class ParamGroup(GroupContext):
             self.adopt_parameters(replaced)
 
     def adopt_parameters(self, replaced: bool) -> None:
-        """Adopt the parameters that were found in the modules, of which some were ``replaced``."""
+        """Adopt the parameters that were found in the modules; ``replaced`` if some have new values."""
         if replaced:
             if any(self._needs_other_memory(param) for param in self.params):
                 self.reshard()
@@ -205,7 +205,7 @@ class ParamGroup(GroupContext):
             self.rebuild()
 
     def use_comm_context(self, comm: CommContext) -> None:
-        """Share lanes, the bound on reductions and memory with other groups from now on."""
+        """From now on share lanes, the limit on reductions, and memory with other groups."""
         self.reshard()
         self.comm = comm
         self.full.use_pool()
@@ -226,16 +226,16 @@ class ParamGroup(GroupContext):
         self.module_params.show_sharded()
 
     def rebuild(self) -> None:
-        """Use other memory from now on: how or in which dtype parameters are gathered has changed."""
+        """Use new memory from now on, because parameters are gathered in a different way or dtype."""
         self.reshard()
         before = self.gradients
         self._build()
-        if before.has_any:  # between micro-batches: they go on where they are
+        if before.has_any:  # between micro-batches: they stay where they are
             before.attach(self.full, self.module_params)
             self.gradients = before
 
     def use_transport(self, gather: Transport | None = None, reduce: Transport | None = None) -> None:
-        """Gather or reduce by another transport from now on."""
+        """Gather or reduce with a different transport from now on."""
         self.reshard()
         if gather is not None:
             self.transport = gather
@@ -245,7 +245,7 @@ class ParamGroup(GroupContext):
             self.gradients.forget_layout()
 
     def reduce_over(self, process_group: dist.ProcessGroup | None) -> None:
-        """Reduce over other communicators of the same ranks from now on."""
+        """Reduce over a different process group of the same ranks from now on."""
         self.reduce_process_group = process_group
         self.gradients.forget_layout()
 
@@ -264,7 +264,7 @@ class ParamGroup(GroupContext):
         return twin
 
     def reset(self) -> None:
-        """Back to SHARDED from wherever an error left the group; gradients on their way are lost."""
-        with suppress(Exception):  # an error is being recovered from: what was under way is lost anyway
+        """Return to SHARDED from any state after an error; gradients under way are lost."""
+        with suppress(Exception):  # an error ended the step: what was under way is lost anyway
             self.reshard()
         self.gradients.discard()

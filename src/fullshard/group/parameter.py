@@ -1,7 +1,7 @@
 """One parameter of a group: what it was, and what stands for it while it is sharded and while it is unsharded.
 
 Owns the DTensor that optimizers and state dicts see, the leaf that autograd sees, and the places in the module tree
-where either is shown. It leaves to the group where the values lie and when they move.
+where either is shown. The group decides where the values lie and when they move.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShardedParameter:
 
     Attributes:
         name: fully qualified once the root is known; the name in its module before.
-        locations: everywhere it stands in the module tree; more than one if it is shared.
+        locations: all places in the module tree that have it; more than one if it is shared.
         shape: of the unsharded local tensor (all of it, unless tensor parallel cut it before).
         sharded: what the module shows between uses.
         local: what ``sharded`` holds: a view of the group's shard.
@@ -102,7 +102,7 @@ class ShardedParameter:
         return ParamShape(self.name, tuple(self.shape[i] for i in self.order), dim)
 
     def note_plan(self, plan: Plan, position: int) -> None:
-        """Take note of where it lies in the plan of its group."""
+        """Note where the parameter lies in its group's plan."""
 
     def view(self, flat: torch.Tensor, memory_shape: Sequence[int]) -> torch.Tensor:
         """A 1-D tensor as the parameter or its chunk."""
@@ -136,7 +136,7 @@ class ShardedParameter:
         return dim % len(self.shape)
 
     def defines_gather(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor says itself how it is gathered."""
+        """Whether a tensor defines how it is gathered."""
         before, after = hasattr(tensor, "fsdp_pre_all_gather"), hasattr(tensor, "fsdp_post_all_gather")
         if before != after:
             missing = "fsdp_post_all_gather" if before else "fsdp_pre_all_gather"
@@ -152,7 +152,7 @@ class ShardedParameter:
         return private.local_of(self.sharded) if isinstance(self.sharded, DTensor) else self.sharded.detach()
 
     def lies_at(self, chunk: torch.Tensor) -> bool:
-        """Whether ``chunk`` is the tensor that it was given for its part, and still has."""
+        """Whether this rank's part is still in ``chunk``, the tensor that the parameter got for it."""
         return self.is_sharded and self.values is chunk
 
     def adopt(self) -> None:
@@ -170,7 +170,7 @@ class ShardedParameter:
             private.choose_grad_dtype(self.sharded, self.grad_dtype)
 
     def set_gradient_aside(self) -> torch.Tensor | None:
-        """Take away a gradient whose dtype was chosen: a conversion of the parameter must not convert it."""
+        """Remove and return a gradient whose dtype was chosen: a conversion of the parameter must not convert it."""
         self.update_grad_dtype()
         gradient = self.sharded.grad
         if self.grad_dtype == "own" or gradient is None:
@@ -189,7 +189,7 @@ class ShardedParameter:
         """Show that a gradient waits, and return what shows it. Only some parameters do."""
 
     def hide_waiting(self) -> None:
-        """Show no longer that a gradient waits."""
+        """Stop showing that a gradient waits."""
 
     def _sharded_spec(self, whole: torch.Tensor) -> private.DTensorSpec:
         if self.unsharded_spec is None:
@@ -205,7 +205,7 @@ class ShardedParameter:
         return private.altered_spec(self.unsharded_spec, mesh, [*self._placements(), *self.unsharded_spec.placements])
 
     def _placements(self, before: int = -1) -> list[Placement]:
-        """The placements on the data mesh, which comes before those dims of tensor parallel that cut a dim again."""
+        """The placements on the data mesh. It comes before the dims of tensor parallel that cut a tensor dim again."""
         if self.data.shard_group is None:
             return [Replicate()]
         placement: Placement = Replicate()
@@ -231,7 +231,7 @@ class ShardedParameter:
             placements[first] = self._placements(first)[-1]
         if len(shard_dims) < 2:
             return private.altered_spec(before, mesh, placements)
-        # Several dims that shard become one axis, beside it the replicating one, in the place of the first of them.
+        # Several dims that shard become one axis in the place of the first one, with the replicating axis beside it.
         meshes, flattened = [], []
         for at, name in enumerate(names):
             if at == first:
@@ -260,7 +260,7 @@ class ShardedParameter:
         self._gradient_hooks = tuple((private.gradient_hooks(before) or {}).values())
 
     def set_extension_chunk(self, offload: bool) -> None:
-        """Give a subclass with a gather of its own a chunk of its own, padded to the largest; keep what users set."""
+        """Give a subclass that defines its gather a separate chunk, padded to the largest; keep users' attributes."""
         if self.is_sharded:
             self.set_chunk(self.values)
             return
@@ -286,7 +286,7 @@ class ShardedParameter:
         twin: nn.Parameter | None = memo.get(id(self.sharded))
         if twin is None:
             twin = nn.Parameter(self.sharded.detach().clone(), requires_grad=self.sharded.requires_grad)
-            memo[id(self.sharded)] = twin  # first: what is attached, as an optimizer is, may lead back to it
+            memo[id(self.sharded)] = twin  # first: an attached object, such as an optimizer, may refer to it
             twin.__dict__.update(copy.deepcopy(self.sharded.__dict__, memo))
             private.choose_grad_dtype(twin, self.grad_dtype)
             if self.sharded.grad is not None:

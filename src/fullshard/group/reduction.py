@@ -1,8 +1,8 @@
 """One reduction of the gradients of a group, from its plan to ``param.grad``.
 
-Owns the route of the gradients that take part, worked out once for each set of them. Owns the steps after the
-reduce-scatter too: the sum over replicas, the dtype and device of ``param.grad``, and the sharded parameters. It leaves
-to :mod:`fullshard.group.gradients` which gradients take part.
+Owns the route of the gradients that take part, made once for each set of them, and the steps after the reduce-scatter:
+the sum over replicas, the dtype and device of ``param.grad``, and the sharded parameters.
+:mod:`fullshard.group.gradients` decides which gradients take part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ReductionPlan:
 
 @dataclass(eq=False, slots=True)
 class PendingReduction:
-    """A reduction on its way; ``partial`` has earlier sums over some of the ranks only."""
+    """A reduction under way; ``partial`` has earlier sums over some of the ranks only."""
 
     _group: GroupContext
     _module_params: ModuleParameters
@@ -79,7 +79,7 @@ class PendingReduction:
         return self._pending
 
     def scattered(self) -> None:
-        """Continue after the reduce-scatter: give the buffer back (on devices its mark does), sum over replicas."""
+        """Continue after the reduce-scatter: give back the buffer (on devices its mark does), and sum over replicas."""
         group = self._group
         if self._buffer.pool.is_host:
             self._buffer.give_back(self._pending if isinstance(self._pending, StillRead) else None)

@@ -1,4 +1,4 @@
-"""The shard of a group, which it keeps between uses.
+"""The shard that a group keeps between uses.
 
 Owns the memory in which every parameter of the group has its chunk: one piece of its own, or parts of memory that ranks
 share. Copies values into it, and makes the copies that a gather needs where the shard has another dtype or lies on
@@ -63,8 +63,8 @@ class ShardBuffer:
     def map_shared(self) -> bool:
         """Map the memory that ranks share, on every rank. Returns whether there is enough, or nothing to map yet.
 
-        Ranks do it when they use a group, and not when they make it: one may be given its values, or another dtype,
-        while another waits for its turn.
+        Ranks map it when they first use a group, not when they make it. In between, users may load values or change the
+        dtype on one rank after another.
         """
         is_mapped = self._group.transport.map_shared(self.shared.memory if self.shared is not None else None)
         self.is_unmapped = self.shared is None
@@ -79,7 +79,7 @@ class ShardBuffer:
             memory = host_memory((nbytes,), torch.uint8, group.device, group.pins_memory)
         else:
             memory = group.transport.private.allocate(nbytes, group.device)
-        memory.zero_()  # what is padding travels too and is never read: let it at least be the same every time
+        memory.zero_()  # padding travels too and is never read: make it the same every time
         self.views = shard_views(memory, group.sections, dtypes)
         chunks: dict[int, torch.Tensor] = {}
         for section, view in zip(group.sections, self.views, strict=True):
@@ -89,7 +89,7 @@ class ShardBuffer:
     @torch.inference_mode(False)
     @torch.no_grad()
     def copy_parameters(self) -> None:
-        """Copy into the shard what each parameter has, whole or as a chunk, and let it have its chunk there."""
+        """Copy the values of each parameter, whole or a chunk, into the shard, and give it its chunk there."""
         group = self._group
         group.writes += 1
         for index, chunk in self.chunks.items():
@@ -136,9 +136,9 @@ class ShardBuffer:
 class SharedChunks:
     """Where the chunks of this rank lie in the full buffer that the ranks of a host share.
 
-    A chunk lies where all ranks read it. A chunk that cannot, because it has another dtype than is computed in, is cut
-    along another dim than the first, or is whole on every rank, lies in memory of this rank and is *published*: copied
-    to its part of the full buffer when a pass begins.
+    A chunk lies where all ranks read it, if it can. Some cannot: those of another dtype than is computed in, those cut
+    along another dim than the first, and those that every rank has whole. They lie in this rank's own memory and are
+    *published*: copied to their part of the full buffer when a pass begins.
     """
 
     @torch.inference_mode(False)
@@ -175,7 +175,7 @@ class SharedChunks:
             self.chunks.update(chunk_views(group.params, members, plan, shard, rank))
 
     def publish(self, version: Callable[[], int], whatever: bool) -> None:
-        """Publish the chunks if their ``version`` is a new one, or in any case (``whatever``)."""
+        """Publish the chunks if their ``version`` is new, or with ``whatever`` in any case."""
         if self._published and ((now := version()) != self._version or whatever):
             self._version = now
             with torch.no_grad():
@@ -187,8 +187,8 @@ class SharedChunks:
 def give_own_storage(view: torch.Tensor) -> None:
     """Let a view have a storage that is its part of the memory and no more; it keeps the memory and its version.
 
-    A DTensor has no storage but the offset of its local tensor. By an offset other than 0 torch takes it for one with a
-    storage: it can neither be copied by ``copy.deepcopy`` nor staged for an asynchronous checkpoint.
+    A DTensor has the offset of its local tensor, but no storage. If the offset is not 0, torch assumes a storage, and
+    can neither copy the DTensor by ``copy.deepcopy`` nor stage it for an asynchronous checkpoint.
     """
     if view.is_meta or view.untyped_storage().nbytes() == view.nbytes:
         return

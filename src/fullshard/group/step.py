@@ -1,4 +1,4 @@
-"""The step of training in which a tree of modules is: which pass runs, what was counted, and who logs what starts.
+"""The training step of a tree of modules: which pass runs, what was counted, and who logs what happens.
 
 The groups of a tree share one :class:`Step`. The schedule makes it and changes it; groups read it.
 """
@@ -51,10 +51,10 @@ FINALIZE = {Pass.NONE: Pass.FINALIZING, Pass.FORWARD: Pass.NESTED}
 
 
 class Log:
-    """What is told of everything that happens to groups, once, where it starts. This one forgets it.
+    """Is told everything that happens to groups, once, where it starts. This base class keeps nothing.
 
     Attributes:
-        listeners: functions of an action, a group and whether bytes move. Without any they cost nothing.
+        listeners: functions of an action, a group and whether bytes move. Logging costs nothing without them.
     """
 
     def __init__(self) -> None:
@@ -75,10 +75,10 @@ class Step:
         now: the pass that runs.
         forwards: outermost forwards so far. Values gathered before the last one may be old: shards may have changed.
         optimizer_steps: steps on the parameters of the tree; one, if optimizers take turns between two passes.
-        steps_before: of these, the ones before the pass that runs, or the last one.
+        steps_before: how many of these came before the pass that runs, or else before the last one.
         written: marks the end of the optimizers' writes. A gather runs in another lane, and waits for it.
-        begin_backward: is called when a backward reaches any of the groups.
-        log: is called with everything that happens to a group.
+        begin_backward: called when a backward reaches any of the groups.
+        log: called with everything that happens to a group.
     """
 
     def __init__(self, begin_backward: Callable[[], None] = lambda: None) -> None:

@@ -1,7 +1,7 @@
 """Where the parameters, gradients and optimizer state of a group lie at each time of a step.
 
-A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank. Between
-steps parameters are sharded, in the passes that use them replicated::
+A mesh has a dim over which a group is sharded, and one over which it is replicated; either may have one rank.
+Parameters are sharded between steps, and replicated in the passes that use them::
 
     strategy             parameters after          gradients after a backward      optimizer
                          forward       backward    over shards   over replicas     state
@@ -54,12 +54,12 @@ class Strategy:
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether a backward reduces gradients; otherwise they add up, whole."""
+        """Whether a backward reduces gradients; otherwise they accumulate unsharded."""
         return self.gradients is not Placement.PARTIAL
 
     @cached_property
     def all_reduces(self) -> bool:
-        """Whether a reduction goes on over the replicas; otherwise gradients add up, sharded."""
+        """Whether a reduction includes the replicas; otherwise gradients accumulate sharded."""
         return self.gradients_of_replicas is not Placement.PARTIAL
 
 

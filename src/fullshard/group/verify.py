@@ -1,7 +1,7 @@
-"""Whether all ranks of a mesh are about to shard the same parameters, and under which tag they will travel.
+"""Checks that all ranks of a mesh are about to shard the same parameters, and agrees on a tag for their messages.
 
-Buffers of ranks that disagree on a name, a shape, a dtype or an order would be taken for one another without notice.
-Owns the comparison, which is small, once for each group at the time of sharding.
+If ranks disagreed on a name, a shape, a dtype or an order, they would read wrong values without an error. Owns the
+comparison, which is small, once for each group at the time of sharding.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _next_tag = 0
 def verify_parameters(params: Sequence[ShardedParameter], data: DataMesh, policy: object) -> int:
     """Compare the parameters with those of the other ranks, and return a tag that no earlier group of any of them has.
 
-    It is the same on all of them. They need not have made the same groups before, as when some of them hold another
-    stage of a pipeline. See :func:`compare`.
+    The tag is the same on all ranks. They need not have made the same groups before: they may hold different stages of
+    a pipeline. See :func:`compare`.
     """
     described = [f"mp_policy={policy}", f"FULLSHARD_TRANSPORT={os.environ.get('FULLSHARD_TRANSPORT', '')!r}"]
     described += [
@@ -53,7 +53,7 @@ def verify_values(params: Sequence[ShardedParameter], data: DataMesh) -> None:
 
 @torch.no_grad()
 def _hash(tensor: torch.Tensor) -> str:
-    """A text that tells values apart: a hash of their bits, in which equal values cancel out, and also their sum."""
+    """A text that distinguishes values: a hash of their bits, in which equal values cancel out, and their sum."""
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in plain_parts(tensor)]
     if tensor.is_meta or not tensor.numel():
         return "none"
@@ -97,7 +97,7 @@ def compare(
 
 
 def first_difference(described: Mapping[int, Sequence[str]]) -> tuple[int, str, int, str]:
-    """A rank, what it has, another rank, and what that has instead, of descriptions by rank that differ."""
+    """From descriptions by rank that differ: a rank, what it has, another rank, and what that one has instead."""
     (first, ours), *_ = described.items()
     for rank, theirs in described.items():
         for here, there in zip_longest(ours, theirs, fillvalue="nothing"):

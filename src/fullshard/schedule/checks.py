@@ -16,7 +16,7 @@ from fullshard.group.verify import compare
 from fullshard.policies import warn
 from fullshard.torch_private import non_persistent_buffers, version_of
 
-#: A buffer of undefined contents, with the module that had it, its name there, and its path.
+#: A buffer with undefined contents, the module that had it, its name there, and its path.
 Emptied = tuple[torch.Tensor | None, nn.Module, str, str]
 
 
@@ -31,7 +31,7 @@ def buffers_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGroup]) -> None:
-    """Raise RuntimeError if ``modules`` that run a tree have buffers on the meta device, and ValueError if the ranks
+    """Raise RuntimeError if ``modules`` of a tree have buffers on the meta device, and ValueError if the ranks
     sharded its groups in different orders."""
     on_meta = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
     if on_meta:
@@ -49,7 +49,7 @@ def check_first_forward(modules: Sequence[nn.Module], groups: Sequence[ParamGrou
 
 
 def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise if a process group was destroyed since modules were sharded over it."""
+    """Raise an error if a process group was destroyed after modules were sharded over it."""
     for group in groups:
         try:
             dist.get_process_group_ranks(group)
@@ -61,7 +61,7 @@ def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
-    """Warn of non-persistent buffers that ``to_empty()`` left undefined, and that nobody wrote or replaced since."""
+    """Warn of non-persistent buffers that ``to_empty()`` left undefined and that nobody has written since."""
     there = [(path, buffer) for buffer, module, name, path in emptied if module._buffers.get(name) is buffer]
     names = [path for path, each in there if each is not None and not each.is_meta and version_of(each) == 0]
     if names:
@@ -73,7 +73,7 @@ def warn_of_emptied(emptied: Sequence[Emptied]) -> None:
 
 
 def warn_of_added_parameters(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], ignored: set[int]) -> None:
-    """Warn of trainable parameters that no group has, once the groups have taken in what replaced theirs."""
+    """Warn of trainable parameters that no group has. Call it once groups have adopted replaced parameters."""
     if any(group.summoned for group in groups):
         return
     known = ignored | {id(tensor) for group in groups for p in group.params for tensor in (p.sharded, p.unsharded)}

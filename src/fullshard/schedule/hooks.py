@@ -1,4 +1,4 @@
-"""The hooks by which a unit's modules run: around forward, around state dicts.
+"""The hooks on a unit's modules: around forward, and around state dicts.
 
 A hook is a partial function of its unit, so that a deep copy of a module gets hooks of its own unit.
 """
@@ -30,7 +30,7 @@ def _post_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], output: 
 
 @cache
 def _outside_graphs() -> Callable[..., Any]:
-    """Calls a method of a unit outside of compiled graphs: what it does to parameters cannot be traced."""
+    """Makes a caller of a unit's methods outside of compiled graphs: what these do to parameters cannot be traced."""
     return disable(lambda unit, method, *args: getattr(unit, method)(*args))
 
 
@@ -41,7 +41,7 @@ def _reshard(unit: Unit, *args: Any, **kwargs: Any) -> None:
 
 
 def _adopt(unit: Unit, *args: Any) -> None:
-    """Let a parameter that a state dict replaced pass its ``grad_dtype`` on."""
+    """Update the ``grad_dtype`` of a parameter that a state dict replaced."""
     for group in unit.groups:
         if any(param.grad_dtype != "own" for param in group.params):
             group.notice_changes()

@@ -1,6 +1,6 @@
 """The order in which groups run: recorded in one step, used to gather ahead in the next.
 
-Implicit prefetch that follows how far the host runs ahead is lost when a model synchronises; a recorded order is not.
+A recorded order works even if a model synchronizes with the host. Prefetch by letting the host run ahead does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 Group = TypeVar("Group")
 
-_LONGEST = 100_000  # uses of groups that are remembered when no backward ever forgets them
+_LONGEST = 100_000  # uses of groups to remember if no backward ever ends them
 
 
 class Order(Generic[Group]):
@@ -34,7 +34,7 @@ class Order(Generic[Group]):
         self.entered = []
 
     def next_in_forward(self) -> Iterator[Group]:
-        """The groups that followed, last time, the one that has just been entered."""
+        """The groups that followed, in the last step, the one that was just entered."""
         at = len(self.entered)
         if at and self._entered_before[at - 1 : at] == self.entered[-1:]:
             return islice(self._entered_before, at, None)

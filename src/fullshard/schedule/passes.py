@@ -1,8 +1,8 @@
 """The passes of a step: which one runs, and when the ranks of a host may read the memory that they share.
 
-A *pass* is an outermost forward or a backward. In a pass every rank reads what all of them wrote before it, and nobody
-writes; between passes everybody may write its shards, and nobody reads those of others. Owns the transitions of
-:class:`~fullshard.group.step.Pass`, at which ranks wait for each other that share memory.
+A *pass* is an outermost forward or a backward. In a pass every rank reads what all ranks wrote before it, and no rank
+writes. Between passes every rank may write its own shards, and no rank reads those of others. Owns the transitions of
+:class:`~fullshard.group.step.Pass`, at which ranks that share memory wait for each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Passes:
     def __init__(self, step: Step) -> None:
         self._step = step
         self._barriers: list[PassBarrier] = []
-        self._groups: list[ParamGroup] = []  # those whose ranks share memory
+        self._groups: list[ParamGroup] = []  # the groups whose ranks share memory
 
     def begin(self, kind: Kind, groups: Iterable[ParamGroup]) -> None:
         """Begin a pass. If no other pass runs, publish this rank's shards, and wait until all ranks have done so."""
@@ -43,14 +43,14 @@ class Passes:
                 group.full.let_read(True)
 
     def leave(self, doing: str) -> None:
-        """If no pass runs any more, wait until all ranks have ended the last one: each has read what it needs."""
+        """If no pass runs now, wait until all ranks have ended the last one, and so have read what they need."""
         if self._step.now is Pass.NONE:
             self._stop_reading()
             for barrier in self._barriers:
                 barrier.leave(doing)
 
     def cancel(self) -> None:
-        """End the pass that an error cut short, and wait for nobody."""
+        """End a pass that an error cut short, without waiting for other ranks."""
         self._step.now = Pass.NONE
         self._stop_reading()
         for barrier in self._barriers:

@@ -1,11 +1,10 @@
-"""When each group of a tree of modules is gathered, resharded and reduced, and which work waits for which.
+"""Decides when each group of a tree of modules is gathered, resharded and reduced, and what these wait for.
 
-One schedule serves all units under one root. Owns the beginning and the end of passes and of steps, what an error
-leaves behind, and prefetch with its bound. It leaves to the groups how they gather and reduce, and to the units which
-module is running.
+One schedule serves all units under one root. Owns the beginning and the end of passes and steps, recovery from errors,
+and prefetch with its limit. The groups know how to gather and reduce, and the units know which module is running.
 
-The reductions of a step are complete at the end of its last backward, or when the user says so, by hand. In the second
-case a backward waits for no reduction, and does not reduce a unit whose backward it did not see end.
+The reductions of a step are complete at the end of its last backward, or when the user finalizes the step by hand. Then
+a backward waits for no reduction, and reduces a unit only if it saw the unit's backward end.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from fullshard.schedule.passes import Passes
 from fullshard.schedule.step_log import StepLog
 from fullshard.torch_private import call_after_backward, running_backward
 
-#: What to do after an error. The schedule does not do it unasked: a rank that goes on alone would take part in gathers
-#: of other layers on other ranks. Where the sizes agree, it would compute with wrong weights.
+#: What to do after an error. The schedule does not do this unasked: a rank that goes on alone could gather one layer
+#: while other ranks gather a different one. If the sizes agree, it would compute with wrong weights.
 _CUT_SHORT = (
     "{} did not end, as an error in it leaves it, which is the one to look at: call reset_iter_state() on the root "
     "module, on every rank, before the next forward"
@@ -45,7 +44,7 @@ _CUT_SHORT = (
 
 
 class Scheduled(Protocol):
-    """A :class:`~fullshard.schedule.unit.Unit` as a schedule knows it."""
+    """The part of a :class:`~fullshard.schedule.unit.Unit` that a schedule uses."""
 
     modules: tuple[nn.Module, ...]
     to_run: set[nn.Module]
@@ -79,12 +78,12 @@ class Schedule:
         self.step.log = self.log = StepLog(device, self.step, self._process_groups)
         self.passes = Passes(self.step)
         self.order: Order[ParamGroup] = Order()
-        #: Looks at the gradients of a group, before they are reduced or after; see :mod:`fullshard.finite`.
+        #: Checks the gradients of a group, before or after they are reduced; see :mod:`fullshard.finite`.
         self.inspect: Callable[[ParamGroup, bool], None] | None = None
         self.prefetch_limit = 1
         self.is_last_backward = True
-        self._backward_began = False  # whether one did in the step that has not ended
-        self._last_forward: weakref.ref[object] | None = None  # its mark, until a backward begins
+        self._backward_began = False  # whether one has begun in a step that has not ended
+        self._last_forward: weakref.ref[object] | None = None  # the mark of the last forward, until a backward begins
         self._is_awaited = False  # whether reductions that were finalized by hand have yet to be waited for
         self.after_optimizer: torch.Event | None = None
         self.outermost = root  # the unit of the last outermost forward
@@ -106,12 +105,12 @@ class Schedule:
                     param.name = plain_name(f"{names.get(id(location.module), '')}.{location.name}")
         self.size_slots()
         if is_host(self.device):
-            # The reduced gradients, what autograd makes before it is taken, and activations of about as much.
+            # The reduced gradients, those of autograd that wait to be taken, and activations of a similar size.
             largest = max([group.full.buffer.nbytes for group in self.groups()], default=0)
             keep_freed(self, 2 * sum(group.shard.nbytes for group in self.groups()) + 4 * largest)
 
     def size_slots(self) -> None:
-        """An ordinary slot is as large as the largest group that takes turns."""
+        """Make ordinary slots as large as the largest group that takes turns."""
         for group in self.groups():
             options, buffer, pool = group.options, group.full.buffer, group.parameter_pool
             stays = options.strategy.after_forward is Placement.REPLICATED or options.keep_unsharded_storage
@@ -120,7 +119,7 @@ class Schedule:
                 pool.ordinary = max(pool.ordinary, buffer.nbytes)
 
     def free_buffers(self) -> int:
-        """Free what is kept for the next step, and the staging of transports; returns the bytes."""
+        """Free the buffers kept for the next step, and the transports' staging; returns the bytes freed."""
         nbytes = sum(pool.drop() for pool in self.comm.pools.values()) + SHARED.drop()
         for transport in {group.reduce_transport for group in self.groups()}:
             transport.close_peers_buffers()
@@ -172,7 +171,7 @@ class Schedule:
         return True
 
     def _notice_changes(self) -> None:
-        """Notice what users did to the parameters since the last step, and until when gathers have to wait for it."""
+        """Notice what users did to the parameters since the last step, and let gathers wait for that."""
         event, self.after_optimizer = self.after_optimizer, None
         if self.comm.forget_marks_at_capture():
             event = None
@@ -181,7 +180,7 @@ class Schedule:
             group.notice_changes()
         if event is not None and writes == [group.writes for group in self.groups()]:
             self.step.written = EventMark(event, self.device)
-        else:  # what replaced parameters was copied just now
+        else:  # the values of replaced parameters were copied just now
             self.step.written = mark_now(self.device)
 
     @property
@@ -190,7 +189,7 @@ class Schedule:
         return self.step.now is Pass.NONE
 
     def refuse_forward(self, unit: Scheduled) -> NoReturn:
-        """Raise: ``unit`` is still in an earlier forward."""
+        """Raise RuntimeError: ``unit`` is still in an earlier forward."""
         raise RuntimeError(_CUT_SHORT.format(f"the forward of {unit!r}"))
 
     def end_forward(self, mark: object | None) -> None:
@@ -260,7 +259,7 @@ class Schedule:
             )
 
     def finalize(self) -> Callable[[], None]:
-        """Reduce and reshard what the backwards left, as the settings of the groups say. Ranks must call it alike.
+        """Reduce and reshard what the backwards left, as the groups' settings say. All ranks must call it.
 
         Returns a function that waits for the reductions, once; it raises RuntimeError if ``reset_iter_state()`` was
         called meanwhile. Raises RuntimeError if the step is not to be finalized by hand, or not yet.
@@ -322,7 +321,7 @@ class Schedule:
         self._backward_began, self._last_forward, self._is_awaited = False, None, False
 
     def reset(self) -> None:
-        """Recover from an error in the middle of a step: its gradients are lost, and the next step is right."""
+        """Recover from an error in the middle of a step: drop its gradients, and prepare the next step."""
         self._forget_step()
         self.passes.cancel()
         for transport in {group.reduce_transport: None for group in self.groups()}:
@@ -333,7 +332,7 @@ class Schedule:
         self.log.forget()
 
     def _gather_ahead(self, targets: Iterable[ParamGroup], most: int | None) -> None:
-        """Start the first ``most`` gathers (``None``: all) that are needed soon; shared memory has nothing to start."""
+        """Start the first ``most`` gathers (``None``: all) of ``targets``. Shared memory has nothing to start."""
         for group in islice(targets, most):
             if group.shard.shared is None and not group.full.state.is_unsharded:
                 group.unshard()
@@ -347,7 +346,7 @@ class Schedule:
 
 
 def _position(schedule: weakref.ref[Schedule]) -> Position:
-    """Where the thread is that trains a tree; called in another thread."""
+    """The position of the thread that trains a tree. Called in another thread."""
     here = schedule()
     if here is None:
         return Position("outside of training")

@@ -1,13 +1,13 @@
-"""The log of a step: everything that happens to groups is told here, once, where it starts.
+"""The log of a step: everything that happens to groups is logged here, once, where it starts.
 
 From it come the events of observers, the ranges of the profiler, the position of a rank in errors and reports, and the
 comparison of the ranks.
 
-A collective knows sizes and no names: ranks that run different groups would take each other's values for their own. So
-ranks compare what they communicated about, by one all-gather of three integers over each process group. It starts when
-a pass ends. Its result is looked at before the next pass begins, and at once where results may be used: after a
-backward, and after a forward without gradients. On devices with streams nobody waits for it; it takes one small copy to
-the device and one back, so four in a step.
+A collective knows sizes, not names: ranks that run different groups would mix up their values. So ranks compare what
+they communicated about, by one all-gather of three integers over each process group. It starts when a pass ends. Its
+result is checked before the next pass begins, or at once if results may be used: after a backward, and after a forward
+without gradients. On devices with streams nobody waits for it; it takes one small copy to the device and one back, so
+four in a step.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Event:
     moves: bool = True
 
 
-#: Is called on the rank itself, in the order in which things happen there. Without observers there is no cost.
+#: Called on this rank only, in the order of its events. Without observers there is no cost.
 Observer = Callable[[Event], None]
 #: After an error, pass numbers go on at the next multiple of this: ranks may have noticed it in different passes.
 _ROUND = 1 << 32
-#: Ranks tell each other this many of their last calls. If two wait for each other, they parted a few calls ago.
+#: How many of their last calls ranks tell each other. If two wait for each other, they diverged a few calls ago.
 _LAST = 50
 #: A group, and the indices of its parameters that were reduced; a gather has none.
 Call = tuple[ParamGroup, frozenset[int]]
@@ -67,9 +67,9 @@ class StepLog(Log):
     """The log of one tree of modules on ``device``, whose groups share ``step`` and use ``process_groups``.
 
     Attributes:
-        calls: what this rank has started to communicate about in this pass, in order.
+        calls: the communication that this rank has started in this pass, in order.
         latest: the group that was gathered or reduced last in this pass, in memory that ranks share too.
-        unlike_before: where this pass has left the order of the one before, if calls are announced; for people.
+        unlike_before: where the order of this pass differs from the last one, if calls are announced; for messages.
     """
 
     def __init__(self, device: torch.device, step: Step, process_groups: Iterable[dist.ProcessGroup] = ()) -> None:
@@ -80,7 +80,7 @@ class StepLog(Log):
         self.unlike_before = ""
         self._announces = False  # whether calls are announced to the other ranks
         self._compares_each = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
-        #: Those whose ranks compare what they did.
+        #: The process groups whose ranks compare what they did.
         self._process_groups = list(filter(has_peers, process_groups)) if checks_are_on() else []
         self._under_way: list[_Comparison] = []
         self._number = 0  # of the pass, the same on all ranks
@@ -124,8 +124,8 @@ class StepLog(Log):
         self._announces = any(map(may_end_processes, groups))
 
     def _announce(self, call: Call | None, kind: Kind) -> None:
-        """Let the other ranks know of a call, or of the end of a pass (``None``), that is about to start, if it did not
-        follow the same call before: the backend may end this process for it."""
+        """Tell the other ranks of a call that is about to start, or of the end of a pass (``None``), if it does not
+        follow the same call as before: the backend may end this process because of it."""
         before = self.calls[:-1] if call else self.calls
         followers, key = self._followers, (kind, before[-1] if before else None)
         if key in followers and followers[key] == call:
@@ -142,7 +142,7 @@ class StepLog(Log):
 
     @cached_property
     def _lane(self) -> Lane:
-        """A lane of their own: nothing waits for them, and they for nothing."""
+        """The lane of comparisons: nothing waits for it, and it waits for nothing."""
         return Lane(self._device)
 
     def end_pass(self, kind: Kind) -> None:
@@ -188,7 +188,7 @@ class StepLog(Log):
         while self._under_way and not is_capturing(self._device) and self._under_way[0].is_there():
             try:
                 self._under_way[0].check()
-            finally:  # not before: other ranks see in :meth:`passes` where they parted
+            finally:  # not before: other ranks see in :meth:`passes` where the ranks diverged
                 self._under_way.pop(0)
 
     def forget(self) -> None:
@@ -225,7 +225,7 @@ class _Comparison:
     number: int  # of the pass
 
     def described(self) -> list[str]:
-        """A pass and what was communicated about in it, for people."""
+        """A pass and its communication, as text for messages."""
         return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_describe, self.calls)]
 
     def start(self, device: torch.device, lane: Lane) -> None:
@@ -261,7 +261,7 @@ class _Comparison:
         said = self._every.view(self.process_group.size(), -1)
         if bool((said == said[0]).all()):
             return
-        # Not by a collective: on a device each rank notices at a time of its own, between others of the next pass.
+        # Not by a collective: on a device ranks notice at different times, between collectives of the next pass.
         key = f"fullshard/parted/{self.process_group.group_name}/{hash(tuple(said.flatten().tolist()))}"
         told = exchange_in_store(self.described(), key, self.process_group)
         where = "some ranks have not told what they have"

@@ -1,7 +1,7 @@
 """A unit: the modules that were sharded in one call, and the hooks by which they run.
 
-Owns the phase in which its modules are, the autograd nodes that mark where their backward begins and ends, and the
-casts at their boundaries. It leaves to the schedule what is gathered when.
+Owns the phase of its modules, the autograd nodes that mark where their backward begins and ends, and the casts at their
+boundaries. The schedule decides what is gathered when.
 
 A forward call, with gradients, leaves two marks in autograd's graph::
 
@@ -11,8 +11,8 @@ A forward call, with gradients, leaves two marks in autograd's graph::
                         reshard
 
 A recomputation (activation checkpointing) runs the forward inside of backward. It gathers and does not reshard, because
-the backward of the same modules follows; and it may stop before the forward ends, so that nothing relies on the hook
-after a forward having run.
+the backward of the same modules follows. It may stop before the forward ends, so nothing relies on the hook after a
+forward.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class EndOfBackward(torch.autograd.Function):
 class Unit:
     """Modules that were sharded in one call.
 
-    ``groups`` are theirs, more than one if parameters were put on several meshes; ``borrowed`` are those of other units
-    that hold parameters tied to ones of these modules; ``needed`` are both, once the unit is part of a tree.
+    ``groups`` are its own, more than one if its parameters are on several meshes. ``borrowed`` are groups of other
+    units that have parameters tied to ones of these modules. ``needed`` are both, once the unit is part of a tree.
     """
 
     #: The attributes that a deep copy of the modules copies too.
@@ -85,12 +85,12 @@ class Unit:
         self, modules: Sequence[nn.Module], device: torch.device, mp_policy: MixedPrecisionPolicy, auto_reshard: bool
     ) -> None:
         self.modules = tuple(modules)
-        self.is_list = len(self.modules) > 1  # modules of which none contains the others: never the root
+        self.is_list = len(self.modules) > 1  # no module contains the others: never the root
         self.device = device
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard  # whether the root may choose to stay unsharded: the user did not say
         self.finalizes_by_hand = False  # whether the user finalizes backwards by hand, if this is the root
-        #: Whether the root chose to stay unsharded: then nobody promised that its parameters stay unchanged meanwhile.
+        #: Whether the root chose to stay unsharded by itself. Its parameters may then change meanwhile.
         self.chose_to_keep = False
         self.groups: list[ParamGroup] = []
         self.borrowed: list[ParamGroup] = []
@@ -99,7 +99,7 @@ class Unit:
         self.ignored: set[int] = set()
         self.extents: list[Any] = []  # where its parameters lay before they were sharded, see :mod:`fullshard.overlaps`
         self.emptied: list[Emptied] = []
-        #: Hooks that it keeps only as the root of a tree, with their modules: a handle cannot be copied without one.
+        #: Hooks that it keeps only as the root of a tree. A deep copy of a handle needs its module beside it.
         self.root_hooks: list[tuple[nn.Module, RemovableHandle]] = []
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
@@ -108,7 +108,7 @@ class Unit:
         self.prefetches_backward: Literal["before", "after", "never"] = "before"
         self.casts_inputs = mp_policy.cast_forward_inputs
         self.phase = Phase.IDLE
-        self.to_run: set[nn.Module] = set()  # those of a list whose forward has not ended, while it runs
+        self.to_run: set[nn.Module] = set()  # modules of a list whose forward has not ended, while it runs
         self._in_method = False
         self._use = Use()
         self._is_opaque = False  # whether its forward returned no tensor: nothing tells when its backward begins
@@ -194,7 +194,7 @@ class Unit:
     def run_method(
         self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a method as if it were ``forward``; the forwards that it calls find the parameters there."""
+        """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered."""
         args, kwargs = self.pre_forward(module, args, kwargs)
         was_in_method, self._in_method = self._in_method, True
         try:
@@ -237,7 +237,7 @@ class Unit:
     def _mark_begin(self, found: Sequence[torch.Tensor]) -> object | None:
         """Put a hook, which is returned, on the outputs that require gradients.
 
-        An operation in place on a view gives the view a new history, in which its hook is lost; its base keeps one.
+        An in-place operation on a view gives it a new history without its hook. A hook on its base is kept.
         """
         hook = None
         for tensor in found:
@@ -333,7 +333,7 @@ class Unit:
             self.finish_backward(schedule)
 
     def reset(self) -> None:
-        """Back to the beginning of a step."""
+        """Return to the state at the beginning of a step."""
         self.phase = Phase.IDLE
         self._in_backward, self._is_differentiated, self._is_opaque = {}, False, False
         self.to_run.clear()
@@ -352,7 +352,7 @@ class Unit:
         return twin
 
     def start(self) -> Schedule:
-        """Become the root of a tree, as the first unit that runs, or whose groups are used."""
+        """Become the root of a tree. Called for the first unit that runs, or whose groups are used."""
         if self.is_list:
             raise RuntimeError(
                 f"fully_shard was called with a list of modules, {self!r}, of which one ran, or was to set something "
@@ -382,7 +382,7 @@ class Unit:
         if schedule.root is not self:
             for _, hook in self.root_hooks:
                 hook.remove()
-            if self.chose_to_keep:  # as the root of a tree of its own, before this one
+            if self.chose_to_keep:  # as the root of its own tree, before this one
                 self.chose_to_keep = False
                 for group in self.groups:
                     group.options.strategy = group.options.strategy.switched(after_forward=True)
@@ -400,10 +400,10 @@ def units_in(model: nn.Module) -> list[Unit]:
 
 
 def schedule_of(model: nn.Module, who: str) -> Schedule:
-    """The schedule of a root, for ``who`` is called with it.
+    """The schedule of a root module; ``who``, for the error, is the function that was called with it.
 
     Raises:
-        ValueError: it is not sharded.
+        ValueError: ``model`` is not sharded.
     """
     unit = unit_of(model)
     if unit is None:

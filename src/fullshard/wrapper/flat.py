@@ -3,13 +3,13 @@
 Owns the second way to show a group, with the layout *flat*: parameters lie end to end, and are cut wherever a rank's
 shard ends::
 
-    fragments     every parameter stands in its place and holds the run of its elements that is this rank's, 1-D, of
-                  size 0 where the rank has none; the same Parameter object that it was before, with its attributes
-    flat          one :class:`FlatParameter` for each dtype holds the whole shard; the parameters are gone from their
-                  modules, where attributes of their names have the values while the group is unsharded
+    fragments     every parameter stays where it was, the same object with its attributes, and holds the run of its
+                  elements that this rank has: 1-D, and of size 0 if the rank has none
+    flat          one :class:`FlatParameter` for each dtype holds the whole shard. Modules do not have their parameters;
+                  attributes with the names of these have the values while the group is unsharded
 
-Where one rank keeps everything a fragment is the whole parameter, in its shape. Users may swap ``.data`` and ``.grad``
-of what is shown, and replace it: the group adopts it before the next step.
+If one rank keeps everything, a fragment is the whole parameter, in its shape. Users may swap ``.data`` and ``.grad`` of
+a shown parameter, and replace it: the group adopts it before the next step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ShardMetadata(NamedTuple):
         param_names: relative to the wrapped module.
         param_shapes: of the whole parameters.
         param_numels: elements of the whole parameters.
-        param_offsets: first and last element, of the flattened parameter, that lies here.
+        param_offsets: index of the first and of the last element here, in each flattened parameter.
     """
 
     param_names: tuple[str, ...]
@@ -66,7 +66,7 @@ class _IsFlat(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_IsFlat):
-    """This rank's shard of several parameters that were laid end to end: 1-D, padded at the end to one size for all.
+    """This rank's shard of several parameters laid end to end: 1-D, padded at the end to the same size on all ranks.
 
     The constructor makes an ``nn.Parameter``, which ``isinstance`` knows as this class. Sharding fills in ``_fqns``,
     ``_shapes`` and ``_numels`` of the parameters, ``_num_params``, the sizes ``_unpadded_unsharded_size``,
@@ -85,7 +85,7 @@ class FlatParameter(nn.Parameter, metaclass=_IsFlat):
 
 
 class Hidden(torch.Tensor):
-    """What stands for a part of a flat parameter between uses: it has a shape and a dtype, and refuses to be read."""
+    """Stands for a part of a flat parameter between uses. It has a shape and a dtype; reading it raises an error."""
 
     param: ShardedParameter
 
@@ -110,8 +110,8 @@ _WITHOUT_VALUES = ("__get__", "__len__", "__repr__", "data_ptr", "dim", "is_floa
 
 
 class Fragment(ShardedParameter):
-    """A parameter of which each rank holds one run of elements. ``home`` is the module on which a flat parameter is
-    shown in place of this and others; ``None`` to show the fragment."""
+    """A parameter of which each rank holds one run of elements. ``home`` is the module that shows a flat parameter in
+    place of this fragment and others; ``None`` to show the fragment."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Fragment(ShardedParameter):
         self._blank: torch.Tensor | None = None  # zeros that are shown while a gradient waits
 
     def update_grad_dtype(self) -> None:
-        """Does nothing: gradients of wrapped modules travel in the dtype of the computation, as torch's do."""
+        """Does nothing: gradients of wrapped modules are reduced in the dtype of the computation, as with torch."""
 
     def note_plan(self, plan: Plan, position: int) -> None:
         self.run = plan.fragment(position, self.data.shard_rank)
@@ -151,7 +151,7 @@ class Fragment(ShardedParameter):
         return self.part_in(self.sharded) if isinstance(self.sharded, FlatParameter) else self.local
 
     def part_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the parameter in a tensor that is like the flat parameter."""
+        """This rank's part of the parameter, in a tensor with the layout of the flat parameter."""
         start, shape = self._place
         return self.view(flat.detach()[start : start + torch.Size(shape).numel()], shape)
 
@@ -193,22 +193,22 @@ class Fragment(ShardedParameter):
         return self._attributes
 
     def watch(self, receive: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        """Call ``receive`` with each gradient that autograd is about to add to that of the fragment."""
+        """Call ``receive`` with each gradient that autograd is about to add to the fragment's."""
         if self._watched is not self.sharded:
             self._watched, trainable = self.sharded, self.sharded.requires_grad
-            self.sharded.requires_grad_(True)  # of a frozen parameter too: the hook is kept when it is thawed
+            self.sharded.requires_grad_(True)  # for a frozen parameter too: it keeps the hook when it is trained again
             self.sharded.register_hook(receive)
             self.sharded.requires_grad_(trainable)
 
     def show_waiting(self) -> torch.Tensor | None:
-        """Show that a gradient waits, so that users can clear it: show the gradient that is there, or zeros."""
+        """Show that a gradient waits, so that users can clear it: show the present gradient, or zeros."""
         if self.sharded.grad is None and self.sharded.requires_grad:
             self._blank = self.sharded.grad = torch.zeros_like(self.sharded)
         return self.sharded.grad
 
     def hide_waiting(self) -> None:
-        """Take the zeros away that showed a waiting gradient, unless users wrote to them. The reduced gradient then
-        brings its own dtype. A rank that holds nothing of the parameter keeps no gradient."""
+        """Remove the zeros that showed a waiting gradient, unless users wrote to them. The reduced gradient then keeps
+        its own dtype. A rank without elements of the parameter keeps no gradient."""
         grad, self._blank = self._blank, None
         if self.sharded.numel() == 0 or (
             grad is not None and self.sharded.grad is grad and (version_of(grad) == 0 or not grad.any())
@@ -261,13 +261,13 @@ class FlatModuleParameters(ModuleParameters):
 
     def accumulate_gradients(self, grads: Iterable[IndexedTensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         more = []
-        for index, local in grads:  # that of a whole flat parameter comes for its first parameter
+        for index, local in grads:  # the gradient of a flat parameter has the index of its first parameter
             sharded = self._group.params[index].sharded
             if sharded.grad is not None:
                 more.append((sharded.grad, local))
             elif local.dtype == sharded.dtype:
                 sharded.grad = local
-            else:  # of low precision, as it was reduced: autograd minds only when it is set
+            else:  # kept in the low precision of its reduction: autograd checks the dtype only of what is assigned
                 sharded.grad = torch.empty_like(sharded)
                 sharded.grad.data = local
         return more
@@ -311,7 +311,7 @@ class FlatModuleParameters(ModuleParameters):
     def _adopt(self, param: ShardedParameter) -> bool:
         replaced = super()._adopt(param)
         if param.local.numel() == 0:
-            param.sharded.data = param.sharded.data.new_empty(0)  # whatever it was given: it holds nothing
+            param.sharded.data = param.sharded.data.new_empty(0)  # it holds nothing, whatever users gave it
         elif replaced:
             self._check_shape(param.name, param.sharded, tuple(param.local.shape))
         return replaced
@@ -336,14 +336,14 @@ class FlatGroup(ParamGroup):
     module_params_class = FlatModuleParameters
 
     def reshard_after_forward(self) -> None:
-        """As of any group. Modules show the sharded parameters in any case if each rank holds them whole, or if no
+        """Like any group. But modules always show the sharded parameters if each rank holds them whole, or if no
         backward follows."""
         super().reshard_after_forward()
         if self.data.shard_group is None or not torch.is_grad_enabled():
             self.leave_unsharded()
 
     def leave_unsharded(self) -> None:
-        """As of any group. Modules show the sharded parameters meanwhile, so that these can be written."""
+        """Like any group. But modules show the sharded parameters meanwhile, so that users can write to them."""
         super().leave_unsharded()
         if self.full.state.is_unsharded:
             self.module_params.show_sharded()
@@ -370,7 +370,7 @@ def describe(flat: nn.Parameter, params: Sequence[Fragment], plan: Plan) -> None
 
 
 def same_memory(tensor: torch.Tensor, chunk: torch.Tensor) -> bool:
-    """Whether a tensor lies just where a chunk does."""
+    """Whether a tensor is in exactly the memory of a chunk."""
     if tensor.shape != chunk.shape or tensor.dtype != chunk.dtype or tensor.is_meta != chunk.is_meta:
         return False
     return tensor.numel() == 0 or (not tensor.is_meta and tensor.data_ptr() == chunk.data_ptr())

@@ -1,8 +1,8 @@
 """The wrapper front end: ``FullyShardedDataParallel`` shards a module as flat parameters.
 
 Owns the class that programs written for torch's wrapper use: its constructor, what it passes through to the module
-inside, and the methods that users call between steps. It leaves what happens in a step to the engine, to which a
-wrapped module is a unit like any other, and checkpoints to the files beside it.
+inside, and the methods that users call between steps. The engine runs the steps; to it a wrapped module is a unit like
+any other. The files beside this one make checkpoints.
 """
 
 from __future__ import annotations
@@ -48,31 +48,32 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = torch.optim.AdamW(model.parameters())   # after wrapping, unless use_orig_params=True
 
-    Every rank must make the same calls in the same order. torch's own enums and settings are taken as well.
+    Every rank must make the same calls in the same order. torch's own enums and settings are accepted too.
 
     Args:
-        module: what to wrap. Modules inside of it that are wrapped already keep their parameters.
+        module: the module to wrap. Modules inside of it that are wrapped already keep their parameters.
         process_group: the ranks to shard over; for a hybrid strategy a pair, to shard over and to replicate over.
         sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default.
-        cpu_offload: whether shards rest on the CPU.
+        cpu_offload: whether shards are kept on the CPU.
         auto_wrap_policy: which modules inside are wrapped first, each on its own; see :mod:`fullshard.wrap`.
-        backward_prefetch: whether backward gathers the next module before or after it computes the gradients of one.
+        backward_prefetch: whether backward gathers the next module before or after it computes the current gradients.
         mixed_precision: dtypes of computation, reduction and buffers.
-        ignored_modules: modules that are left as they are.
+        ignored_modules: modules that are not sharded, with all modules inside.
         param_init_fn: gives values to modules on the meta device; by default their ``reset_parameters()`` does.
         device_id: the device to compute on, to which modules on the CPU are moved. A CPU job needs none.
         sync_module_states: whether all ranks begin with the first one's parameters and buffers.
         forward_prefetch: whether forward gathers the next module ahead. On the CPU, where nothing else runs ahead, it
             always does.
-        limit_all_gathers: taken and not needed: a gather never runs further ahead than its buffers allow.
-        use_orig_params: whether modules show their own parameters, each as the part that is this rank's, and not one
-            :class:`FlatParameter`. Needed for parameter groups and for frozen beside trained parameters.
-        ignored_states: parameters or modules that are left as they are.
-        device_mesh: in place of ``process_group``: of one dim, or two (replicate, shard) for a hybrid strategy.
+        limit_all_gathers: accepted, without effect: a gather never runs further ahead than its buffers allow.
+        use_orig_params: whether modules show this rank's part of each of their parameters, not one
+            :class:`FlatParameter`. Needed for parameter groups, and for frozen beside trained parameters.
+        ignored_states: parameters or modules that are not sharded.
+        device_mesh: a mesh instead of ``process_group``: 1-D, or 2-D (replicate, shard) for a hybrid strategy.
 
     Raises:
-        ValueError: settings that exclude one another, parameters that cannot be flattened, sharded modules where a
-            policy is to wrap, or torch's own; parameters that differ between ranks.
+        ValueError: settings that exclude one another; parameters that cannot be flattened, share memory with other
+            tensors, or differ between ranks; with a policy, modules that are wrapped already; modules that torch's FSDP
+            has sharded.
         RuntimeError: parameters on several devices; parameters or buffers that are on the meta device after
             ``param_init_fn``.
         TypeError: an argument of a wrong type.
@@ -155,7 +156,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; of one that is wrapped for activation checkpointing too, the module inside of that."""
+        """The wrapped module, without its wrapper for activation checkpointing if it has one."""
         inner = self._modules[WRAPPED_NAME]
         assert inner is not None
         return inner._modules.get(CHECKPOINTED_NAME) or inner
@@ -172,7 +173,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         return self._fsdp_wrapped_module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. After an error in a step the next one begins anew."""
+        """Run the wrapped module with its parameters gathered. After an error, the next step resets its state first."""
         try:
             return self._fsdp_wrapped_module(*args, **kwargs)
         except BaseException:
@@ -190,26 +191,26 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to shard over, or, where nothing is sharded, to replicate over; ``None`` without parameters."""
+        """The ranks to shard over, or to replicate over if nothing is sharded; ``None`` without parameters."""
         groups = (group.data for each in self.fsdp_modules(self) for group in each._unit.groups)
         return next((data.shard_group or data.replicate_group for data in groups), None)
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper, which this call makes it if none has run yet."""
+        """Whether this is the outermost wrapper. If none has run yet, the call makes this wrapper the root."""
         return (self._unit.schedule or self._unit.start()).root is self._unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
+        """Like ``nn.Module.named_parameters()``; in :meth:`summon_full_params` with the names of the plain model."""
         for name, param in super().named_parameters(*args, **kwargs):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of any module; inside :meth:`summon_full_params` by the names that they have without wrappers."""
+        """Like ``nn.Module.named_buffers()``; in :meth:`summon_full_params` with the names of the plain model."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` with every module inside and with this one, while their full parameters are there to change.
+        """Call ``fn`` with every module inside and with this one, while they show full parameters, which it may change.
 
         All ranks must call it.
 
@@ -238,8 +239,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         Every rank must enter and leave.
 
         Raises:
-            NotImplementedError: options that exclude one another or the wrappers' settings.
-            AssertionError: in a forward or backward, or inside of another one.
+            NotImplementedError: options that exclude one another, or that the wrappers' settings exclude.
+            AssertionError: it was called in a forward or backward, or inside another such context.
         """
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
         refused = {
@@ -265,7 +266,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this context backward does not communicate: gradients add up, unsharded, until a backward outside of it.
+        """A context in which backward does not communicate: gradients accumulate unsharded until a backward outside.
 
         Raises:
             RuntimeError: this is not the root.
@@ -281,7 +282,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
                 group.options.strategy = group.options.strategy.switched(gradients=reduces)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their norm, as of one vector over all ranks, is at most ``max_norm``.
+        """Scale all gradients so that their total norm, over all parameters and ranks, is at most ``max_norm``.
 
         All ranks must call it.
 
@@ -290,12 +291,13 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             norm_type: any p above 0; ``math.inf`` for the largest absolute value.
 
         Returns:
-            The norm before scaling, a 0-dim tensor on the compute device, the same on all ranks. It is computed in fp32
-            and given in the dtype to which those of this rank's gradients promote, in fp32 if that is fp16.
+            The norm before scaling: a 0-dim tensor on the compute device, the same on all ranks. It is computed in
+            fp32 and returned in the dtype to which this rank's gradients promote, or in fp32 if that is fp16.
 
         Raises:
             RuntimeError: this is not the root.
-            ValueError: ``norm_type`` is not above 0, or no process group of a module inside has the ranks of all.
+            ValueError: ``norm_type`` is not above 0; or modules are sharded over different ranks, and none over all of
+                these.
         """
         groups = self._groups_of_root("clip_grad_norm_")
         used = dict.fromkeys(group.data.shard_group for group in groups if group.data.shard_group is not None)
@@ -304,8 +306,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         for each in used:
             if not every.issuperset(others := dist.get_process_group_ranks(each)):
                 raise ValueError(
-                    f"clip_grad_norm_ adds up over one process group: modules are sharded over ranks {sorted(every)}, "
-                    f"and others over {others}. Let the process group of one of them have all these ranks"
+                    f"clip_grad_norm_ sums over one process group, but some modules are sharded over ranks "
+                    f"{sorted(every)} and others over {others}: shard one of them over all these ranks"
                 )
         sharded: dict[torch.Tensor, int] = {}
         for data, params in ((group.data, group.params) for group in groups if group.data.shard_group is not None):
@@ -317,15 +319,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, here and in all modules inside.
 
-        It is called with ``state``, the gradient (1-D, whole) and the tensor that takes this rank's part of the reduced
-        one; for ``NO_SHARD`` without the latter, to reduce in place. It divides and sums.
+        ``hook`` is called with ``state``, the unsharded gradient (1-D), and a tensor for this rank's part of the
+        reduced gradient. With ``NO_SHARD`` it gets no such tensor, and reduces in place. It must sum and divide itself.
 
         Raises:
             AssertionError: this is not the root; a hook was registered before; the strategy is hybrid.
             ValueError: ``hook`` cannot be called.
         """
         if not self.check_is_root():
-            raise AssertionError("register_comm_hook must be called on the root, which tells the modules inside of it")
+            raise AssertionError("register_comm_hook must be called on the root, for all modules inside")
         expect(callable(hook), "the communication hook", hook, "a callable", ValueError)
         for each in self.fsdp_modules(self):
             if each.sharding_strategy in HYBRID:
@@ -349,10 +351,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
 
 def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any]) -> None:
-    """Wrap the modules inside of ``root`` that a policy wants, the innermost first."""
+    """Wrap the modules inside of ``root`` that a policy chooses, the innermost first."""
     for name, module in root.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            raise ValueError(f"auto_wrap_policy is to wrap modules, but '{name}' is wrapped already: do one of both")
+            raise ValueError(f"auto_wrap_policy is given, but '{name}' is wrapped already: do one of both")
     precision = options["mixed_precision"]
     apart = () if precision is None else tuple(precision._module_classes_to_ignore)
     forced = {cls: {"mixed_precision": None} for cls in apart}

@@ -36,8 +36,8 @@ class Ignored(NamedTuple):
 
 
 def ignored(module: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Iterable[Ignored] = ()) -> Ignored:
-    """What the arguments ignore, including everything inside of it that is not sharded, and what ``nested`` instances
-    ignore."""
+    """The modules and tensors to ignore: those that the arguments name, all inside of these that is not sharded, and
+    what ``nested`` instances ignore."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("ignored_modules and ignored_states are both given: give ignored_states, which takes either")
     name, given = "ignored_states", ignored_states
@@ -82,8 +82,8 @@ def managed_modules(root: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.M
 def compute_device(
     params: Iterable[Tensor], device_id: int | torch.device | str | None, device_type: str | None = None
 ) -> torch.device:
-    """The device on which parameters are gathered: ``device_id``, or their own device, or else the current device of
-    the type. Parameters that are sharded already are not considered, as they may be offloaded."""
+    """The device on which parameters are gathered: ``device_id``, else their own device unless it is the CPU, else the
+    current device of the type. Parameters that are sharded already do not count, as they may be offloaded."""
     lie = list(dict.fromkeys(param.device for param in params if not param.is_meta and owner_of(param) is None))
     elsewhere = [device for device in lie if device.type != "cpu"]
     if len(elsewhere) > 1 or (elsewhere and len(lie) > 1 and device_id is None):
@@ -195,9 +195,9 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
 def sync_module_states(
     params: Iterable[Tensor], buffers: Iterable[Tensor], data: DataMesh, device: torch.device
 ) -> None:
-    """Copies the values of a mesh's first rank to all its ranks. Each of them must call it. Tensors may have any dtype
-    and layout, and be on any device; they are sent from ``device``. A buffer is sent only once, even if several calls
-    have it: nested instances all have the buffers of the inner one."""
+    """Copies the values of a mesh's first rank to all its ranks. All of them must call it. Tensors may have any dtype,
+    layout and device; they are sent from ``device``. A buffer is sent only once, even if several calls have it: the
+    outer of nested instances also have the buffers of the inner ones."""
     new = [buffer for buffer in dict.fromkeys(buffers) if not getattr(buffer, "_fullshard_synced", False)]
     for buffer in new:
         buffer._fullshard_synced = True  # type: ignore[attr-defined]

@@ -31,10 +31,10 @@ class OptimStateMethods:
 
     Raises:
         AssertionError: the wrappers in a model differ in their settings of state dicts or in ``use_orig_params``.
-        KeyError: parameters of the optimizer are not the model's, or some of the state dict not the optimizer's.
-        ValueError: a state has not the shape of its parameter; parameters of one flat parameter have states that
-            cannot be joined; there is no ``"state"``.
-        RuntimeError: without ``use_orig_params``: a rank has no state of what the first rank has.
+        KeyError: the optimizer has parameters that the model lacks, or the state dict some that the optimizer lacks.
+        ValueError: a state does not have the shape of its parameter; parameters of one flat parameter have states that
+            cannot be concatenated; there is no ``"state"``.
+        RuntimeError: without ``use_orig_params``, a rank lacks a state that the first rank has.
     """
 
     @staticmethod
@@ -44,14 +44,14 @@ class OptimStateMethods:
         """The named state dict of ``optim``, of the kind that ``set_state_dict_type`` chose.
 
         A full state dict has whole tensors. The other kinds have DTensors, of which each rank has its rows. You can
-        load into these DTensors even if the optimizer has made no step yet: then they are what a class of torch begins
-        with, which is zeros for most. All ranks must call it. Its errors are listed at :class:`OptimStateMethods`.
+        load into these DTensors even before the optimizer's first step: they then have the values with which torch's
+        optimizer begins, mostly zeros. All ranks must call it. :class:`OptimStateMethods` lists its errors.
 
         Args:
             model: the root, wrapped.
             optim: the optimizer of its parameters.
             optim_state_dict: a state dict to convert instead of ``optim.state_dict()``.
-            group: the ranks of the model, which are the default.
+            group: a process group of the model's ranks, which are the default.
         """
         state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
         keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
@@ -68,17 +68,18 @@ class OptimStateMethods:
         load_directly: bool = False,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """A named state dict of any kind, from any sharding or none, as ``optim.load_state_dict`` takes it.
+        """Convert a named state dict of any kind, from any sharding or none, for ``optim.load_state_dict``.
 
-        All ranks must call it; its errors are those of :class:`OptimStateMethods`.
+        All ranks must call it. :class:`OptimStateMethods` lists its errors.
 
         Args:
             model: the root, wrapped.
             optim: the optimizer of its parameters.
-            optim_state_dict: with ``rank0_only`` what the first rank has; others may give ``None``.
-            is_named_optimizer: whether ``optim`` names parameters itself, and needs a state of each.
-            load_directly: whether to load it too.
-            group: the ranks of the model, as by default. With ``rank0_only`` its first rank sends what it was given.
+            optim_state_dict: the state dict. With ``rank0_only`` that of the first rank; others may give ``None``.
+            is_named_optimizer: whether ``optim`` itself identifies parameters by name, and needs a state for each.
+            load_directly: whether to load the result too.
+            group: a process group of the model's ranks, which are the default. With ``rank0_only`` its first rank sends
+                its state dict to the others.
         """
         params, named = _params(model, optim, is_named_optimizer), optim if is_named_optimizer else None
         rank0_only = settings_of(model).optim_state_dict_config.rank0_only
@@ -144,11 +145,11 @@ class OptimStateMethods:
         """Converts the keys of a state dict of the whole ``model`` to names, or to numbers in the optimizer.
 
         Raises:
-            AssertionError: ``optim_state_key_type`` is no such key type.
+            AssertionError: ``optim_state_key_type`` is not an :class:`OptimStateKeyType`.
             ValueError: the state dict has keys of both kinds.
-            RuntimeError: several parameters lie in one flat parameter, and have no key for each.
-            KeyError: the optimizer has parameters that are not the model's, or the state dict some that are not the
-                optimizer's.
+            RuntimeError: several parameters lie in one flat parameter, so that each has no key of its own.
+            KeyError: the optimizer has parameters that the model lacks, or the state dict some that the optimizer
+                lacks.
         """
         params = _given(model, optim, optim_input)
         wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))
@@ -185,8 +186,8 @@ def _params(model: nn.Module, optim: Optimizer, is_named: bool = False) -> dict[
 def _given(
     model: nn.Module, optim: Optim, optim_input: OptimInput, old: str = "", new: str = "optim_state_dict_to_load"
 ) -> dict[Key, nn.Parameter]:
-    """The parameters of an optimizer by number, from ``optim_input`` if given; all of the model's if neither is given.
-    Warns if ``old``, a deprecated method, was called."""
+    """The parameters of an optimizer by number. They come from ``optim_input`` if given, else from ``optim``, else from
+    the model. Warns if ``old``, a deprecated method, was called."""
     if old:
         warn(f"FullyShardedDataParallel.{old} is deprecated: call {new}", FutureWarning)
     if optim_input is None:

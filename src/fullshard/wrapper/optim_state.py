@@ -1,8 +1,8 @@
 """Converts optimizer state between shards and original parameters: to their names and shapes, and back.
 
-An optimizer has shards, fragments or flat parameters. A state of one of these is either a *part*, with the layout of
-this rank's part of the parameter (momenta), or a value for the whole parameter (``step``, numbers). Owns both
-directions::
+The parameters of an optimizer are shards, fragments or flat parameters. A state of one of these is either a *part*,
+with the layout of this rank's part of the parameter (momenta), or a value for the whole parameter (``step``, numbers).
+Owns both directions::
 
     save    split what belongs to flat parameters ─▶ agree on who has what ─▶ gather parts ─▶ whole, or as DTensors
     load    whole tensors, DTensors of any placement, or those of the first rank ─▶ cut ─▶ join for flat parameters
@@ -114,14 +114,14 @@ def shown_parameters(
 
 
 class _Part(NamedTuple):
-    """The description of a rank's part of a state, for the other ranks."""
+    """Describes a rank's part of a state to the other ranks."""
 
     dtype: torch.dtype
     fits: bool
 
 
 def _is_part(key: str, value: object, shape: Sequence[int]) -> bool:
-    """Whether a state has one element for each element of a parameter. For a scalar parameter: all but the numbers."""
+    """Whether a state has one element for each element of a parameter. For a scalar: all states but the numbers."""
     return isinstance(value, torch.Tensor) and (value.ndim > 0 or (len(shape) == 0 and key not in NUMBERS))
 
 
@@ -132,7 +132,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _ranks_of(shown: Mapping[nn.Parameter, list[OriginalParameter]]) -> dist.ProcessGroup | None:
-    """The ranks of a model, each of which must call it; ``None`` for all ranks."""
+    """A process group of a model's ranks; ``None`` for all ranks. Each of these ranks must call it."""
     meshes = {
         original.param.spec.mesh for inside in shown.values() for original in inside if original.param is not None
     }
@@ -140,14 +140,14 @@ def _ranks_of(shown: Mapping[nn.Parameter, list[OriginalParameter]]) -> dist.Pro
 
 
 def _is_flat(model: nn.Module) -> bool:
-    """Whether its wrappers show flat parameters."""
+    """Whether a model's wrappers show flat parameters."""
     kinds = {module._use_orig_params for module in model.modules() if isinstance(unit_of(module), WrappedUnit)}
     assert len(kinds) < 2, "the wrappers in one model must all have use_orig_params, or none"
     return kinds == {False}
 
 
 def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> None:
-    """A KeyError unless all keys are known."""
+    """Raise KeyError unless all keys are known."""
     problem = problem or "the model has no such parameter of the optimizer's"
     if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
         raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
@@ -156,8 +156,8 @@ def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> No
 def with_groups(
     state_dict: Mapping[str, Any], state: Any, known: Mapping[Any, Sequence[Any]], problem: str, sort: bool = True
 ) -> dict[str, Any]:
-    """A state dict of ``state`` with the parameter groups of ``state_dict``, if it has any. Each key in them is
-    replaced by the keys that are ``known`` for it; a KeyError with ``problem`` if there are none."""
+    """A state dict of ``state`` with the parameter groups of ``state_dict``, if it has any. Replaces each key in them
+    by the keys that are ``known`` for it. Raises KeyError with ``problem`` for a key that has none."""
     if "param_groups" not in state_dict:
         return {"state": state}
     groups = copy.deepcopy(state_dict["param_groups"])
@@ -187,7 +187,7 @@ def whole_state(
         state_dict: of an optimizer of shards.
         config: the kind of the result.
         process_group: the ranks of the model.
-        new: the optimizer. If given, and no rank has made a step with it, its state is that before the first step.
+        new: the optimizer. If it is given, and has made no step on any rank, the result has the state before its first.
     """
     shown, states = shown_parameters(model), state_dict["state"]
     process_group = process_group or _ranks_of(shown)
@@ -259,7 +259,7 @@ def _agree(
     flat: bool,
     process_group: dist.ProcessGroup | None,
 ) -> dict[str, State]:
-    """The states of all ranks together, the same on all ranks, with a :class:`_Part` in place of each part."""
+    """The states of all ranks, merged and equal on all ranks, with a :class:`_Part` in place of each part."""
     descriptions: dict[str, State] = {}
     for name, state in mine.items():
         param = originals[name].param
@@ -280,7 +280,7 @@ def _agree(
             for key, value in described.get(name, {}).items():
                 what = f"the state '{key}' of parameter '{name}' on rank {rank}"
                 if isinstance(value, _Part) and not value.fits:
-                    raise ValueError(f"{what} has not the shape of the parameter: it cannot be gathered")
+                    raise ValueError(f"{what} does not have the shape of the parameter: it cannot be gathered")
                 first = agreed[name].setdefault(key, value)
                 if not flat and not _equal(first, value):
                     raise AssertionError(f"{what} is {value}, and on a rank before it {first}")
@@ -324,7 +324,7 @@ def local_state(
     process_group: dist.ProcessGroup | None = None,
     named: Optimizer | None = None,
 ) -> dict[str, Any]:
-    """Converts ``state_dict``, with the names of original parameters, so that the optimizer of ``params`` can load it.
+    """Converts ``state_dict``, which has original names, so that the optimizer of ``params`` can load it.
 
     Values may be whole tensors, DTensors or ShardedTensors. Whole tensors are cut without communication. With
     ``rank0_only``, the first rank of ``process_group`` sends its ``state_dict`` to the others, and theirs are ignored.
@@ -367,8 +367,8 @@ def _from_first_rank(
     shown: Mapping[nn.Parameter, list[OriginalParameter]],
     process_group: dist.ProcessGroup | None,
 ) -> tuple[Mapping[str, Any], Callable[[Any], Any]]:
-    """The first rank's state dict; on the other ranks its tensors are on the meta device. And a function that all ranks
-    call with a state, or a value of it, to receive its tensors."""
+    """Returns the first rank's state dict, whose tensors are on the meta device on other ranks, and a function. All
+    ranks call that with a state, or with a value of it, to receive its tensors."""
     descriptions, is_first = dict(state_dict), dist.get_rank(process_group) == 0
     if "state" in descriptions:
         descriptions["state"] = tree_map_only(
@@ -418,8 +418,7 @@ def _part_of(value: torch.Tensor, param: ShardedParameter, what: str) -> torch.T
 
 
 def _concatenate(shape: torch.Size, originals: Sequence[OriginalParameter], states: Sequence[State | None]) -> State:
-    """Concatenates the states of original parameters to the state of a flat parameter. A parameter without a state gets
-    zeros."""
+    """Concatenates states of original parameters to that of a flat parameter, with zeros for parameters without one."""
     keys = {frozenset(state) for state in states if state is not None}
     if len(keys) > 1:
         raise _unlike(originals, f"states of different names: {[sorted(each) for each in keys]}")

@@ -1,7 +1,7 @@
 """The settings of ``FullyShardedDataParallel`` and of its state dicts: enums and plain data.
 
-Names, members, fields and defaults are those of PyTorch, fields are checked when an object is made, and PyTorch's own
-objects are turned into these by :func:`~fullshard.policies.as_setting`.
+Names, members, fields and defaults are PyTorch's. An object checks its fields when it is made.
+:func:`~fullshard.policies.as_setting` converts PyTorch's own objects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from fullshard.policies import Checked, as_setting, expect
 from fullshard.torch_private import BatchNorm
 
-#: What :mod:`fullshard` has of these.
+#: The names that :mod:`fullshard` exports.
 __all__ = ["BackwardPrefetch", "CPUOffload", "MixedPrecision", "OptimStateKeyType", "ShardingStrategy", "StateDictType"]
 __all__ += ["FullOptimStateDictConfig", "FullStateDictConfig", "LocalOptimStateDictConfig", "LocalStateDictConfig"]
 __all__ += ["OptimStateDictConfig", "ShardedOptimStateDictConfig", "ShardedStateDictConfig", "StateDictConfig"]
@@ -26,7 +26,7 @@ __all__ += ["StateDictSettings"]
 class ShardingStrategy(Enum):
     """What each rank keeps whole, and when."""
 
-    #: Parameters are gathered around each use; parameters, gradients and optimizer state rest in shards.
+    #: Parameters are gathered for each use; parameters, gradients and optimizer state are kept in shards.
     FULL_SHARD = auto()
     #: The same, but parameters stay whole from forward to the end of their backward.
     SHARD_GRAD_OP = auto()
@@ -39,9 +39,9 @@ class ShardingStrategy(Enum):
 
 
 class BackwardPrefetch(Enum):
-    """When backward starts to gather the parameters that it needs next. (Not at all: ``None`` in place of a member.)"""
+    """When backward starts to gather the parameters that it needs next. ``None`` instead of a member: never early."""
 
-    #: Before it computes the current gradients: the most overlap, and two gathered units at a time.
+    #: Before it computes the current gradients: most overlap, but two units are gathered at a time.
     BACKWARD_PRE = auto()
     #: After it has computed them: the current parameters are freed first.
     BACKWARD_POST = auto()
@@ -52,12 +52,12 @@ class MixedPrecision(Checked):
     """The dtypes of computation and communication; the optimizer and checkpoints see the original ones.
 
     Args:
-        param_dtype: of the gathered parameters, and so of forward and backward. ``None``: the original dtype.
-        reduce_dtype: in which gradients are reduced. ``None``: that of the computation.
-        buffer_dtype: to which floating-point buffers are cast. ``None``: left as they are.
+        param_dtype: dtype of gathered parameters, and so of forward and backward. ``None``: the original dtype.
+        reduce_dtype: dtype in which gradients are reduced. ``None``: that of the computation.
+        buffer_dtype: dtype to which floating-point buffers are cast. ``None``: left as they are.
         keep_low_precision_grads: whether gradients stay in ``param_dtype``.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
-        cast_root_forward_inputs: the same for the outermost module, where it counts and the former does not.
+        cast_root_forward_inputs: the same for the outermost module, if ``cast_forward_inputs`` is ``False``.
         _module_classes_to_ignore: wrap policies wrap modules of these classes on their own, and they keep their dtypes.
 
     Raises:
@@ -83,7 +83,7 @@ class MixedPrecision(Checked):
 
 @dataclass
 class CPUOffload(Checked):
-    """Whether sharded parameters and their gradients rest on the CPU, where then the optimizer runs.
+    """Whether sharded parameters and their gradients are kept on the CPU, where the optimizer then runs.
 
     Raises:
         TypeError: ``offload_params`` is neither ``True`` nor ``False``.
@@ -93,19 +93,19 @@ class CPUOffload(Checked):
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` and ``load_state_dict()`` of a wrapped model hold."""
+    """What ``state_dict()`` of a wrapped model returns."""
 
     #: Whole parameters by their original names, as the model without the wrapper has them.
     FULL_STATE_DICT = auto()
     #: Each rank's flat parameters as they are.
     LOCAL_STATE_DICT = auto()
-    #: Each rank's part of every parameter, by original names, which any sharding can load.
+    #: Each rank's part of every parameter, by original names. Any sharding can load it.
     SHARDED_STATE_DICT = auto()
 
 
 @dataclass
 class StateDictConfig(Checked):
-    """How the values of a model's state dict are given out: the base of one class for each :class:`StateDictType`.
+    """How a model's state dict returns its values: the base of one class for each :class:`StateDictType`.
 
     Args:
         offload_to_cpu: whether the values lie on the CPU.
@@ -115,16 +115,16 @@ class StateDictConfig(Checked):
     """
 
     offload_to_cpu: bool = False
-    rank0_only = False  # a field of full ones
+    rank0_only = False  # a field only of full state dicts
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """How the whole parameters of a model's full state dict are given out.
+    """How a model's full state dict returns its whole parameters.
 
     Args:
         offload_to_cpu: whether the values lie on the CPU.
-        rank0_only: whether ranks but the first get an empty dict.
+        rank0_only: whether all ranks but the first get an empty dict.
 
     Raises:
         TypeError: a field is neither ``True`` nor ``False``.
@@ -135,19 +135,19 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """How each rank's flat parameters are given out in a model's local state dict; see :class:`StateDictConfig`."""
+    """How a model's local state dict returns each rank's flat parameters; see :class:`StateDictConfig`."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """How each rank's parts are given out in a model's sharded state dict; see :class:`StateDictConfig`."""
+    """How a model's sharded state dict returns each rank's parts; see :class:`StateDictConfig`."""
 
-    _use_dtensor: bool = False  # for PyTorch's sake: the values are DTensors always
+    _use_dtensor: bool = False  # only because PyTorch has it: the values are always DTensors
 
 
 @dataclass
 class OptimStateDictConfig(Checked):
-    """How the values of an optimizer's state dict are given out: the base of one class for each :class:`StateDictType`.
+    """How an optimizer's state dict returns its values: the base of one class for each :class:`StateDictType`.
 
     Args:
         offload_to_cpu: whether the values lie on the CPU.
@@ -162,11 +162,11 @@ class OptimStateDictConfig(Checked):
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """How the whole values of an optimizer's full state dict are given out.
+    """How an optimizer's full state dict returns its whole values.
 
     Args:
         offload_to_cpu: whether the values lie on the CPU.
-        rank0_only: whether ranks but the first get an empty dict, and only the first one's dict counts in a load.
+        rank0_only: whether all ranks but the first get an empty dict, and a load uses only the first rank's dict.
 
     Raises:
         TypeError: a field is neither ``True`` nor ``False``.
@@ -184,7 +184,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How each rank's parts are given out in an optimizer's sharded state dict; see :class:`OptimStateDictConfig`."""
+    """How an optimizer's sharded state dict returns each rank's parts; see :class:`OptimStateDictConfig`."""
 
     _use_dtensor: bool = False
 
@@ -217,7 +217,7 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 
 
 class OptimStateKeyType(Enum):
-    """How an optimizer's state dict names parameters: by original names, or by their places in the optimizer."""
+    """How an optimizer's state dict identifies parameters: by original names, or by their index in the optimizer."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()

@@ -1,6 +1,6 @@
 """State dicts of wrapped modules: full, sharded or local values under the names of the plain model.
 
-Owns the settings of each instance, and what modules show while a state dict is made or loaded. ``nn.Module`` itself
+Owns the settings of each wrapper, and what modules show while a state dict is made or loaded. ``nn.Module`` itself
 makes and loads it, so that users' hooks and methods keep working::
 
     FULL      whole parameters, in private copies
@@ -78,11 +78,11 @@ class StateDictMethods(nn.Module):
         Args:
             module: the root of the wrappers to set; it may be a wrapper itself.
             state_dict_type: the type of both state dicts.
-            state_dict_config: the configuration of the model's; by default that of the type.
-            optim_state_dict_config: the configuration of the optimizer's; by default that of the type.
+            state_dict_config: the configuration for the model; by default that of the type.
+            optim_state_dict_config: the configuration for the optimizer; by default that of the type.
 
         Returns:
-            the settings before.
+            the previous settings.
 
         Raises:
             TypeError: an argument has a wrong type.
@@ -183,7 +183,7 @@ class StateDictMethods(nn.Module):
                 wrapper._end_loading()
 
     def _before_loading(self, values: Any, prefix: str, *_: Any) -> None:
-        """Make the module show whole parameters, into which the values are copied. All ranks do so."""
+        """Show whole parameters, into which the module copies the values. All ranks must call it."""
         self._check_idle("load_state_dict")
         is_local = self._loads_local
         self._end_loading()
@@ -276,12 +276,12 @@ def _is_local(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
 
 
 def _is_discarded(config: kinds.StateDictConfig, group: ParamGroup) -> bool:
-    """Whether this rank's state dict gets nothing of a group's module."""
+    """Whether this rank's state dict has nothing of a group's module."""
     return config.rank0_only and group.data.shard_rank != 0
 
 
 def _values(group: ParamGroup, config: kinds.StateDictConfig) -> dict[int, nn.Parameter]:
-    """The value of each parameter for a state dict, in memory of its own. Empty on ranks that keep nothing."""
+    """The value of each parameter for a state dict, in new memory. Empty on ranks that keep nothing."""
     if group.summoned is None:
         whole = gather(group, [param.values for param in group.params])
     else:
@@ -295,8 +295,8 @@ def _values(group: ParamGroup, config: kinds.StateDictConfig) -> dict[int, nn.Pa
 
 
 def state_dict_entry(whole: torch.Tensor, param: ShardedParameter, as_rows: bool, to_cpu: bool) -> torch.Tensor:
-    """The entry of a state dict for a whole value of ``param``, in memory of its own: this rank's rows as a DTensor, or
-    the whole value, also with tensor parallel."""
+    """The entry of a state dict for a whole value of ``param``, in new memory: this rank's rows as a DTensor, or the
+    whole value, even with tensor parallel."""
     if not as_rows:
         return own_copy(all_of(param.as_before(whole)), to_cpu)
     spec = torch_private.altered_spec(param.spec, dtype=whole.dtype)
@@ -309,8 +309,8 @@ def own_copy(tensor: torch.Tensor, to_cpu: bool) -> torch.Tensor:
 
 
 def all_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor. If a DTensor's local part is offloaded to the CPU, it is moved to the device of its mesh,
-    to communicate."""
+    """The whole of a tensor. A DTensor's local part that is offloaded to the CPU is moved to the device of its mesh to
+    communicate."""
     if torch_private.is_sharded_tensor(tensor):
         with waiting("the whole of a ShardedTensor", tensor._process_group):  # type: ignore[attr-defined]
             return torch_private.whole_of_sharded_tensor(tensor)

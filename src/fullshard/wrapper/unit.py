@@ -72,7 +72,7 @@ class WrappedUnit(Unit):
             raise
 
     def recover(self) -> None:
-        """Reset to the beginning of a step if an error ended the last one. All ranks must call it."""
+        """Reset the state of a step if an error ended the last one. All ranks must call it."""
         if (schedule := self.schedule) is None or running_backward() >= 0:
             return
         now = schedule.step.now
@@ -115,7 +115,7 @@ class WrappedUnit(Unit):
 
 
 class _HookTransport(Transport):
-    """Reduces flat sections by a hook, which compresses, sums and divides itself."""
+    """Reduces flat sections by a user's hook, which itself compresses, sums and divides."""
 
     name = "hook"
 
