@@ -236,6 +236,34 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
             raise
 
 
+@ranks(2, transport="collective", timeout=120)
+def test_a_capture_begins_while_reductions_are_under_way(world: World) -> None:
+    with pretend(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
+        assert isinstance(streams.model, Graphs)
+        trained = Captured(world, streams.model, ways(world)["several in flight"])
+        for _ in range(_WARM_UP):
+            trained.check(trained.step)
+        reductions = trained.sharded._fullshard_unit.schedule.comm.reductions
+
+        def step() -> Tensor:
+            trained.optimizers[0].zero_grad()
+            first, last = trained.inputs
+            with trained.way.around(trained.sharded):
+                losses = [trained.sharded(first).square().mean()]
+                losses[0].backward()
+            assert reductions._scatters
+            streams.synchronize(CPU)  # as torch.cuda.graph does
+            with streams.model.capture():
+                losses.append(trained.sharded(last).square().mean())
+                losses[1].backward()
+                trained.optimizers[0].step()
+            return torch.stack(losses).detach()
+
+        trained.check(step)
+        trained.check(trained.step)
+
+
 def train(trained: Captured) -> None:
     for _ in range(_WARM_UP):
         trained.check(trained.step)

@@ -11,7 +11,7 @@ import torch
 
 from fullshard.buffer.slots import SlotPool
 from fullshard.comm.transport import Transport
-from fullshard.device import Lane, Lanes, Mark, is_capturing
+from fullshard.device import PASSED, HoldingMark, Lane, Lanes, Mark, is_capturing
 
 
 class Reductions:
@@ -34,6 +34,12 @@ class Reductions:
             self._sums.popleft().wait()
         if self.arriving:
             self.hand_over_arrived(wait=False)
+
+    def forget_marks(self) -> None:
+        """Let no reduction that is under way be waited for: what follows comes after all of them."""
+        for mark in (*self._scatters, *self._sums):
+            if isinstance(mark, HoldingMark):
+                mark.mark = PASSED
 
     def hand_over_arrived(self, wait: bool = True) -> None:
         """Hand over the gradients that are on the CPU; with ``wait``, all. An optimizer may run in a backward."""
@@ -84,7 +90,8 @@ class CommContext:
         before, self._was_captured = self._was_captured, is_capturing(self._device)
         if not (before or self._was_captured):
             return False
-        self.reductions.wait_for_oldest()
+        if before is not self._was_captured:
+            self.reductions.forget_marks()
         for pool in self.pools.values():
             pool.forget_marks()
         return True
