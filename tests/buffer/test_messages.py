@@ -7,7 +7,7 @@ import torch
 
 from fullshard.buffer.messages import Messages, Rows, zero_copy_in
 from fullshard.buffer.plan import ParamShape, Plan, make_plan
-from tests.comm.cases import ODD, STRAIGHT, Shapes, cut
+from tests.comm.cases import ODD, ZERO_COPY, Shapes, cut
 
 EVEN: Shapes = (((8, 3), 0), ((4,), 0), ((12, 5), 0))
 DTYPES = (torch.float32, torch.bfloat16)
@@ -22,7 +22,7 @@ def whole(plan: Plan, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 64])
-@pytest.mark.parametrize("shapes", [EVEN, ODD, STRAIGHT], ids=["even", "odd", "zero-copy"])
+@pytest.mark.parametrize("shapes", [EVEN, ODD, ZERO_COPY], ids=["even", "odd", "zero-copy"])
 def test_messages_have_the_chunks_of_shards_without_the_zero_copy_ones(size: int, shapes: Shapes) -> None:
     plans = [plan_of(shapes, size), plan_of(EVEN, size)]
     messages = Messages(plans, DTYPES, [0, 1], as_bytes=True)
@@ -59,7 +59,7 @@ def test_one_operation_fills_messages_and_one_cuts_them(size: int) -> None:
 
 
 def test_zero_copy_parameters_travel_in_the_order_of_sections_and_of_plans() -> None:
-    plans = [plan_of(STRAIGHT, 2), plan_of(EVEN, 2), plan_of(STRAIGHT, 2).messages]
+    plans = [plan_of(ZERO_COPY, 2), plan_of(EVEN, 2), plan_of(ZERO_COPY, 2).messages]
     found = zero_copy_in(plans)
     assert [(each.section, each.param) for each in found] == [
         (section, param) for section in (0, 2) for param in plans[section].zero_copy

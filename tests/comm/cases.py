@@ -48,7 +48,7 @@ LARGE: Shapes = (
 )
 """Pieces that travel alone, in rows, and packed, and that take several rounds when staging is small."""
 
-STRAIGHT: Shapes = (
+ZERO_COPY: Shapes = (
     ((5,), 0),
     ((600, 1000), 0),
     ((301, 1000), 0),

@@ -19,9 +19,9 @@ from tests.comm.cases import (
     LARGE,
     ODD,
     SCALARS,
-    STRAIGHT,
     TINY,
     WIDE,
+    ZERO_COPY,
     Case,
     Section,
     Shapes,
@@ -52,7 +52,7 @@ SHAPES = {
     "tiny": TINY,
     "wide": WIDE,
     "scalars": SCALARS,
-    "zero-copy": STRAIGHT,
+    "zero-copy": ZERO_COPY,
     "none": (),
 }
 
@@ -95,7 +95,7 @@ def test_every_rank_gathers_all_parameters(world: World, transport_name: str, la
 def test_sections_of_several_dtypes_are_gathered_in_one_call(
     world: World, transport_name: str, layout: LayoutName
 ) -> None:
-    case = Case(layout, mixed(ODD, LARGE, TINY, STRAIGHT))
+    case = Case(layout, mixed(ODD, LARGE, TINY, ZERO_COPY))
     transfers = transfers_of(case, world.size)
     fill_shards(case, transfers, world.rank)
     gather(make(transport_name), transfers, group(), tag=0).finish()
@@ -148,7 +148,7 @@ def test_every_rank_gets_the_mean_of_what_it_owns(
 def test_sections_of_several_dtypes_are_reduced_in_one_call(
     world: World, transport_name: str, layout: LayoutName
 ) -> None:
-    case = Case(layout, (*mixed(ODD, LARGE, TINY, STRAIGHT), Section(torch.bfloat16, LARGE)))
+    case = Case(layout, (*mixed(ODD, LARGE, TINY, ZERO_COPY), Section(torch.bfloat16, LARGE)))
     transport = make(transport_name)
     transfers = transfers_of(case, world.size, transport=transport)
     fill_fulls(case, transfers, world.rank)

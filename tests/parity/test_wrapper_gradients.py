@@ -384,5 +384,5 @@ def test_a_norm_over_process_groups_of_which_none_has_all_ranks_is_refused(world
     ]
     model = fullshard.FullyShardedDataParallel(nn.Sequential(*layers), mesh["rows"].get_group())
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match=r"sharded over ranks \[\d, \d\], and others over \[\d, \d\]"):
+    with pytest.raises(ValueError, match=r"sharded over ranks \[\d, \d\] and others over \[\d, \d\]"):
         model.clip_grad_norm_(1.0)

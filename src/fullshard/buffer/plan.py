@@ -40,11 +40,11 @@ ALIGNMENT = 16
 #: The same for chunks in a shard: what vector units take in one go. More would be multiplied by the ranks.
 CHUNK_ALIGNMENT = 4
 #: Elements of a chunk from which a parameter may be zero-copy: 256 KiB of fp32. Small ones are cheaper to copy.
-STRAIGHT = 2**16
+LEAST_ZERO_COPY = 2**16
 #: The same of a whole parameter where several collectives are one launch, if it is also a part of all parameters as
 #: large as one of so many. NCCL divides the bytes of a launch over about 16 channels, and gives no channel less than 32
 #: KiB: with these bounds a launch of many has the same channels as one message, and none has several to do in turn.
-STRAIGHT_TOGETHER = 2**14
+LEAST_TOGETHER = 2**14
 MOST_TOGETHER = 16
 
 
@@ -260,9 +260,9 @@ def _make_plan(
     params: tuple[ParamShape, ...], world_size: int, layout: LayoutName, alignment: int, together: bool
 ) -> Plan:
     full_offsets, full_numel = _end_to_end((param.numel for param in params), alignment)
-    least = STRAIGHT * world_size
+    least = LEAST_ZERO_COPY * world_size
     if together:
-        least = min(least, max(STRAIGHT_TOGETHER, full_numel // MOST_TOGETHER))
+        least = min(least, max(LEAST_TOGETHER, full_numel // MOST_TOGETHER))
     plan = Plan(params, world_size, layout, full_offsets, full_numel, (), 0, alignment, least)
     if layout == "even":
         return _cut(plan)
