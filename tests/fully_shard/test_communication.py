@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +300,32 @@ def test_ranks_may_use_different_parameters_on_request(world: World) -> None:
     expected = inputs().sum(0).expand(5, 6) / 2
     assert_close(whole(parameters["one.weight"].grad), expected, "gradient from rank 0")
     assert_close(whole(parameters["two.weight"].grad), expected, "gradient from rank 1")
+
+
+class LettingGo(fullshard.AllGather):
+    """An all-gather that knows whether the memory that it gave is still held."""
+
+    def __init__(self) -> None:
+        self.given: list[weakref.ref[Tensor]] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = torch.empty(*size, dtype=dtype, device=device)
+        self.given.append(weakref.ref(memory))
+        return memory
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@ranks(2)
+def test_the_memory_of_a_users_gather_is_let_go_when_the_values_have_arrived(world: World) -> None:
+    model, gather = shard_mlp(reshard_after_forward=False), LettingGo()
+    for module in model.blocks:
+        module.set_custom_all_gather(gather)
+    model(inputs(world.rank))
+    assert all(group.full.state.is_unsharded for group in groups_of(model))
+    assert gather.given
+    assert [reference() for reference in gather.given] == [None] * len(gather.given)
 
 
 @ranks(2)

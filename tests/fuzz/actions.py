@@ -297,7 +297,8 @@ class SwapOptimizer(Action):
 class Raise(Action):
     """A step is cut short by an error of the user's model, on all ranks; the user recovers as the guide says.
 
-    In a `gather` the error comes from what starts communication, such as a hook of the user, before that of a `cell`.
+    In a `gather` the error comes from what is told of communication right before it starts, such as an observer of the
+    user, before that of a `cell`.
     """
 
     where: str
@@ -329,7 +330,7 @@ class Raise(Action):
     def _raise_in_gather(self, run: Run, batch: Any) -> None:
         held = [module._buffers for module in run.model.modules()]
         before = [{name: None if each is None else each.clone() for name, each in now.items()} for now in held]
-        with failing("fullshard.device:Lane.run", self.cell + 1, "before"):
+        with failing("fullshard.schedule.step_log:StepLog.__call__", self.cell + 1, "before"):
             self._raises(Call(run.model), batch)
         for buffers, were in zip(held, before, strict=True):
             buffers.update(were)

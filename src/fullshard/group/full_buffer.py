@@ -155,7 +155,7 @@ class FullBuffer:
         """Wait for the gather, and let autograd read what it saved of the values. Returns whether leaves were made."""
         try:
             self._complete()
-            self._post_forward = None  # not before: until here the gather reads it
+            self._post_forward, self._complete = None, PASSED.wait  # not before: until here the gather needs them
             is_first = not self._leaves and bool(self._group.params)
             if is_first:
                 self._make_leaves()
