@@ -39,12 +39,18 @@ def shown(name: str, text: str, page: str) -> str:
     return changed
 
 
+def shortened(text: str) -> str:
+    """The paragraphs of an explanation that the page shows of a large model: groups and advice."""
+    starts = ("Llama", "group ", "Advice")
+    return "\n\n".join(paragraph for paragraph in text.split("\n\n") if paragraph.startswith(starts))
+
+
 def main() -> None:
     page = (DOCS / "explain.md").read_text()
     small = fullshard.explain(example, ranks=4)
     small.picture(DOCS / "groups.png")
     page = shown("example", str(small), page)
-    page = shown("llama", str(fullshard.explain(llama, ranks=100_000)), page)
+    page = shown("llama", shortened(str(fullshard.explain(llama, ranks=100_000))), page)
     (DOCS / "explain.md").write_text(page)
 
 
