@@ -113,7 +113,7 @@ def main() -> None:
             size = norm.full_tensor().item()
             say(f"step {step + 1}/{options.steps}  loss {loss / ranks:.3f}  norm {size:.2f}  {speed:,.0f} tokens/s")
     if done < options.steps:
-        checkpoint.save(options.directory, model, optimizer, step=options.steps, frozen=False, average=averaged)
+        checkpoint.save(options.directory, model, optimizer, step=options.steps, trainable_only=True, average=averaged)
 
     with torch.no_grad():
         tokens = data.validation_batches(corpus, 1, options.batch_size, options.seq_len)[0]

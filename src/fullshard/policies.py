@@ -378,12 +378,12 @@ def expect(holds: bool, name: str, found: object, expected: str, error: type[Exc
 
 
 #: Modules whose lines tell users nothing.
-_INSIDE = ("fullshard.", "torch.", "contextlib")
+_INSIDE = ("fullshard.", "torch.", "contextlib.")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn of the line that led here from outside of fullshard and torch: it is the user's, or the framework's."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -561,7 +561,7 @@ def test_an_import_tells_of_the_bytes_that_it_wrote(
 def test_export_says_that_frozen_parameters_are_missing(tmp_path: Path, command: Command) -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    checkpoint.save(tmp_path / "saves", model, frozen=False)
+    checkpoint.save(tmp_path / "saves", model, trainable_only=True)
     code, _, err = command("export", tmp_path / "saves", tmp_path / "a.safetensors")
     assert code == 0
     assert "was saved without frozen parameters" in err

@@ -301,7 +301,7 @@ def test_what_describes_a_save_is_made_again_only_for_another_model(world: World
         for step, (each, at) in enumerate([(model, 1), (model, 2), (model, "long" * 50), (seeded(MLP, 1), 1)]):
             checkpoint.save(tmp_path, each, step=step, at=at)
     assert len(made) == (3 if world.rank == 0 else 0)
-    for path in checkpoint.checkpoints(tmp_path):
+    for path in checkpoint.list_checkpoints(tmp_path):
         with Checkpoint(path) as saved:
             assert list(saved.verify()) == []
     assert checkpoint.load(tmp_path / "step-00000001", model) == {"step": 1, "at": 2}
@@ -380,7 +380,7 @@ def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> Non
     model = sharded(api, Adapted)
     optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
     train(model, optimizer, range(1))
-    path = checkpoint.save(tmp_path, model, optimizer, frozen=False)
+    path = checkpoint.save(tmp_path, model, optimizer, trainable_only=True)
     assert path is not None
     saved = {name for name in Checkpoint(path).tensors if name.startswith("model.")}
     assert saved == {"model.adapter.weight", "model.adapter.bias"}
@@ -434,8 +434,8 @@ def test_steps_are_counted_on_and_saved_again(world: World, tmp_path: Path) -> N
     expected = ["step-00000000", "step-00000001", "step-00000007", "step-00000008", "step-00000007.1"]
     assert [path.name for path in names if path] == expected
     newest = ["step-00000008", "step-00000007.1", "step-00000007", "step-00000001", "step-00000000"]
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == newest
-    found = checkpoint.newest(tmp_path)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == newest
+    found = checkpoint.latest(tmp_path)
     assert found is not None
     assert (found.manifest.step, found.manifest.world_size) == (8, 2)
 
@@ -479,7 +479,7 @@ def test_a_save_beside_files_of_others_is_found(world: World, tmp_path: Path) ->
     assert checkpoint.load(tmp_path / "other", model) is None
     for where in ("dcp", "other"):
         path = checkpoint.save(tmp_path / where, model, step=3)
-        assert checkpoint.checkpoints(tmp_path / where) == [path]
+        assert checkpoint.list_checkpoints(tmp_path / where) == [path]
         assert checkpoint.load(tmp_path / where, model) == {"step": 3}
 
 

@@ -18,8 +18,8 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.background import finish
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, without_collections
+from fullshard.checkpoint.background import wait_until_finished
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
 from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
@@ -32,7 +32,7 @@ from fullshard.checkpoint.contents import (
 )
 from fullshard.checkpoint.fetch import NearCopy, near_copies
 from fullshard.checkpoint.manifest import few, number_of
-from fullshard.checkpoint.ranks import LostRank, Ranks
+from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, newest_first
 from fullshard.policies import warn
 
@@ -77,7 +77,7 @@ def load(
         CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
             optimizer may then be partly loaded.
     """
-    finish()
+    wait_until_finished()
     ranks, directory = Ranks(process_group), Path(directory)
     broken: list[str] = []
     for path, opens, served, why in _candidates(directory, Path(near) if near is not None else None, ranks):
@@ -85,7 +85,7 @@ def load(
         with served(), loading.opened:
             try:
                 ranks.attempt(partial(loading.read, model, optimizer, state))
-            except BrokenCheckpoint as error:
+            except CorruptCheckpointError as error:
                 if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
                     broken.append(str(error))
                     warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
@@ -123,7 +123,7 @@ def _candidates(directory: Path, near: Path | None, ranks: Ranks) -> Iterator[_C
     if near is not None:
         try:
             copies = near_copies(near, directory, ranks)
-        except LostRank:
+        except PeerFailure:
             raise
         except CheckpointError as error:
             warn(f"near copies are passed over: {error}")
