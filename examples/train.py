@@ -160,7 +160,7 @@ def train(run: Run, done: int, preempted: checkpoint.PreemptionHandler) -> refer
                 step=count,
                 keep_last=2,
                 wait=False,
-                run=run.identity,
+                state={"run": run.identity},
             )
         if ends:
             break

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.nn as nn
 
 import fullshard
@@ -46,6 +47,31 @@ def test_old_names_of_the_preemption_handler() -> None:
         assert handler.left is None
     with pytest.raises(TypeError, match="got both 'grace_period' and 'within'"):
         checkpoint.PreemptionHandler(grace_period=1.0, within=3.0)  # type: ignore[call-arg]
+
+
+@ranks(1)
+def test_state_may_still_be_given_by_keywords(world: World, tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.warns(DeprecationWarning, match="checkpoint.save takes at, epoch in the dict 'state' since 0.2.0"):
+        checkpoint.save(tmp_path, model, step=1, state={"note": 1}, epoch=2, at=3)  # type: ignore[call-arg]
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+    with pytest.warns(DeprecationWarning, match="checkpoint.load takes scheduler in the dict 'state' since 0.2.0"):
+        found = checkpoint.load(tmp_path, model, strict=False, scheduler=scheduler)  # type: ignore[call-arg]
+    assert found == {"step": 1, "note": 1, "epoch": 2, "at": 3}
+
+
+@ranks(1)
+def test_a_misspelt_option_is_no_state(world: World, tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(TypeError, match="has no keyword 'proces_group'; is it 'process_group'"):
+            call(tmp_path, model, proces_group=None)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="state is of type Adam; expected a dict of state by name"):
+            call(tmp_path, model, state=torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
+        for name in ("step", "lr.scheduler", "", 3):
+            with pytest.raises(ValueError, match=f"state has the name {name!r}; expected a string without dots"):
+                call(tmp_path, model, state={name: 1})  # type: ignore[dict-item]
+    assert not list(tmp_path.iterdir())
 
 
 @ranks(1)

@@ -46,7 +46,7 @@ def save_all(world: World, folder: Path) -> None:
         optimizer = optimizer_of(model, "AdamW")
         for step in (10, 20):
             train(model, optimizer, range(1))
-            checkpoint.save(folder / api, model, optimizer, step=step, seen=step * 4)
+            checkpoint.save(folder / api, model, optimizer, step=step, state={"seen": step * 4})
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if world.rank == 0:
             torch.save(whole, folder / f"{api}.expected")

@@ -225,7 +225,7 @@ def test_what_is_broken_is_named_and_the_one_before_is_loaded(world: World, tmp_
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     model = seeded(Filled)
-    path = checkpoint.save(tmp_path, model, step=1, note=[1, 2])
+    path = checkpoint.save(tmp_path, model, step=1, state={"note": [1, 2]})
     assert path is not None
     draw, files = random.Random(0), sorted(path.iterdir())
     for _ in range(200):
@@ -412,7 +412,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("reason", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, reason: str) -> None:
-    path = checkpoint.save(tmp_path, seeded(Alike), step=1, n=3)
+    path = checkpoint.save(tmp_path, seeded(Alike), step=1, state={"n": 3})
     assert path is not None
     rewritten(path, LIES[reason])
     with bounded_memory(), pytest.raises(CorruptCheckpointError, match=reason):

@@ -81,9 +81,10 @@ def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) ->
     model = sharded()
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(1))
-    checkpoint.save(folder, model, optimizer, step=1, note=[world.rank])
+    checkpoint.save(folder, model, optimizer, step=1, state={"note": [world.rank]})
     train(model, optimizer, range(1, 2))
-    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), note=[10 + world.rank])
+    note = [10 + world.rank]
+    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), state={"note": note})
     assert path == near_of(folder, hosts) / STEP
     losses = train(model, optimizer, range(2, 4))
     if world.rank == 0:

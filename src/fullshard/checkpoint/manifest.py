@@ -369,6 +369,21 @@ def _check_runs(
         )
 
 
+def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The further state that was given to a save or a load.
+
+    Raises:
+        TypeError: it is no dict.
+        ValueError: a name in it cannot be stored.
+    """
+    if not isinstance(state, Mapping | None):
+        raise TypeError(f"state is of type {type(state).__name__}; expected a dict of state by name")
+    for name in state or {}:
+        if not isinstance(name, str) or not name or "." in name or name == "step":
+            raise ValueError(f"state has the name {name!r}; expected a string without dots, and not 'step'")
+    return state or {}
+
+
 def few(names: Sequence[str]) -> str:
     return f"{list(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 

@@ -57,6 +57,7 @@ from fullshard.checkpoint.manifest import (
     StoredFile,
     Tensors,
     check,
+    checked_state,
     encode,
     encode_contents,
     name_of,
@@ -83,7 +84,7 @@ def save(
     trainable_only: bool = False,
     near: str | Path | None = None,
     process_group: ProcessGroup | None = None,
-    **state: Any,
+    state: Mapping[str, Any] | None = None,
 ) -> Path | None:
     """Saves a sharded model, its optimizer and other state as a new checkpoint. All ranks must call it.
 
@@ -91,10 +92,11 @@ def save(
 
     Args:
         directory: the directory of all checkpoints. Each save makes a directory in it, such as ``step-00000010``.
-            model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded. optimizer: an optimizer
-            of the model's parameters. step: the number of the checkpoint. ``None``: the next number. wait: ``False``:
-            return once everything is copied to host memory, and write in the background. If that fails, the next
-            :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
+        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
+        optimizer: an optimizer of the model's parameters.
+        step: the number of the checkpoint. ``None``: the next number.
+        wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
+            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
         keep_last: how many checkpoints to keep, including this one. Older ones that are whole are removed. One that is
             being read is left to a later save. One that a symbolic link names is never removed.
         trainable_only: leave out frozen parameters, for example when adapters are trained.
@@ -106,17 +108,18 @@ def save(
             (``keep_last=None`` means 1 here). If there is not enough space, a warning says so and nothing changes.
             Needs ``step``. See :func:`forget`.
         process_group: the ranks of the model, if they are not all ranks.
-        state: further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers, strings,
-            tensors, and lists and dicts of these.
+        state: a dict of further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers,
+            strings, tensors, and lists and dicts of these.
 
     Returns:
         the new directory; ``None`` with ``wait=False``, or if there was not enough space for a near copy.
 
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
-        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``, or
-            ``directory`` has a name such as ``step-00000010``.
+        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``,
+            ``directory`` has a name such as ``step-00000010``, or a name in ``state`` is "step" or has a dot.
     """
+    state = checked_state(state)
     Background.wait_until_finished()
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
