@@ -66,11 +66,11 @@ def _compare(transport: str, work: Work, rounds: int) -> dict[str, Any]:
         trainers[name] = Trainer(Contender(name, "fullshard", transport, forced=True), work)
         trainers[name].step(trainers[name].next_batch())  # the first forward reads the variable too
         if name == "search":
-            fullshard.detect_non_finite(trainers[name].model)
+            fullshard.detect_nan(trainers[name].model)
         trainers[name].step(trainers[name].next_batch())
     searching = trainers.pop("search")
     found = {"default": _take_turns(trainers, rounds)}
-    found["detect_non_finite"] = _take_turns({"without": trainers["without"], "with": searching}, -(-rounds // 8))
+    found["detect_nan"] = _take_turns({"without": trainers["without"], "with": searching}, -(-rounds // 8))
     return found
 
 

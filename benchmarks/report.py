@@ -439,7 +439,7 @@ def _middle_ratio(values: list[float], raw: list[float]) -> str:
 def _checks(found: Any) -> Iterator[str]:
     yield (
         "A step with the checks that are on by default (the comparison of the ranks after each pass), over one with "
-        "`FULLSHARD_CHECKS=0`; and the same with `detect_non_finite`, which reads every output and gradient. The "
+        "`FULLSHARD_CHECKS=0`; and the same with `detect_nan`, which reads every output and gradient. The "
         f"thread that watches over waits took {found['watch']:.2%} of a core.\n"
     )
     rows = [
@@ -449,7 +449,7 @@ def _checks(found: Any) -> Iterator[str]:
         ]
         for transport, each in found["steps"].items()
     ]
-    yield _table(rows, ["", "with checks, wall", "CPU", "and detect_non_finite, wall", "CPU"])
+    yield _table(rows, ["", "with checks, wall", "CPU", "and detect_nan, wall", "CPU"])
 
 
 def _table(rows: list[list[Any]], headers: list[str]) -> str:

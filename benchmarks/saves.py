@@ -73,7 +73,7 @@ def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict
             lambda: checkpoint.save(place, model, step=1, near=near),
             lambda: checkpoint.load(place, model, near=near),
         ),
-        "fullshard, wait=False": (lambda: checkpoint.save(place, model, wait=False), checkpoint.finish),
+        "fullshard, wait=False": (lambda: checkpoint.save(place, model, wait=False), checkpoint.wait_until_finished),
     }
     found: dict[str, dict[str, list[float]]] = {name: {what: [] for what in _FIGURES} for name in contenders}
     for number in range(rounds + 1):

@@ -96,7 +96,7 @@ def main() -> None:
     averaged = nn.ParameterList(parameter for parameter in average.parameters() if parameter.requires_grad)
     averaged.register_buffer("count", average.n_averaged)
     # Checkpoints hold what is trained. What is frozen comes from the seed or from --weights again.
-    done = (checkpoint.load(options.directory, model, optimizer, average=averaged) or {"step": 0})["step"]
+    done = (checkpoint.load(options.directory, model, optimizer, state={"average": averaged}) or {"step": 0})["step"]
     say(f"{sum(map(Tensor.numel, trained)):,} parameters are trained from step {done} on. Number of ranks: {ranks}.")
 
     clock = time.perf_counter()
@@ -113,7 +113,8 @@ def main() -> None:
             size = norm.full_tensor().item()
             say(f"step {step + 1}/{options.steps}  loss {loss / ranks:.3f}  norm {size:.2f}  {speed:,.0f} tokens/s")
     if done < options.steps:
-        checkpoint.save(options.directory, model, optimizer, step=options.steps, frozen=False, average=averaged)
+        kept = {"average": averaged}
+        checkpoint.save(options.directory, model, optimizer, step=options.steps, trainable_only=True, state=kept)
 
     with torch.no_grad():
         tokens = data.validation_batches(corpus, 1, options.batch_size, options.seq_len)[0]

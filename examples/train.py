@@ -116,7 +116,7 @@ def shard(model: GPT, mesh: DeviceMesh, settings: Settings) -> nn.Module:
     return model
 
 
-def train(run: Run, done: int, preempted: checkpoint.Preemption) -> reference.Measurement | None:
+def train(run: Run, done: int, preempted: checkpoint.PreemptionHandler) -> reference.Measurement | None:
     """Train from step ``done`` to the last one. Returns the measurement of the first steps if they were among these.
 
     Checkpoints are written while the next steps run. There is no random state to keep in them: a batch is a function of
@@ -160,12 +160,12 @@ def train(run: Run, done: int, preempted: checkpoint.Preemption) -> reference.Me
                 step=count,
                 keep_last=2,
                 wait=False,
-                run=run.identity,
+                state={"run": run.identity},
             )
         if ends:
             break
         clock = time.perf_counter()
-    checkpoint.finish()
+    checkpoint.wait_until_finished()
     bar.close()
     return first
 
@@ -228,7 +228,7 @@ def write(run: Run) -> str:
 def resume(run: Run) -> int:
     """Load the checkpoint that the settings name, if there is one, and return the step that it was made at."""
     settings = run.settings
-    newest = checkpoint.newest(settings.checkpoint_dir)
+    newest = checkpoint.latest(settings.checkpoint_dir)
     if newest is None:
         if settings.resume == "always":
             raise Refusal(f"--resume always, and there is no checkpoint in {settings.checkpoint_dir}.")
@@ -298,7 +298,7 @@ def main(settings: Settings, place: Place) -> None:
             f"No step left to do: {done} of {settings.steps} are done. For more, give --steps {2 * done} "
             f"(make train STEPS={2 * done}); to begin anew, remove {settings.checkpoint_dir}."
         )
-    with checkpoint.Preemption() as preempted:
+    with checkpoint.PreemptionHandler() as preempted:
         first = train(run, done, preempted) if done < settings.steps else None
         if preempted():
             place.say("Told to end: the same command goes on from here.")

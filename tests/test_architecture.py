@@ -16,7 +16,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 #: From the bottom to the top: a file may import what stands in its own row or in one above it.
 LAYERS = (
-    ("torch_private", "tree", "policies"),
+    ("torch_private", "tree", "policies", "_renamed"),
     ("buffer.plan",),
     ("device",),
     ("buffer",),
@@ -32,7 +32,7 @@ LAYERS = (
         "misuse",
         "strangers",
         "finite",
-        "leave_out",
+        "skip_module",
         "fully_shard",
         "full_params",
         "optim",

@@ -212,7 +212,7 @@ def test_checks_are_timed_on_every_transport(checks: dict[str, Any]) -> None:
     for found in checks["steps"].values():
         assert {name: list(pair) for name, pair in found.items()} == {
             "default": ["without", "with"],
-            "detect_non_finite": ["without", "with"],
+            "detect_nan": ["without", "with"],
         }
         assert [len(pair["with"]["wall"]) for pair in found.values()] == [2, 1]
         assert all(min(each["wall"]) > 0 for pair in found.values() for each in pair.values())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fullshard.checkpoint import checkpoints
+from fullshard.checkpoint import list_checkpoints
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,19 +90,19 @@ def test_a_killed_run_goes_on_where_it_was_with_other_ranks_too(tmp_path: Path) 
     command, environment = torchrun("train.py", 2, *flags, "--checkpoint-every=1", "--steps=1000000")
     running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
-        while not (tmp_path / "killed").exists() or not checkpoints(tmp_path / "killed"):
+        while not (tmp_path / "killed").exists() or not list_checkpoints(tmp_path / "killed"):
             assert running.poll() is None
             time.sleep(0.05)
     finally:
         for process in (*psutil.Process(running.pid).children(recursive=True), running):
             process.kill()
         running.wait()
-    newest = max(int(path.name[5:13]) for path in checkpoints(tmp_path / "killed"))
+    newest = max(int(path.name[5:13]) for path in list_checkpoints(tmp_path / "killed"))
     assert newest < 12
     printed = start("train.py", 1, *flags)
     assert f"Going on from step {newest}, " in printed
     assert abs(number_after("Validation loss", printed) - number_after("Validation loss", whole)) <= 0.001
-    assert sorted(path.name for path in checkpoints(tmp_path / "killed"))[-1] == "step-00000012"
+    assert sorted(path.name for path in list_checkpoints(tmp_path / "killed"))[-1] == "step-00000012"
 
 
 def test_a_run_that_is_told_to_end_saves(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_that_is_told_to_end_saves(tmp_path: Path) -> None:
         running.wait(60)
     finally:
         running.kill()
-    assert len(checkpoints(tmp_path)) == 1
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_the_wrapper_trains_as_unsharded_steps_do_in_low_precision(tmp_path: Path) -> None:

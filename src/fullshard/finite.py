@@ -26,14 +26,14 @@ from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import schedule_of
 
 
-class NonFiniteError(ArithmeticError):
+class NanError(ArithmeticError):
     """A value is NaN or infinite."""
 
 
-class NonFiniteDetector:
+class NanDetector:
     """Checks for values that are not finite, until it is removed or its ``with`` block ends.
 
-    Made by :func:`detect_non_finite`.
+    Made by :func:`detect_nan`.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
@@ -59,7 +59,7 @@ class NonFiniteDetector:
         self.remove()
 
 
-def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
+def detect_nan(model: nn.Module) -> NanDetector:
     """Raise at the first NaN or infinity in an output of a module, a gradient, or a reduced gradient.
 
     Every step checks all of them, and waits for the device: use it to find an error, on all ranks or on one.
@@ -71,15 +71,15 @@ def detect_non_finite(model: nn.Module) -> NonFiniteDetector:
     Returns:
         an object with ``remove()``, which is a context manager too::
 
-            with fullshard.detect_non_finite(model):
+            with fullshard.detect_nan(model):
                 train(model)
 
     Raises:
         ValueError: ``model`` is not sharded.
-        NonFiniteError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
+        NanError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
             parameter, the step, and the first index. Errors on other ranks say that they lost this one.
     """
-    return NonFiniteDetector(model, schedule_of(model, "detect_non_finite"))
+    return NanDetector(model, schedule_of(model, "detect_nan"))
 
 
 def _look_at_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -107,7 +107,7 @@ def _look_at_gradients(group: ParamGroup, reduced: bool) -> None:
 def _expect_finite(tensor: torch.Tensor, what: str) -> None:
     """
     Raises:
-        NonFiniteError: ``tensor`` has a value that is not finite.
+        NanError: ``tensor`` has a value that is not finite.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not (local.is_floating_point() or local.is_complex()) or local.is_meta or bool(torch.isfinite(local).all()):
@@ -116,7 +116,7 @@ def _expect_finite(tensor: torch.Tensor, what: str) -> None:
     first = tuple(places[0].tolist())
     part = " of this rank's part" if isinstance(tensor, DTensor) else ""
     where = f"rank {dist.get_rank()}, {WAITS.position().doing}"
-    raise NonFiniteError(
+    raise NanError(
         f"{where}: {what} is {local[first].item()} at index {first}{part}, the first of {len(places)} values that are "
         f"not finite, of {local.numel()}"
     )

@@ -379,12 +379,12 @@ def expect(holds: bool, name: str, found: object, expected: str, error: type[Exc
 
 
 #: Modules whose lines no warning should point to.
-_INSIDE = ("fullshard.", "torch.", "contextlib")
+_INSIDE = ("fullshard.", "torch.", "contextlib.")
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning at the last line outside of fullshard and torch, which is the user's or a framework's."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -53,7 +53,7 @@ class Net(nn.Module):
 def make_good(folder: Path) -> None:
     """A save of ours, one of DCP, and a file of torch."""
     model = Net()
-    checkpoint.save(folder / "ours", model, step=1, note=[1, {"a": 2.0}])
+    checkpoint.save(folder / "ours", model, step=1, state={"note": [1, {"a": 2.0}]})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({"model": model.state_dict(), "note": [1]}, checkpoint_id=folder / "dcp", no_dist=True)

@@ -44,10 +44,10 @@ def test_training_goes_on_while_what_was_is_written(world: World, tmp_path: Path
         patch.setattr(BlockWriter, "close", lambda self: (go_on.wait(60), before(self))[1])
         assert checkpoint.save(tmp_path, model, optimizer, step=2, wait=False) is None
         losses = train(model, optimizer, range(2, 5), world.rank)
-        assert checkpoint.checkpoints(tmp_path) == []
+        assert checkpoint.list_checkpoints(tmp_path) == []
         go_on.set()
-        assert checkpoint.finish() == tmp_path / "step-00000002"
-    assert checkpoint.finish() is None
+        assert checkpoint.wait_until_finished() == tmp_path / "step-00000002"
+    assert checkpoint.wait_until_finished() is None
     other = sharded(api)
     fresh = optimizer_of(other, "AdamW")
     assert checkpoint.load(tmp_path, other, fresh) == {"step": 2}
@@ -64,7 +64,7 @@ def test_a_save_goes_where_its_relative_path_led_when_it_was_called(
     checkpoint.save("saves", torch.nn.Linear(2, 2), step=1, wait=False)
     monkeypatch.chdir("other")
     go_on.set()
-    assert checkpoint.finish() == tmp_path / "saves" / "step-00000001"
+    assert checkpoint.wait_until_finished() == tmp_path / "saves" / "step-00000001"
     assert list((tmp_path / "other").iterdir()) == []
     assert checkpoint.load(tmp_path / "saves", torch.nn.Linear(2, 2)) == {"step": 1}
 
@@ -74,7 +74,7 @@ def fail(self: BlockWriter) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("call", ["save", "load", "finish"])
+@pytest.mark.parametrize("call", ["save", "load", "wait_until_finished"])
 def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
     world: World, tmp_path: Path, call: str
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call_on_all_ranks(
             {
                 "save": lambda: checkpoint.save(tmp_path, model),
                 "load": lambda: checkpoint.load(tmp_path, model),
-                "finish": checkpoint.finish,
+                "wait_until_finished": checkpoint.wait_until_finished,
             }[call]()
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
@@ -118,10 +118,10 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, wait=False)
         places.add(Background._arena.data_ptr())
     assert Background._arena.numel() > 0
-    checkpoint.finish()
+    checkpoint.wait_until_finished()
     assert Background._arena.numel() == 0
     assert len(places) == 1
-    for path in checkpoint.checkpoints(tmp_path):
+    for path in checkpoint.list_checkpoints(tmp_path):
         assert list(Checkpoint(path).verify()) == []
 
 
@@ -129,8 +129,8 @@ def test_memory_of_the_copy_is_used_again(world: World, tmp_path: Path) -> None:
 def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     optimizer = optimizer_of(model, "SGD")
-    with checkpoint.Preemption(within=300) as preempted:
-        assert preempted.left is None
+    with checkpoint.PreemptionHandler(grace_period=300) as preempted:
+        assert preempted.seconds_left is None
         for step in range(100):
             train(model, optimizer, range(step, step + 1))
             if step == 3 and world.rank == 1:
@@ -138,7 +138,7 @@ def test_ranks_that_are_told_to_end_save_after_the_same_step(world: World, tmp_p
             if preempted():
                 checkpoint.save(tmp_path, model, optimizer, step=step + 1)
                 break
-        assert (preempted.left is None) == (world.rank == 0)
+        assert (preempted.seconds_left is None) == (world.rank == 0)
     other = sharded("fully_shard")
     assert checkpoint.load(tmp_path, other) == {"step": 4}
     assert_same(other.state_dict(), model.state_dict())
@@ -149,7 +149,7 @@ def test_a_process_that_does_not_come_to_save_ends_in_time(tmp_path: Path) -> No
     program = """
 import os, signal, time
 from fullshard import checkpoint
-with checkpoint.Preemption(within=0.5) as preempted:
+with checkpoint.PreemptionHandler(grace_period=0.5) as preempted:
     print(time.monotonic(), flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     assert preempted()
@@ -171,8 +171,8 @@ def test_a_save_of_tensors_of_any_kind_of_memory(tmp_path: Path) -> None:
     model.register_buffer("nothing", torch.zeros(0, 3))
     for wait in (True, False):
         checkpoint.save(tmp_path, model, wait=wait)
-    checkpoint.finish()
-    for path in checkpoint.checkpoints(tmp_path):
+    checkpoint.wait_until_finished()
+    for path in checkpoint.list_checkpoints(tmp_path):
         with Checkpoint(path) as saved:
             for name, value in model.state_dict().items():
                 assert saved.tensor(f"model.{name}").equal(value)

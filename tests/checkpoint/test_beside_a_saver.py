@@ -74,7 +74,7 @@ def test_beside_a_saver_nothing_is_missed_and_nothing_whole_is_called_broken(
         while time.monotonic() < end:
             assert checkpoint.load(tmp_path, model) is not None
             assert len(set(model.weight.flatten().tolist())) == 1
-            found = checkpoint.newest(tmp_path)
+            found = checkpoint.latest(tmp_path)
             assert found is not None
             with found:
                 assert list(found.verify()) == []
@@ -86,7 +86,7 @@ def test_beside_a_saver_nothing_is_missed_and_nothing_whole_is_called_broken(
 @contextmanager
 def listed_too_early(saves: Callable[[], Any]) -> Iterator[None]:
     """What the next listing says is old when it is used: ``saves`` is called after it."""
-    list_now, done = reader.checkpoints, list[int]()
+    list_now, done = reader.list_checkpoints, list[int]()
 
     def early(directory: Path) -> list[Path]:
         found = list_now(directory)
@@ -96,7 +96,7 @@ def listed_too_early(saves: Callable[[], Any]) -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "checkpoints", early)
+        patch.setattr(reader, "list_checkpoints", early)
         yield
 
 
@@ -124,18 +124,18 @@ def test_a_listing_that_is_old_when_it_is_used_is_made_again(world: World, tmp_p
 
 def test_what_is_read_is_removed_by_the_save_after(tmp_path: Path) -> None:
     fill_and_save(tmp_path, 1)
-    read = checkpoint.newest(tmp_path)
+    read = checkpoint.latest(tmp_path)
     assert read is not None
     fill_and_save(tmp_path, 2, keep_last=1)
     assert_holds(read, 1)
     read.close()
     fill_and_save(tmp_path, 3, keep_last=1)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000003"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003"]
 
 
 def test_what_nobody_holds_any_more_is_not_kept(tmp_path: Path) -> None:
     fill_and_save(tmp_path, 1)
-    assert checkpoint.newest(tmp_path) is not None
+    assert checkpoint.latest(tmp_path) is not None
     fill_and_save(tmp_path, 2, keep_last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
@@ -151,7 +151,7 @@ def test_of_one_step_the_save_that_was_made_last_is_kept(tmp_path: Path) -> None
     for number in (1, 2, 3):
         model.fill(number)
         checkpoint.save(tmp_path, model, step=7, keep_last=1)
-        newest = checkpoint.newest(tmp_path)
+        newest = checkpoint.latest(tmp_path)
         assert newest is not None
         with newest:
             assert_holds(newest, number)

@@ -46,7 +46,7 @@ def save_all(world: World, folder: Path) -> None:
         optimizer = optimizer_of(model, "AdamW")
         for step in (10, 20):
             train(model, optimizer, range(1))
-            checkpoint.save(folder / api, model, optimizer, step=step, seen=step * 4)
+            checkpoint.save(folder / api, model, optimizer, step=step, state={"seen": step * 4})
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if world.rank == 0:
             torch.save(whole, folder / f"{api}.expected")
@@ -561,7 +561,7 @@ def test_an_import_tells_of_the_bytes_that_it_wrote(
 def test_export_says_that_frozen_parameters_are_missing(tmp_path: Path, command: Command) -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    checkpoint.save(tmp_path / "saves", model, frozen=False)
+    checkpoint.save(tmp_path / "saves", model, trainable_only=True)
     code, _, err = command("export", tmp_path / "saves", tmp_path / "a.safetensors")
     assert code == 0
     assert "was saved without frozen parameters" in err

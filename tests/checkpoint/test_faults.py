@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import fullshard
 from fullshard import checkpoint
-from fullshard.checkpoint import BrokenCheckpoint, Checkpoint, CheckpointError
+from fullshard.checkpoint import Checkpoint, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.blocks import checksum
 from tests.harness import RankPool, World, failure_report, ranks
 from tests.harness.models import MLP, seeded
@@ -96,7 +96,7 @@ def save_until_killed(world: World, folder: Path, victim: int, moment: int, wait
         for step in (2, 3):
             model.fill(step)
             checkpoint.save(folder, model, step=step, keep_last=2, wait=wait)
-        checkpoint.finish()
+        checkpoint.wait_until_finished()
 
 
 def test_a_rank_killed_at_any_point_loses_nothing(
@@ -112,7 +112,7 @@ def test_a_rank_killed_at_any_point_loses_nothing(
         assert kinds[victim] in ("died", "returned"), failure_report(outcomes)
         assert "hung" not in kinds, failure_report(outcomes)
         deaths += kinds[victim] == "died"
-        found = checkpoint.checkpoints(folder)
+        found = checkpoint.list_checkpoints(folder)
         assert found, f"moment {moment} of rank {victim}"
         for path in found:
             assert_holds(Checkpoint(path))
@@ -167,7 +167,7 @@ def test_two_jobs_in_one_directory_both_save(tmp_path: Path) -> None:
         assert all(outcome.kind == "returned" for outcome in outcomes), failure_report(outcomes)
     names = [set(results[number][0].value) for number in range(2)]
     assert not names[0] & names[1]
-    for path in checkpoint.checkpoints(tmp_path):
+    for path in checkpoint.list_checkpoints(tmp_path):
         assert_holds(Checkpoint(path), 0 if path.name in names[0] else 1)
 
 
@@ -225,15 +225,15 @@ def test_what_is_broken_is_named_and_the_one_before_is_loaded(world: World, tmp_
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     model = seeded(Filled)
-    path = checkpoint.save(tmp_path, model, step=1, note=[1, 2])
+    path = checkpoint.save(tmp_path, model, step=1, state={"note": [1, 2]})
     assert path is not None
     draw, files = random.Random(0), sorted(path.iterdir())
     for _ in range(200):
         file = draw.choice(files)
         at = draw.randrange(file.stat().st_size)
         flip(file, at)
-        with pytest.raises(BrokenCheckpoint, match=file.name.replace(".", r"\.")):
-            raise BrokenCheckpoint(next(Checkpoint(path).verify()))
+        with pytest.raises(CorruptCheckpointError, match=file.name.replace(".", r"\.")):
+            raise CorruptCheckpointError(next(Checkpoint(path).verify()))
         flip(file, at)
     assert list(Checkpoint(path).verify()) == []
 
@@ -245,7 +245,7 @@ def save_to_full_disk(world: World, disk: Path, wait: bool) -> str:
     checkpoint.save(disk, small, step=1)
     try:
         checkpoint.save(disk, model, step=2, wait=wait)
-        checkpoint.finish()
+        checkpoint.wait_until_finished()
     except CheckpointError as error:
         checkpoint.save(disk, small, step=3)
         return str(error)
@@ -284,12 +284,12 @@ def bounded_memory(more: int = 1 << 30) -> Iterator[None]:
 
 def use(path: Path) -> None:
     """Read everything; MemoryError would be a huge allocation."""
-    with contextlib.suppress(BrokenCheckpoint), Checkpoint(path) as saved:
+    with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as saved:
         for name in saved.tensors:
-            with contextlib.suppress(BrokenCheckpoint):
+            with contextlib.suppress(CorruptCheckpointError):
                 saved.tensor(name)
         for name in saved.manifest.objects:
-            with contextlib.suppress(BrokenCheckpoint):
+            with contextlib.suppress(CorruptCheckpointError):
                 saved.value(name)
 
 
@@ -326,7 +326,7 @@ def test_a_refused_file_changes_no_class(tmp_path: Path) -> None:
     for name in ("Metadata", "BytesStorageMetadata"):
         named = b"ctorch.distributed.checkpoint.metadata\n%s\n" % name.encode()
         (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + state + b"b.")
-        with pytest.raises(BrokenCheckpoint, match="is no metadata of DCP"):
+        with pytest.raises(CorruptCheckpointError, match="is no metadata of DCP"):
             Checkpoint(tmp_path)
     assert Metadata({}).planner_data is None
     assert not hasattr(BytesStorageMetadata, "planner_data")
@@ -339,7 +339,7 @@ def test_nothing_in_a_file_is_executed(world: World, tmp_path: Path) -> None:
     metadata = tmp_path / "one" / ".metadata"
     whole = pickle.loads(metadata.read_bytes())
     metadata.write_bytes(pickle.dumps(Evil(str(made))))
-    with pytest.raises(BrokenCheckpoint, match=r"names posix\.mkdir, which is no part of DCP's metadata"):
+    with pytest.raises(CorruptCheckpointError, match=r"names posix\.mkdir, which is no part of DCP's metadata"):
         Checkpoint(tmp_path / "one")
     torch.save(Evil(str(made)), tmp_path / "evil")
     data = (tmp_path / "evil").read_bytes()
@@ -347,7 +347,7 @@ def test_nothing_in_a_file_is_executed(world: World, tmp_path: Path) -> None:
     for info in whole.storage_data.values():
         info.offset, info.length = 0, len(data)
     metadata.write_bytes(pickle.dumps(whole))
-    with pytest.raises(BrokenCheckpoint, match="cannot be loaded"):
+    with pytest.raises(CorruptCheckpointError, match="cannot be loaded"):
         Checkpoint(tmp_path / "one").value("n")
     assert not made.exists()
 
@@ -412,10 +412,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("reason", LIES)
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, reason: str) -> None:
-    path = checkpoint.save(tmp_path, seeded(Alike), step=1, n=3)
+    path = checkpoint.save(tmp_path, seeded(Alike), step=1, state={"n": 3})
     assert path is not None
     rewritten(path, LIES[reason])
-    with bounded_memory(), pytest.raises(BrokenCheckpoint, match=reason):
+    with bounded_memory(), pytest.raises(CorruptCheckpointError, match=reason):
         Checkpoint(path)
 
 
@@ -424,7 +424,7 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     assert path is not None
     (path / "__0_0.distcp").rename(tmp_path / "elsewhere")
     (path / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BrokenCheckpoint, match="not inside the directory"):
+    with pytest.raises(CorruptCheckpointError, match="not inside the directory"):
         Checkpoint(path)
 
 

@@ -57,7 +57,7 @@ def test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_af
 ) -> None:
     with noted() as events:
         checkpoint.save(tmp_path, filled(), step=1, wait=wait)
-        checkpoint.finish()
+        checkpoint.wait_until_finished()
     path = tmp_path / "step-00000001"
     if world.rank == 1:
         assert events == [whole(path / "__1_0.distcp")]

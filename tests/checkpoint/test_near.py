@@ -81,9 +81,10 @@ def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) ->
     model = sharded()
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(1))
-    checkpoint.save(folder, model, optimizer, step=1, note=[world.rank])
+    checkpoint.save(folder, model, optimizer, step=1, state={"note": [world.rank]})
     train(model, optimizer, range(1, 2))
-    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), note=[10 + world.rank])
+    note = [10 + world.rank]
+    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), state={"note": note})
     assert path == near_of(folder, hosts) / STEP
     losses = train(model, optimizer, range(2, 4))
     if world.rank == 0:
@@ -110,7 +111,7 @@ def lose_ranks(pool: RankPool, folder: Path, size: int, hosts: int, victim: int 
     """The losses after the near copy of step 2."""
     outcomes = pool.run(train_and_die, size, folder, hosts, victim, timeout=30)
     assert victim is None or outcomes[victim].kind == "died", failure_report(outcomes)
-    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step-00000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000001"]
     return json.loads((folder / "losses").read_text())
 
 
@@ -252,7 +253,7 @@ def test_a_stale_near_copy_is_never_loaded(world: World, tmp_path: Path) -> None
     dist.barrier()
     if first:
         (tmp_path / "near.json").unlink()
-        for path in checkpoint.checkpoints(tmp_path):
+        for path in checkpoint.list_checkpoints(tmp_path):
             shutil.rmtree(path)
     assert load("it is of another training") is None
 
@@ -264,10 +265,10 @@ def test_the_newer_of_both_is_loaded_and_one_near_copy_is_kept(world: World, tmp
     for step, on_disk in enumerate([False, False, True, False, False, True]):
         model.fill(step)
         checkpoint.save(tmp_path, model, step=step, near=None if on_disk else near, wait=step % 2 == 0)
-        checkpoint.finish()
+        checkpoint.wait_until_finished()
         assert checkpoint.load(tmp_path, model, near=near) == {"step": step}
         assert_all(model, step)
-        (path,) = checkpoint.checkpoints(near)
+        (path,) = checkpoint.list_checkpoints(near)
         if not on_disk:
             assert_holds(Checkpoint(path), step)
     dist.barrier()
@@ -326,7 +327,7 @@ def save_near_until_killed(world: World, folder: Path, victim: int, moment: int,
         for step in (3, 4):
             model.fill(step)
             checkpoint.save(folder, model, step=step, near=near, wait=wait)
-        checkpoint.finish()
+        checkpoint.wait_until_finished()
 
 
 def load_what_is_left(world: World, folder: Path) -> int:

@@ -58,7 +58,7 @@ def test_lists_and_dicts_of_tensors_are_sharded_as_they_are(rank_pool: RankPool,
     losses = run(rank_pool, nested_losses, 2, tmp_path, api, True)[0]
     assert run(rank_pool, nested_losses, 2, tmp_path, api, False)[0] == losses
     assert run(rank_pool, nested_losses, 3, tmp_path, api, False)[0] == pytest.approx(losses, rel=1e-6)
-    with Checkpoint(checkpoint.checkpoints(tmp_path)[0]) as saved:
+    with Checkpoint(checkpoint.list_checkpoints(tmp_path)[0]) as saved:
         entry = saved.tensors["optimizer.state.blocks.0.0.weight.moments.1.slow"]
         assert len(entry.pieces) > 1
         assert saved.value("optimizer.state.blocks.0.0.weight.count.kind") == "two"
@@ -181,7 +181,7 @@ def test_subclasses_of_torchao_come_back_to_the_bit(rank_pool: RankPool, tmp_pat
         assert "for other parts of the parameter" in others
     else:
         assert others == pytest.approx(losses[0], rel=1e-3)
-        with Checkpoint(checkpoint.checkpoints(tmp_path)[0]) as saved:
+        with Checkpoint(checkpoint.list_checkpoints(tmp_path)[0]) as saved:
             assert saved.tensor("model.0.weight").shape == (WIDTH, WIDTH)
             plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)], nn.Linear(WIDTH, 8))
         checkpoint.load(tmp_path, plain)

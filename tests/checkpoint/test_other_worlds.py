@@ -15,7 +15,7 @@ from tests.harness import RankPool, World
 
 
 def save(world: World, folder: Path, states: list[list[int]]) -> None:
-    checkpoint.save(folder, filled(), step=1, alike=[1], **{"own": states[world.rank]} if states else {})
+    checkpoint.save(folder, filled(), step=1, state={"alike": [1], **({"own": states[world.rank]} if states else {})})
 
 
 def load(world: World, folder: Path) -> tuple[Any, list[str]]:

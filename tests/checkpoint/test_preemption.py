@@ -11,11 +11,11 @@ from fullshard import checkpoint
 
 def test_a_process_that_saved_in_time_is_not_ended_later() -> None:
     before = set(threading.enumerate())
-    with checkpoint.Preemption(within=300) as preempted:
+    with checkpoint.PreemptionHandler(grace_period=300) as preempted:
         os.kill(os.getpid(), signal.SIGTERM)
         assert preempted()
         (timer,) = set(threading.enumerate()) - before
-        assert preempted.left is not None
-        assert 0 < preempted.left <= 300
+        assert preempted.seconds_left is not None
+        assert 0 < preempted.seconds_left <= 300
     timer.join(10)
     assert not timer.is_alive()

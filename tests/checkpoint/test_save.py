@@ -120,7 +120,7 @@ def test_torch_reads_what_we_write(world: World, tmp_path: Path, api: str) -> No
     model = sharded(api, Net)
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(2))
-    path = checkpoint.save(tmp_path, model, optimizer, position=Position(3))
+    path = checkpoint.save(tmp_path, model, optimizer, state={"position": Position(3)})
     expected = get_state_dict(model, optimizer)
     other = sharded("fully_shard", lambda: seeded(Net, 5))
     fresh = optimizer_of(other, "AdamW")
@@ -299,9 +299,9 @@ def test_what_describes_a_save_is_made_again_only_for_another_model(world: World
         before = writing._describe
         patch.setattr(writing, "_describe", lambda *args: (made.append(1), before(*args))[1])
         for step, (each, at) in enumerate([(model, 1), (model, 2), (model, "long" * 50), (seeded(MLP, 1), 1)]):
-            checkpoint.save(tmp_path, each, step=step, at=at)
+            checkpoint.save(tmp_path, each, step=step, state={"at": at})
     assert len(made) == (3 if world.rank == 0 else 0)
-    for path in checkpoint.checkpoints(tmp_path):
+    for path in checkpoint.list_checkpoints(tmp_path):
         with Checkpoint(path) as saved:
             assert list(saved.verify()) == []
     assert checkpoint.load(tmp_path / "step-00000001", model) == {"step": 1, "at": 2}
@@ -319,11 +319,11 @@ def test_state_of_every_rank_comes_back(world: World, tmp_path: Path) -> None:
     rng = torch.get_rng_state()
     position = Position(world.rank + 3)
     kept = {"best": 0.25, "names": ["a", "b"], "rng": rng}
-    checkpoint.save(tmp_path, model, optimizer, step=3, scheduler=scheduler, position=position, **kept)
+    checkpoint.save(tmp_path, model, optimizer, step=3, state={"scheduler": scheduler, "position": position, **kept})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003"]
     position.at = 0
     fresh = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    found = checkpoint.load(tmp_path, model, optimizer, scheduler=fresh, position=position)
+    found = checkpoint.load(tmp_path, model, optimizer, state={"scheduler": fresh, "position": position})
     assert found is not None
     assert found.pop("rng").equal(rng)
     assert (found["step"], found["best"], found["names"], position.at) == (3, 0.25, ["a", "b"], world.rank + 3)
@@ -331,7 +331,7 @@ def test_state_of_every_rank_comes_back(world: World, tmp_path: Path) -> None:
 
 
 def save_positions(world: World, folder: Path) -> None:
-    checkpoint.save(folder, sharded("fully_shard"), at=world.rank, of=world.size)
+    checkpoint.save(folder, sharded("fully_shard"), state={"at": world.rank, "of": world.size})
 
 
 def load_positions(world: World, folder: Path) -> tuple[Any, list[str]]:
@@ -354,9 +354,9 @@ def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: R
 def test_sharded_tensors_in_other_state_are_saved_in_shards(world: World, tmp_path: Path) -> None:
     model, average = sharded("fully_shard"), sharded("fully_shard", lambda: seeded(MLP, 1))
     expected = {name: value.full_tensor() for name, value in average.state_dict().items()}
-    path = checkpoint.save(tmp_path, model, average=average)
+    path = checkpoint.save(tmp_path, model, state={"average": average})
     other = sharded("fully_shard", lambda: seeded(MLP, 2))
-    checkpoint.load(tmp_path, model, average=other)
+    checkpoint.load(tmp_path, model, state={"average": other})
     assert_same(other.state_dict(), expected)
     assert path is not None
     assert Checkpoint(path).tensors["sharded.average.scale"].shape == (3,)
@@ -380,7 +380,7 @@ def test_adapters_are_saved_alone(world: World, tmp_path: Path, api: str) -> Non
     model = sharded(api, Adapted)
     optimizer = torch.optim.AdamW(param for param in model.parameters() if param.requires_grad)
     train(model, optimizer, range(1))
-    path = checkpoint.save(tmp_path, model, optimizer, frozen=False)
+    path = checkpoint.save(tmp_path, model, optimizer, trainable_only=True)
     assert path is not None
     saved = {name for name in Checkpoint(path).tensors if name.startswith("model.")}
     assert saved == {"model.adapter.weight", "model.adapter.bias"}
@@ -396,12 +396,12 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world: World, tmp_path: Path)
     model = sharded("fully_shard")
     assert checkpoint.load(tmp_path, model) is None
     with pytest.raises(CheckpointError, match="the state 'odd' cannot be saved as numbers"):
-        checkpoint.save(tmp_path, model, odd=object() if world.rank else 1)
+        checkpoint.save(tmp_path, model, state={"odd": object() if world.rank else 1})
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
     dist.barrier()
     with pytest.raises(CheckpointError, match="different names"):
-        checkpoint.save(tmp_path, model, **{f"rank{world.rank}": 1})
+        checkpoint.save(tmp_path, model, state={f"rank{world.rank}": 1})
     with pytest.raises(ValueError, match="keep_last is 0"):
         checkpoint.save(tmp_path, model, keep_last=0)
     with pytest.raises(ValueError, match="step is -1"):
@@ -410,7 +410,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world: World, tmp_path: Path)
     with pytest.raises(CheckpointError, match="saved without an optimizer"):
         checkpoint.load(tmp_path, model, optimizer_of(model, "SGD"))
     with pytest.raises(CheckpointError, match="has no state 'position'"):
-        checkpoint.load(tmp_path, model, position=Position(1))
+        checkpoint.load(tmp_path, model, state={"position": Position(1)})
     with pytest.raises(CheckpointError, match=r"'model.scale' has the shape \(4,\) here, and \(3,\)|has the shape"):
         checkpoint.load(tmp_path, sharded("fully_shard", partial(MLP, (6, 7, 5, 5, 4))))
     with pytest.raises(CheckpointError, match=r"lacks .* is it of another model"):
@@ -434,8 +434,8 @@ def test_steps_are_counted_on_and_saved_again(world: World, tmp_path: Path) -> N
     expected = ["step-00000000", "step-00000001", "step-00000007", "step-00000008", "step-00000007.1"]
     assert [path.name for path in names if path] == expected
     newest = ["step-00000008", "step-00000007.1", "step-00000007", "step-00000001", "step-00000000"]
-    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == newest
-    found = checkpoint.newest(tmp_path)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == newest
+    found = checkpoint.latest(tmp_path)
     assert found is not None
     assert (found.manifest.step, found.manifest.world_size) == (8, 2)
 
@@ -479,7 +479,7 @@ def test_a_save_beside_files_of_others_is_found(world: World, tmp_path: Path) ->
     assert checkpoint.load(tmp_path / "other", model) is None
     for where in ("dcp", "other"):
         path = checkpoint.save(tmp_path / where, model, step=3)
-        assert checkpoint.checkpoints(tmp_path / where) == [path]
+        assert checkpoint.list_checkpoints(tmp_path / where) == [path]
         assert checkpoint.load(tmp_path / where, model) == {"step": 3}
 
 
@@ -552,13 +552,13 @@ def test_state_of_another_shape_is_saved_where_parameters_are_whole(world: World
 def test_state_that_cannot_be_saved_is_named_in_one_line(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.save(tmp_path, seeded(MLP), rng={"numpy": numpy.random.get_state()})
+        checkpoint.save(tmp_path, seeded(MLP), state={"rng": {"numpy": numpy.random.get_state()}})
     assert str(caught.value) == (
         "TypeError: the state 'rng' cannot be saved as numbers, texts, tensors, and lists and dicts of these: "
         "['numpy'][1] is a numpy.ndarray: give torch.as_tensor() of it"
     )
     name, keys, *more = numpy.random.get_state()
-    checkpoint.save(tmp_path, seeded(MLP), rng=(name, torch.as_tensor(keys), *more))
+    checkpoint.save(tmp_path, seeded(MLP), state={"rng": (name, torch.as_tensor(keys), *more)})
     numpy.random.rand()
     found = checkpoint.load(tmp_path, seeded(MLP))
     assert found is not None
@@ -641,7 +641,7 @@ def test_without_ranks(tmp_path: Path) -> None:
     model = seeded(MLP)
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(1))
-    path = checkpoint.save(tmp_path, model, optimizer, at=5)
+    path = checkpoint.save(tmp_path, model, optimizer, state={"at": 5})
     other = seeded(MLP, 3)
     fresh = optimizer_of(other, "AdamW")
     assert checkpoint.load(tmp_path, other, fresh) == {"step": 0, "at": 5}

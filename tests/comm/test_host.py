@@ -14,7 +14,7 @@ from fullshard.buffer.shared_memory import Segment
 from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
-from fullshard.comm.waits import LostRankError
+from fullshard.comm.waits import PeerFailureError
 from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
 from tests.harness import World, ranks
 from tests.harness.held import mappings, open_files
@@ -130,7 +130,7 @@ def test_a_rank_is_lost_whose_memory_ended_with_it(world: World) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Segment, "open", gone)
-        with pytest.raises(LostRankError, match=rf"rank {world.rank} lost rank {1 - world.rank} in a reduction of"):
+        with pytest.raises(PeerFailureError, match=rf"rank {world.rank} lost rank {1 - world.rank} in a reduction of"):
             pending.finish()
     dist.barrier()
 

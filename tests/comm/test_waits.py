@@ -14,7 +14,7 @@ from torch import nn
 
 import fullshard
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.comm.waits import WAITS, LostRankError, describe, waiting
+from fullshard.comm.waits import WAITS, PeerFailureError, describe, waiting
 from tests.harness import World, ranks
 
 
@@ -81,7 +81,7 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     ids=["gloo", "NCCL"],
 )
 def test_an_error_of_a_backend_says_that_a_rank_was_lost(world: World, error: Exception) -> None:
-    lost = pytest.raises(LostRankError, match="lost another rank in an all-reduce")
+    lost = pytest.raises(PeerFailureError, match="lost another rank in an all-reduce")
     with lost as found, waiting("an all-reduce", None):
         raise error
     assert found.value.__cause__ is error

@@ -156,7 +156,7 @@ def _faults_of(case: Case, rank: int, results: list[RankResult]) -> Iterator[str
             yield f"did not say its own error: {result.said[-300:]}"
     elif case.transport == "collective" and differs and result.ended == "exited" and _ENDED_BY_GLOO in result.said:
         return
-    elif result.said.startswith("LostRankError") and "Traceback" in result.printed:
+    elif result.said.startswith("PeerFailureError") and "Traceback" in result.printed:
         yield f"buries the first error: {result.printed[-600:]}"
     elif not re.search(_says(case, _ENDED_BY_GLOO in results[0].said), result.said, re.S):
         yield f"is not clear: {result.said[-600:]}"

@@ -58,9 +58,9 @@ def test_an_output_is_named(world: World, wrapped: bool) -> None:
     chain = model(wrapped)
     chain(inputs()).sum().backward()
     with (
-        fullshard.detect_non_finite(chain),
+        fullshard.detect_nan(chain),
         pytest.raises(
-            fullshard.NonFiniteError,
+            fullshard.NanError,
             match=rf"rank {world.rank}, in the forward of step 1 \(forward 2\).*: the output of 'layers.1' \(.*\) is "
             r"(nan|-?inf) at index \(3, 0\), the first of 6 values that are not finite, of 24",
         ),
@@ -73,10 +73,8 @@ def test_an_output_is_named(world: World, wrapped: bool) -> None:
 def test_a_gradient_of_one_rank_is_named_before_it_is_everywhere(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         chain = model()
-    fullshard.detect_non_finite(chain)
-    with pytest.raises(
-        fullshard.NonFiniteError, match=r"rank ., in the backward.*'layers.1.(weight|bias)' before its re"
-    ):
+    fullshard.detect_nan(chain)
+    with pytest.raises(fullshard.NanError, match=r"rank ., in the backward.*'layers.1.(weight|bias)' before its re"):
         chain(inputs(), spoil_gradient=True).sum().backward()
 
 
@@ -85,15 +83,15 @@ def test_a_sum_that_overflows_is_named_after_the_reduction(world: World) -> None
     chain = model()
     largest = torch.finfo(torch.float32).max
     chain.set_gradient_divide_factor(1.0)
-    fullshard.detect_non_finite(chain)
-    with pytest.raises(fullshard.NonFiniteError, match=r"the gradient of 'layers\..*' after its reduction is -?inf at"):
+    fullshard.detect_nan(chain)
+    with pytest.raises(fullshard.NanError, match=r"the gradient of 'layers\..*' after its reduction is -?inf at"):
         (chain(inputs()).sum(0) * (largest * 0.2)).sum().backward()
 
 
 @ranks(2)
 def test_nothing_is_looked_at_when_it_is_removed(world: World) -> None:
     chain = model()
-    with fullshard.detect_non_finite(chain) as detector:
+    with fullshard.detect_nan(chain) as detector:
         chain(inputs()).sum().backward()
     detector.remove()
     output = chain(inputs(), spoil_output=True)
@@ -104,4 +102,4 @@ def test_nothing_is_looked_at_when_it_is_removed(world: World) -> None:
 @ranks(1)
 def test_a_plain_model_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="got Chain: call it after fully_shard"):
-        fullshard.detect_non_finite(Chain())
+        fullshard.detect_nan(Chain())

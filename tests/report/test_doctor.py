@@ -119,7 +119,7 @@ def told(rank: int, *lines: dict[str, Any]) -> ProcessLog:
 
 def test_of_errors_the_first_that_is_its_own_is_named() -> None:
     own = {"kind": "error", "text": "ValueError: bad batch", "position": "in the forward of step 3", "is_first": True}
-    lost = {"kind": "error", "text": "LostRankError: rank 0 lost rank 1", "position": "there", "is_first": False}
+    lost = {"kind": "error", "text": "PeerFailureError: rank 0 lost rank 1", "position": "there", "is_first": False}
     (job,) = [check for check in judge([told(0, lost), told(1, own)], 1) if check.name == "job"]
     assert job.text == "Rank 1 failed first, in the forward of step 3: ValueError: bad batch"
     (job,) = [check for check in judge([told(0, lost), told(1)], 1) if check.name == "job"]

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.comm.local_ranks import host_id
-from fullshard.comm.waits import WAITS, LostRankError, Position, Wait, waiting
+from fullshard.comm.waits import WAITS, PeerFailureError, Position, Wait, waiting
 from fullshard.watch import connections, reports, watch
 from fullshard.watch.connections import NoAnswerError, StoreConnection, quiet_seconds
 from fullshard.watch.reports import Report, Reports
@@ -211,7 +211,7 @@ def test_training_waits_for_what_the_thread_waits_for_that_it_joins(watcher: Wat
 def test_an_error_from_a_lost_rank_is_not_the_first_of_the_job(watcher: Watch) -> None:
     """A save wraps what it raises."""
     error = RuntimeError("the save failed")
-    error.__cause__ = LostRankError("rank 0 lost rank 1")
+    error.__cause__ = PeerFailureError("rank 0 lost rank 1")
     watcher.show(error)
     assert watcher.shown == ("RuntimeError: the save failed", False)
 
@@ -241,12 +241,12 @@ def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
         try:
             raise RuntimeError("connection closed")
         except RuntimeError as error:
-            raise LostRankError("lost rank 1") from error
+            raise PeerFailureError("lost rank 1") from error
 
     def raise_from_loss() -> None:
         try:
             lose_rank()
-        except LostRankError as error:
+        except PeerFailureError as error:
             raise Fault("the job is over") from error
 
     def lose_rank_in_handler() -> None:
@@ -256,14 +256,14 @@ def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
             lose_rank()
 
     for program in (lose_rank, raise_from_loss, lose_rank_in_handler):
-        with pytest.raises((LostRankError, Fault)) as raised:
+        with pytest.raises((PeerFailureError, Fault)) as raised:
             program()
         sys.excepthook(raised.type, raised.value, raised.tb)
-    assert printed[0] == "fullshard.comm.waits.LostRankError: lost rank 1\n"
+    assert printed[0] == "fullshard.comm.waits.PeerFailureError: lost rank 1\n"
     assert "in raise_from_loss" in printed[1]
     assert "in lose_rank_in_handler" in printed[2]
     for said in printed:
-        assert "LostRankError: lost rank 1" in said
+        assert "PeerFailureError: lost rank 1" in said
         assert "connection closed" not in said
 
 

@@ -3,13 +3,31 @@
 Works with both front ends. Programs without ranks and without a model can use ``reader`` alone.
 """
 
-from fullshard.checkpoint.background import finish as finish
-from fullshard.checkpoint.blocks import BrokenCheckpoint as BrokenCheckpoint
-from fullshard.checkpoint.blocks import CheckpointError as CheckpointError
-from fullshard.checkpoint.load import load as load
-from fullshard.checkpoint.near import forget as forget
-from fullshard.checkpoint.preemption import Preemption as Preemption
-from fullshard.checkpoint.reader import Checkpoint as Checkpoint
-from fullshard.checkpoint.reader import checkpoints as checkpoints
-from fullshard.checkpoint.reader import newest as newest
-from fullshard.checkpoint.save import save as save
+from typing import TYPE_CHECKING, Any
+
+from fullshard._renamed import renamed
+from fullshard.checkpoint.background import wait_until_finished
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
+from fullshard.checkpoint.load import load
+from fullshard.checkpoint.near import forget
+from fullshard.checkpoint.preemption import PreemptionHandler
+from fullshard.checkpoint.reader import Checkpoint, latest, list_checkpoints
+from fullshard.checkpoint.save import save
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "PreemptionHandler",
+    "forget",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "save",
+    "wait_until_finished",
+]
+
+if not TYPE_CHECKING:  # which would accept any name
+
+    def __getattr__(name: str) -> Any:
+        return renamed(__name__, name)

@@ -34,7 +34,7 @@ class Background:
         cls._thread.start()
 
     @classmethod
-    def finish(cls) -> Path | None:
+    def wait_until_finished(cls) -> Path | None:
         thread, cls._thread = cls._thread, None
         if thread is not None:
             with waiting_for_thread(thread):
@@ -60,7 +60,7 @@ class Background:
         cls._arena = torch.empty(0, dtype=torch.uint8)
 
 
-def finish() -> Path | None:
+def wait_until_finished() -> Path | None:
     """Waits for the save in the background, if there is one, and returns its directory. It also frees the memory from
     which saves are written, which they otherwise keep for the next save.
 
@@ -68,7 +68,7 @@ def finish() -> Path | None:
         CheckpointError: the save failed.
     """
     try:
-        return Background.finish()
+        return Background.wait_until_finished()
     finally:
         Background.give_memory_back()
 
@@ -77,6 +77,6 @@ def finish() -> Path | None:
 def _report() -> None:
     """Reports a failed save when the program ends, if no other call has raised its error."""
     try:
-        Background.finish()
+        Background.wait_until_finished()
     except CheckpointError as error:
         sys.excepthook(type(error), error, error.__traceback__)

@@ -46,7 +46,7 @@ class CheckpointError(RuntimeError):
         return printable(super().__str__())
 
 
-class BrokenCheckpoint(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """A checkpoint is incomplete or was changed after it was written. The message names the file and the tensor."""
 
 
@@ -63,16 +63,16 @@ def without_collections() -> Iterator[None]:
 
 
 def open_regular(path: Path) -> tuple[int, int]:
-    """Opens a file for reading, and returns its descriptor and its size. Raises BrokenCheckpoint if it is not a regular
-    file: reading a pipe or a device might never end."""
+    """Opens a file for reading, and returns its descriptor and its size. Raises CorruptCheckpointError if it is not a
+    regular file: reading a pipe or a device might never end."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         found = os.fstat(file)
     except (OSError, ValueError) as error:
-        raise BrokenCheckpoint(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
+        raise CorruptCheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise BrokenCheckpoint(f"{path} cannot be read: it is no regular file")
+        raise CorruptCheckpointError(f"{path} cannot be read: it is no regular file")
     return file, found.st_size
 
 
@@ -81,11 +81,11 @@ def read_regular(path: Path) -> bytes:
     opened, size = open_regular(path)
     with open(opened, "rb") as file:
         if size and os.lseek(opened, 0, os.SEEK_HOLE) < size:
-            raise BrokenCheckpoint(f"{path} has a hole, so it is not what was written")
+            raise CorruptCheckpointError(f"{path} has a hole, so it is not what was written")
         os.lseek(opened, 0, os.SEEK_SET)
         data = file.read(size)
     if len(data) != size:
-        raise BrokenCheckpoint(f"{path} ended while it was read")
+        raise CorruptCheckpointError(f"{path} ended while it was read")
     return data
 
 
@@ -208,8 +208,8 @@ class BlockWriter:
 
 
 class BlockReader:
-    """Reads a file. If checksums are known, checks each block of which it reads a part. Raises BrokenCheckpoint if the
-    file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
+    """Reads a file. If checksums are known, checks each block of which it reads a part. Raises CorruptCheckpointError
+    if the file is missing or does not have ``size`` bytes, or if a checksum is wrong."""
 
     def __init__(self, path: Path, size: int, checksums: Sequence[str] | None) -> None:
         self.path, self.size, self._checksums = path, size, checksums
@@ -219,12 +219,12 @@ class BlockReader:
         self._file, found = open_regular(path)
         if found != size:
             self.close()
-            raise BrokenCheckpoint(f"{path} has {found} bytes, and {size} were written")
+            raise CorruptCheckpointError(f"{path} has {found} bytes, and {size} were written")
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Fills ``target`` with the bytes of the file from ``start`` on."""
         if not 0 <= start <= start + len(target) <= self.size:
-            raise BrokenCheckpoint(f"{self.path} has no bytes {start} to {start + len(target)}")
+            raise CorruptCheckpointError(f"{self.path} has no bytes {start} to {start + len(target)}")
         while target:
             number, within = divmod(start, BLOCK)
             length = min(BLOCK, self.size - number * BLOCK)
@@ -250,7 +250,7 @@ class BlockReader:
         for start in range(0, self.size, BLOCK):
             try:
                 self._read(start // BLOCK, scratch[: self.size - start])
-            except BrokenCheckpoint:
+            except CorruptCheckpointError:
                 yield start, min(start + BLOCK, self.size)
             report(min(BLOCK, self.size - start))
 
@@ -276,15 +276,15 @@ class BlockReader:
             try:
                 count = os.preadv(self._file, [remaining], start + len(block) - len(remaining))
             except OSError as error:
-                raise BrokenCheckpoint(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
+                raise CorruptCheckpointError(f"{self.path} cannot be read at byte {start}: {error.strerror}") from error
             if count == 0:
-                raise BrokenCheckpoint(f"{self.path} ended while it was read")
+                raise CorruptCheckpointError(f"{self.path} ended while it was read")
             remaining = remaining[count:]
         self._compare(number, block)
 
     def _compare(self, number: int, block: memoryview) -> None:
         if self._checksums is not None and checksum(block) != self._checksums[number]:
             start = number * BLOCK
-            raise BrokenCheckpoint(
+            raise CorruptCheckpointError(
                 f"{self.path}: bytes {start} to {start + len(block)} are not what was written (wrong checksum)"
             )

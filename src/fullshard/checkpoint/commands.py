@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, printable
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, printable
 from fullshard.checkpoint.compare import compare
 from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
 from fullshard.checkpoint.display import (
@@ -34,7 +34,7 @@ from fullshard.checkpoint.display import (
     value_of,
 )
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
-from fullshard.checkpoint.reader import Checkpoint, checkpoints, is_checkpoint
+from fullshard.checkpoint.reader import Checkpoint, is_checkpoint, list_checkpoints
 from fullshard.report.text import dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
@@ -118,7 +118,7 @@ def _summary(path: Path) -> dict[str, Any]:
         return found | {"whole": None, "status": "not finished"}
     try:
         manifest = Checkpoint(path).manifest
-    except BrokenCheckpoint as error:
+    except CorruptCheckpointError as error:
         path.stat()
         reason = str(error).replace(f"{path}{os.sep}", "").partition("; ")[0]  # verify names the tensors
         return found | {"whole": False, "status": f"broken: {reason}"}
@@ -184,7 +184,7 @@ def _verify(options: argparse.Namespace) -> int:
                 checked |= {"tensors": len(checkpoint.tensors), "bytes": sum(file.size for file in files.values())}
                 with progress(f"verify {path.name}", checked["bytes"]) as report:
                     checked["defects"] += checkpoint.verify(report)
-        except BrokenCheckpoint as error:
+        except CorruptCheckpointError as error:
             if not path.exists():
                 continue  # another job has removed it
             checked["defects"].append(str(error))
@@ -287,7 +287,8 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
     """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
-    found = checkpoints(directory) or checkpoints(directory)  # a listing may miss a directory that is being renamed
+    # A listing may miss a directory that is being renamed.
+    found = list_checkpoints(directory) or list_checkpoints(directory)
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
     if unfinished:
@@ -308,12 +309,12 @@ def _open(directory: Path, step: int | None = None) -> Checkpoint:
     for path in newer:
         try:
             return Checkpoint(path)
-        except BrokenCheckpoint as error:
+        except CorruptCheckpointError as error:
             if path.exists():  # otherwise another job has removed it
                 _print_error(f"{path} is passed over, because it is not whole: {error}")
     try:
         return Checkpoint(last)
-    except BrokenCheckpoint:
+    except CorruptCheckpointError:
         if last.exists():
             raise
     return _open(directory, step)  # another job removed it, so there is a newer one

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.display import value_of
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.report.text import dtype_name
@@ -76,5 +76,5 @@ def _have_same(a: Checkpoint, b: Checkpoint, name: str) -> bool:
     """Whether values are equal, even if different versions of torch wrote them as different bytes."""
     try:
         return dcp.saved(a.value(name), name) == dcp.saved(b.value(name), name)
-    except (BrokenCheckpoint, TypeError):  # nested too deeply to be written
+    except (CorruptCheckpointError, TypeError):  # nested too deeply to be written
         return False

@@ -23,8 +23,8 @@ import torch.nn as nn
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import (
     ON_WRITTEN,
-    BrokenCheckpoint,
     CheckpointError,
+    CorruptCheckpointError,
     bytes_of,
     open_regular,
     read_regular,
@@ -265,7 +265,7 @@ def import_model(
 
     Raises:
         WrongUse: there are no such files, or no tensors in them.
-        BrokenCheckpoint: a file cannot be loaded without executing code.
+        CorruptCheckpointError: a file cannot be loaded without executing code.
     """
     tensors: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
@@ -297,7 +297,9 @@ def _check_plain(value: torch.Tensor, what: str) -> None:
     if not is_plain or value.is_quantized or value.is_meta:
         raise WrongUse(f"{what} is a {kind}: save it as a plain tensor")
     if value.nbytes > (stored := value.untyped_storage().nbytes()):
-        raise BrokenCheckpoint(f"{what} has {value.nbytes} bytes, of which {stored} are stored: save a clone() of it")
+        raise CorruptCheckpointError(
+            f"{what} has {value.nbytes} bytes, of which {stored} are stored: save a clone() of it"
+        )
 
 
 def files_of(source: Path) -> list[Path]:
@@ -312,9 +314,11 @@ def files_of(source: Path) -> list[Path]:
                 if any(name != os.path.basename(name) for name in names):
                     raise ValueError(f"it names files outside of its directory: {few(names)}")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise BrokenCheckpoint(f"{index} is no index of files: {type(error).__name__}: {error}") from error
+                raise CorruptCheckpointError(
+                    f"{index} is no index of files: {type(error).__name__}: {error}"
+                ) from error
             if missing := [name for name in names if not (source / name).is_file()]:
-                raise BrokenCheckpoint(f"{source / missing[0]} is missing, which {index.name} names")
+                raise CorruptCheckpointError(f"{source / missing[0]} is missing, which {index.name} names")
             return [source / name for name in names]
         if found := sorted(path for path in source.glob("*") if path.suffix in suffixes and path.is_file()):
             return found
@@ -331,7 +335,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # of safetensors, and of torch where it lacks a dtype
-        raise BrokenCheckpoint(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _read_torch(path: Path) -> dict[str, Any]:
@@ -341,7 +345,7 @@ def _read_torch(path: Path) -> dict[str, Any]:
             dcp.check_archive(file, size)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of zipfile, torch.load and the unpickler, as they come
-        raise BrokenCheckpoint(
+        raise CorruptCheckpointError(
             f"{path} cannot be loaded without executing code, or is not of torch.save since torch 1.6: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fullshard.checkpoint import plain
-from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Stored, StoredFile, Tensors, check, dtype_of
 from fullshard.torch_private import storage_info
 
@@ -50,16 +50,16 @@ _LATIN = ("latin1", "latin-1")
 
 
 def read_metadata(data: bytes, path: Path) -> Manifest:
-    """The manifest that a ``.metadata`` describes. Raises BrokenCheckpoint if it is not metadata of DCP, or if it
+    """The manifest that a ``.metadata`` describes. Raises CorruptCheckpointError if it is not metadata of DCP, or if it
     describes more than the files beside it contain."""
     try:
         manifest = _described(_fields(plain.parse(data), "Metadata"), path)
         check(manifest, path)
         return manifest
-    except BrokenCheckpoint:
+    except CorruptCheckpointError:
         raise
     except Exception as error:  # wrong objects may raise any error
-        raise BrokenCheckpoint(f"{path} is no metadata of DCP: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(f"{path} is no metadata of DCP: {type(error).__name__}: {error}") from error
 
 
 def _described(metadata: dict[str, Any], path: Path) -> Manifest:
@@ -219,7 +219,7 @@ def loaded(data: bytes, what: str) -> Any:
         check_archive(io.BytesIO(data), len(data))
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # of zipfile, torch.load and the unpickler, as they come
-        raise BrokenCheckpoint(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def check_archive(file: BinaryIO, size: int) -> None:
@@ -308,7 +308,7 @@ def loaded_tensor(data: bytes, dtype: torch.dtype, sizes: Iterable[int], what: s
     tensor, sizes = loaded(data, what), tuple(sizes)
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         found = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
-        raise BrokenCheckpoint(f"{what} holds {found}, and the metadata says {dtype} of {sizes}")
+        raise CorruptCheckpointError(f"{what} holds {found}, and the metadata says {dtype} of {sizes}")
     if math.prod(sizes) * dtype.itemsize > len(data):
-        raise BrokenCheckpoint(f"{what} has fewer values than its shape says")
+        raise CorruptCheckpointError(f"{what} has fewer values than its shape says")
     return tensor

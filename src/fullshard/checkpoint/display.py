@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint, printable
+from fullshard.checkpoint.blocks import CorruptCheckpointError, printable
 from fullshard.checkpoint.reader import Checkpoint
 
 #: Only values with fewer stored bytes are shown.
@@ -41,7 +41,7 @@ def value_of(checkpoint: Checkpoint, name: str) -> Any:
     stored = checkpoint.manifest.objects[name]
     try:
         return _shown(checkpoint.value(name)) if stored.length < _SHORT else f"({size_of(stored.length)})"
-    except BrokenCheckpoint as error:
+    except CorruptCheckpointError as error:
         return f"({error})"
     except RecursionError:
         return f"({size_of(stored.length)} in one another)"

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from fullshard.checkpoint.blocks import (
     BLOCK,
     BlockReader,
-    BrokenCheckpoint,
     CheckpointError,
+    CorruptCheckpointError,
     bytes_of,
     open_regular,
     read_regular,
 )
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
 from fullshard.checkpoint.near import Hosts, training_of
-from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.checkpoint.ranks import PeerFailure, Ranks
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
@@ -80,7 +80,7 @@ class NearCopy:
         """Opens it, to be read within :meth:`served`. All ranks must call it together."""
         data = b""
         if self.ranks.rank == self.source:
-            with contextlib.suppress(BrokenCheckpoint):
+            with contextlib.suppress(CorruptCheckpointError):
                 data = read_regular(self.path / MANIFEST)
         return _Near(decode(self.ranks.broadcast(data, self.source), self.path / MANIFEST), self)
 
@@ -98,7 +98,7 @@ class NearCopy:
         try:
             yield
         except BaseException as error:
-            agreed = isinstance(error, CheckpointError) and not isinstance(error, LostRank)
+            agreed = isinstance(error, CheckpointError) and not isinstance(error, PeerFailure)
             raise
         finally:
             if agreed:
@@ -118,7 +118,7 @@ class NearCopy:
         except RuntimeError as error:
             raise self.ranks.lost(error) from error
         if answer[-1]:
-            raise BrokenCheckpoint(f"rank {holder} could not read its {name}")
+            raise CorruptCheckpointError(f"rank {holder} could not read its {name}")
         block[:] = bytes_of(answer)[:-1]
 
     def _serve(self) -> None:
@@ -133,7 +133,7 @@ class NearCopy:
                 try:
                     with open(open_regular(self.path / names[number])[0], "rb", buffering=0) as file:
                         answer[-1] = os.preadv(file.fileno(), [bytes_of(answer)[:-1]], start) != length
-                except (OSError, BrokenCheckpoint):
+                except (OSError, CorruptCheckpointError):
                     answer[-1] = 1
                 dist.send(answer, dst=requester, group=self.ranks.group, tag=_ANSWER)
 
@@ -158,7 +158,7 @@ class _NearReader(BlockReader):
         self._near_copy, self._name, self._has_warned = copy, name, False
         self._others = [members[rank % len(members)] for members in copy.holders[name] if rank not in members]
         self._end = 0  # end of the bytes that are being read
-        with contextlib.suppress(BrokenCheckpoint):  # this host does not have it
+        with contextlib.suppress(CorruptCheckpointError):  # this host does not have it
             super().__init__(copy.path / name, *file)
 
     def read_into(self, target: memoryview, start: int) -> None:
@@ -191,9 +191,9 @@ class _NearReader(BlockReader):
                         self._has_warned = True
                         warn(f"the copy of rank {holder} is read, because on this host {reasons[0]}")
                 return
-            except BrokenCheckpoint as error:
+            except CorruptCheckpointError as error:
                 reasons.append(str(error) if holder < 0 else f"of rank {holder}: {error}")
-        raise BrokenCheckpoint("; ".join(reasons))
+        raise CorruptCheckpointError("; ".join(reasons))
 
 
 def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
@@ -234,10 +234,10 @@ def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
 def _parts_on_host(root: Path) -> dict[str, _HostPart]:
     """This host's part of each near copy, by the mark of its manifest."""
     found = {}
-    for path in checkpoints(root):
+    for path in list_checkpoints(root):
         try:
             saved = Checkpoint(path, whole=False)
-        except BrokenCheckpoint as error:
+        except CorruptCheckpointError as error:
             warn(f"the near copy {path} is passed over, because it is not whole: {error}")
             continue
         lacks = frozenset(saved.lacking())
@@ -256,7 +256,7 @@ def _refusal(part: _HostPart, directory: Path) -> str:
         return f"it is of another training than what is in {directory}"
     if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.near["mark"]):
         return f"it was saved after {after}, which {directory} does not have any more"
-    for path in checkpoints(directory):
+    for path in list_checkpoints(directory):
         number = number_of(path.name)
         if number is not None and (number_of(after) or (-1, 0)) < number and number[0] <= _number(part)[0]:
             return f"{path} was saved after it"

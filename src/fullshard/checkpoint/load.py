@@ -18,8 +18,9 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from fullshard.checkpoint.background import finish
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError, without_collections
+from fullshard._renamed import renamed_keywords
+from fullshard.checkpoint.background import wait_until_finished
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError, without_collections
 from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
@@ -31,14 +32,15 @@ from fullshard.checkpoint.contents import (
     without_dtensors,
 )
 from fullshard.checkpoint.fetch import NearCopy, near_copies
-from fullshard.checkpoint.manifest import few, number_of
-from fullshard.checkpoint.ranks import LostRank, Ranks
+from fullshard.checkpoint.manifest import checked_state, few, number_of
+from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, newest_first
 from fullshard.policies import warn
 
 _log = logging.getLogger("fullshard")
 
 
+@renamed_keywords("fullshard.checkpoint.load")
 @without_collections()
 def load(
     directory: str | Path,
@@ -48,7 +50,7 @@ def load(
     strict: bool = True,
     near: str | Path | None = None,
     process_group: ProcessGroup | None = None,
-    **state: Any,
+    state: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Loads the newest whole checkpoint of a directory into a model, its optimizer and other objects.
 
@@ -65,7 +67,8 @@ def load(
             that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was loaded and
             why. If a newer near copy was not loaded, a warning says why.
         process_group: the ranks of the model, if they are not all ranks.
-        state: objects with ``load_state_dict()``, by the names that were given to ``save``. Their state is loaded.
+        state: a dict of objects with ``load_state_dict()``, under the names that :func:`save` got. Their state is
+            loaded.
 
     Returns:
         ``None`` if the directory has no checkpoint, so that the training begins. Otherwise a dict with ``step`` and, by
@@ -77,7 +80,8 @@ def load(
         CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
             optimizer may then be partly loaded.
     """
-    finish()
+    state = checked_state(state)
+    wait_until_finished()
     ranks, directory = Ranks(process_group), Path(directory)
     broken: list[str] = []
     for path, opens, served, why in _candidates(directory, Path(near) if near is not None else None, ranks):
@@ -85,7 +89,7 @@ def load(
         with served(), loading.opened:
             try:
                 ranks.attempt(partial(loading.read, model, optimizer, state))
-            except BrokenCheckpoint as error:
+            except CorruptCheckpointError as error:
                 if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
                     broken.append(str(error))
                     warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
@@ -123,7 +127,7 @@ def _candidates(directory: Path, near: Path | None, ranks: Ranks) -> Iterator[_C
     if near is not None:
         try:
             copies = near_copies(near, directory, ranks)
-        except LostRank:
+        except PeerFailure:
             raise
         except CheckpointError as error:
             warn(f"near copies are passed over: {error}")
@@ -196,7 +200,7 @@ class _Loading:
             if hasattr(each, "load_state_dict"):
                 if name not in self.state and self.strict:
                     raise KeyError(
-                        f"{self.path} has no state '{name}', but {sorted(self.state)}: leave it out of load()"
+                        f"{self.path} has no state '{name}', but {sorted(self.state)}: leave it out of load(state=...)"
                     )
                 found: dict[tuple[str | int, ...], Any] = {}
                 without_dtensors(each.state_dict(), (name,), found)

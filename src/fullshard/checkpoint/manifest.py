@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.blocks import BLOCK, BrokenCheckpoint, checksum, open_regular
+from fullshard.checkpoint.blocks import BLOCK, CorruptCheckpointError, checksum, open_regular
 
 #: The file of torch's DCP format that lists the tensors.
 METADATA = ".metadata"
@@ -218,14 +218,14 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> Manifest:
-    """Decodes a manifest. Raises BrokenCheckpoint if its checksum is wrong, or if it contradicts itself."""
+    """Decodes a manifest. Raises CorruptCheckpointError if its checksum is wrong, or if it contradicts itself."""
     found = _MANIFEST.fullmatch(data)
     if found is None or checksum(found[2]) != found[1].decode():
-        raise BrokenCheckpoint(f"{path} is not what was written (wrong checksum)")
+        raise CorruptCheckpointError(f"{path} is not what was written (wrong checksum)")
     try:
         fields: dict[str, Any] = json.loads(found[2])
         if fields["format"] != FORMAT or fields["block"] != BLOCK:
-            raise BrokenCheckpoint(
+            raise CorruptCheckpointError(
                 f"{path} is of format {fields['format']} with blocks of {fields['block']} bytes, and this version of "
                 f"fullshard reads format {FORMAT} with blocks of {BLOCK}: use the version that wrote it, or a newer one"
             )
@@ -243,12 +243,14 @@ def decode(data: bytes, path: Path) -> Manifest:
         manifest.tensors = _tensors(manifest, fields, path)
         for name, numbers in manifest.state.items():
             if not numbers or not all(f"state.{name}.{number}" in manifest.objects for number in numbers):
-                raise BrokenCheckpoint(f"{path} lacks a value of the state '{name}'")
+                raise CorruptCheckpointError(f"{path} lacks a value of the state '{name}'")
         if not all(type(each) is str for each in manifest.versions.values()):
-            raise BrokenCheckpoint(f"{path} has the versions {manifest.versions}")
+            raise CorruptCheckpointError(f"{path} has the versions {manifest.versions}")
         check(manifest, path)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-        raise BrokenCheckpoint(f"{path} does not describe a checkpoint: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(
+            f"{path} does not describe a checkpoint: {type(error).__name__}: {error}"
+        ) from error
     return manifest
 
 
@@ -259,7 +261,7 @@ def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
         kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
     tensors = Tensors(fields["tensors"], fields["kind"], kinds)
     if len(tensors) != len(fields["tensors"]) or not set(map(type, tensors)) <= {str}:
-        raise BrokenCheckpoint(f"{path} has a name twice, or one that is no text")
+        raise CorruptCheckpointError(f"{path} has a name twice, or one that is no text")
     return tensors
 
 
@@ -268,7 +270,7 @@ def mark_of(path: Path) -> str:
     try:
         with open(open_regular(path / MANIFEST)[0], "rb") as file:
             head = file.read(64)
-    except (OSError, BrokenCheckpoint):
+    except (OSError, CorruptCheckpointError):
         return ""
     found = _MARK.match(head)
     return found[1].decode() if found else ""
@@ -282,21 +284,21 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def check(manifest: Manifest, path: Path) -> None:
-    """Raises BrokenCheckpoint if the manifest describes more than its files contain. So no memory is ever allocated for
-    more than the files' sizes."""
+    """Raises CorruptCheckpointError if the manifest describes more than its files contain. So no memory is ever
+    allocated for more than the files' sizes."""
     for name, file in manifest.files.items():
         if not _inside(name, path.parent):
-            raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not inside the directory")
+            raise CorruptCheckpointError(f"{path} names the file {name!r}, which is not inside the directory")
         if not _are_counts([file.size]) or (
             file.checksums is not None and len(file.checksums) != -(-file.size // BLOCK)
         ):
-            raise BrokenCheckpoint(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
+            raise CorruptCheckpointError(f"{path}: {name!r} has {file.size} bytes, which do not fit its checksums")
     for name, each in manifest.objects.items():
         _check_runs(manifest, each.file, [each.start], each.length, [name], path)
     ordered = sorted((each, name) for name, each in manifest.objects.items() if each.length)
     for (one, name), (other, other_name) in pairwise(ordered):
         if one.file == other.file and one.start + one.length > other.start:
-            raise BrokenCheckpoint(f"{path}: '{name}' and '{other_name}' lie at the same bytes of {one.file!r}")
+            raise CorruptCheckpointError(f"{path}: '{name}' and '{other_name}' lie at the same bytes of {one.file!r}")
     for kind, names in zip(manifest.tensors.kinds, manifest.tensors.members, strict=True):
         _check_kind(manifest, kind, names, path)
 
@@ -307,22 +309,22 @@ def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path
     shape, what = kind.shape, f"{path}: tensor '{next(iter(names), '')}'"
     too_large = math.prod(max(1, size) for size in shape[:_DIMS]) * kind.dtype.itemsize >= 1 << 63
     if not _are_counts(shape) or len(shape) > _DIMS or too_large:
-        raise BrokenCheckpoint(f"{what} has the shape {shape}")
+        raise CorruptCheckpointError(f"{what} has the shape {shape}")
     for (file, length, head, offsets, sizes), starts in zip(kind.pieces, kind.starts, strict=True):
         _check_runs(manifest, file, starts, length, names, path)
         box = (offsets, sizes, shape)
         if not (_are_counts((*offsets, *sizes)) and len({len(each) for each in box}) == 1):
-            raise BrokenCheckpoint(f"{what} has a piece of {sizes} at {offsets}")
+            raise CorruptCheckpointError(f"{what} has a piece of {sizes} at {offsets}")
         if any(map(gt, map(add, offsets, sizes), shape)):
-            raise BrokenCheckpoint(f"{what} of shape {shape} has a piece of {sizes} at {offsets}")
+            raise CorruptCheckpointError(f"{what} of shape {shape} has a piece of {sizes} at {offsets}")
         nbytes = math.prod(sizes) * kind.dtype.itemsize
         if type(head) is not int or head < -1 or max(head, 0) + nbytes > length:
-            raise BrokenCheckpoint(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
+            raise CorruptCheckpointError(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
     if not _are_tiles([piece[3:] for piece in kind.pieces], shape):
-        raise BrokenCheckpoint(f"{what} of shape {shape} is not covered by its pieces, each element once")
+        raise CorruptCheckpointError(f"{what} of shape {shape} is not covered by its pieces, each element once")
     nbytes, available = math.prod(shape) * kind.dtype.itemsize, sum(manifest.files[file].size for file in files)
     if nbytes > available:
-        raise BrokenCheckpoint(
+        raise CorruptCheckpointError(
             f"{what} has {nbytes} bytes, and its files {available}: some of its pieces lie at the same"
         )
 
@@ -359,12 +361,27 @@ def _check_runs(
     """Checks that runs of ``length`` bytes are inside of a file. Each run stores one of ``names``."""
     size = manifest.files[file].size
     if len(starts) != len(names) or not _are_counts((*starts, length)):
-        raise BrokenCheckpoint(f"{path}: {few(names)} lie at no bytes of {file!r}")
+        raise CorruptCheckpointError(f"{path}: {few(names)} lie at no bytes of {file!r}")
     if names and max(starts) + length > size:
         name, start = next(each for each in zip(names, starts, strict=True) if each[1] + length > size)
-        raise BrokenCheckpoint(
+        raise CorruptCheckpointError(
             f"{path}: '{name}' lies at bytes {start} to {start + length} of {file!r}, which has fewer"
         )
+
+
+def checked_state(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The further state that was given to a save or a load.
+
+    Raises:
+        TypeError: it is no dict.
+        ValueError: a name in it cannot be stored.
+    """
+    if not isinstance(state, Mapping | None):
+        raise TypeError(f"state is of type {type(state).__name__}; expected a dict of state by name")
+    for name in state or {}:
+        if not isinstance(name, str) or not name or "." in name or name == "step":
+            raise ValueError(f"state has the name {name!r}; expected a string without dots, and not 'step'")
+    return state or {}
 
 
 def few(names: Sequence[str]) -> str:

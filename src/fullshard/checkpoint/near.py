@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fullshard.checkpoint.background import finish
+from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum, make_directory
 from fullshard.checkpoint.manifest import StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
-from fullshard.checkpoint.reader import checkpoints
+from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.comm.waits import waiting
 
 #: The file of a directory of checkpoints that names its training.
@@ -180,7 +180,7 @@ def binding(directory: Path) -> dict[str, str]:
         written.write_text(json.dumps({"training": uuid.uuid4().hex}) + "\n")
         os.replace(written, directory / _TRAINING)
         found = training_of(directory)
-    newest = next(iter(checkpoints(directory)), None)
+    newest = next(iter(list_checkpoints(directory)), None)
     after = {"after": newest.name, "mark": mark_of(newest)} if newest is not None else {}
     return {"directory": str(directory.resolve()), "training": found, **after}
 
@@ -207,10 +207,10 @@ def forget(near: str | Path, process_group: ProcessGroup | None = None) -> None:
     Raises:
         CheckpointError: the last save in the background failed. The near copies stay.
     """
-    finish()
+    wait_until_finished()
     root, ranks = Path(near), Ranks(process_group)
     if Hosts(root, ranks).leader == ranks.rank:  # all ranks are here, so no rank reads or writes any more
-        for path in [*checkpoints(root), *root.glob(".step-*.partial"), *root.glob(".step-*.removed")]:
+        for path in [*list_checkpoints(root), *root.glob(".step-*.partial"), *root.glob(".step-*.removed")]:
             if path != root:
                 shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # the directory has other files too

@@ -8,19 +8,20 @@ import sys
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch.distributed import ProcessGroup
 
+from fullshard._renamed import new_name, renamed_keywords
 from fullshard.checkpoint.ranks import Ranks
 
 
-class Preemption:
+class PreemptionHandler:
     """A context in which SIGTERM does not end the process at once, but asks it to save and stop.
 
     ::
 
-        with checkpoint.Preemption(within=25) as preempted:
+        with checkpoint.PreemptionHandler(grace_period=25) as preempted:
             for step in range(first, steps):
                 train(step)
                 if preempted():
@@ -28,21 +29,29 @@ class Preemption:
                     break
 
     Args:
-        within: how many seconds after SIGTERM the process ends, whatever it does then. A checkpoint that is incomplete
-            by then does not become visible, and older checkpoints stay whole.
+        grace_period: how many seconds after SIGTERM the process ends, whatever it does then. A checkpoint that is
+            incomplete by then does not become visible, and older checkpoints stay whole.
         process_group: the ranks that train together, if they are not all ranks.
     """
 
-    def __init__(self, within: float = 30.0, process_group: ProcessGroup | None = None) -> None:
-        self._within, self._group = within, process_group
+    @renamed_keywords("fullshard.checkpoint.PreemptionHandler")
+    def __init__(self, grace_period: float = 30.0, process_group: ProcessGroup | None = None) -> None:
+        self._grace_period, self._group = grace_period, process_group
         self._timer: threading.Timer | None = None
         self._before: Any = signal.SIG_DFL
         self._signalled_at: float | None = None
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds until this process ends; ``None`` if it has not received SIGTERM."""
-        return None if self._signalled_at is None else max(0.0, self._signalled_at + self._within - time.monotonic())
+        if self._signalled_at is None:
+            return None
+        return max(0.0, self._signalled_at + self._grace_period - time.monotonic())
+
+    if not TYPE_CHECKING:  # which would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self, new_name("fullshard.checkpoint.PreemptionHandler", name))
 
     def __call__(self) -> bool:
         """Whether any rank has received SIGTERM. All ranks must call it, and all get the same answer."""
@@ -61,11 +70,11 @@ class Preemption:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
-            self._timer = threading.Timer(self._within, self._end)
+            self._timer = threading.Timer(self._grace_period, self._end)
             self._timer.daemon = True
             self._timer.start()
 
     def _end(self) -> None:
-        sys.stderr.write(f"fullshard: {self._within:g} s after SIGTERM this process ends before it could save\n")
+        sys.stderr.write(f"fullshard: {self._grace_period:g} s after SIGTERM this process ends before it could save\n")
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint, CheckpointError
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.comm.process_group import broadcast_object, decoded, encoded, gather_objects
-from fullshard.comm.waits import LostRankError, waiting
+from fullshard.comm.waits import PeerFailureError, waiting
 
 _Result = TypeVar("_Result")
 
 
-class LostRank(CheckpointError, LostRankError):
+class PeerFailure(CheckpointError, PeerFailureError):
     """Another rank is lost: the remaining ranks cannot communicate any more."""
 
 
@@ -84,9 +84,9 @@ class Ranks:
             raise self.lost(error) from error
         return bool(own)
 
-    def lost(self, error: RuntimeError) -> LostRank:
+    def lost(self, error: RuntimeError) -> PeerFailure:
         """The exception to raise after an ``error`` of a collective, which does not say that a rank was lost."""
-        return LostRank(
+        return PeerFailure(
             f"rank {self.rank} lost another rank while it saved or loaded a checkpoint: look for the first "
             f"error on the other ranks; checkpoints that existed before are whole ({error})"
         )
@@ -96,7 +96,7 @@ class Ranks:
         rank's result if the results are tuples.
 
         Raises:
-            BrokenCheckpoint: on all ranks, if the call raised it on some rank, and no other error on any rank.
+            CorruptCheckpointError: on all ranks, if the call raised it on some rank, and no other error on any rank.
             CheckpointError: on all ranks, if it failed on some rank with another error.
         """
         result: Any = None
@@ -106,14 +106,14 @@ class Ranks:
         except Exception as raised:
             error = raised
         own = result[-1] if isinstance(result, tuple) else None
-        everyone = self.gather((_described(error), type(error) is BrokenCheckpoint, own))
+        everyone = self.gather((_described(error), type(error) is CorruptCheckpointError, own))
         failed = {
             f"rank {rank}: {text}" if self.size > 1 else text: broken
             for rank, (text, broken, _) in enumerate(everyone)
             if text
         }
         if failed:
-            kind = BrokenCheckpoint if all(failed.values()) else CheckpointError
+            kind = CorruptCheckpointError if all(failed.values()) else CheckpointError
             raise kind("; ".join(failed)) from error
         return result, [each for _, _, each in everyone]
 

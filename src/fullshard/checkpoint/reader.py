@@ -16,12 +16,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
-from fullshard.checkpoint.blocks import BlockReader, BrokenCheckpoint, CheckpointError, bytes_of, read_regular
+from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of, read_regular
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
 
 #: A box of a tensor to read: the name of the tensor in the checkpoint, its shape, the offsets of the box, and the
@@ -29,7 +30,7 @@ from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Pi
 Target = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
-def checkpoints(directory: str | Path) -> list[Path]:
+def list_checkpoints(directory: str | Path) -> list[Path]:
     """The checkpoints in a directory, the newest first by their names. If the directory is itself a checkpoint, only
     that.
 
@@ -46,25 +47,25 @@ def checkpoints(directory: str | Path) -> list[Path]:
 
 
 def newest_first(directory: str | Path) -> Iterator[Path]:
-    """Like :func:`checkpoints`, but lists the directory again before each one: while the caller tried one, a save may
-    have removed others and made a newer one."""
+    """Like :func:`list_checkpoints`, but lists the directory again before each one: while the caller tried one, a save
+    may have removed others and made a newer one."""
     tried = set[Path]()
 
     def untried() -> Path | None:
-        return next((path for path in checkpoints(directory) if path not in tried), None)
+        return next((path for path in list_checkpoints(directory) if path not in tried), None)
 
     while path := untried() or untried():  # a listing may miss a directory that is being renamed; two listings do not
         tried.add(path)
         yield path
 
 
-def newest(directory: str | Path) -> Checkpoint | None:
+def latest(directory: str | Path) -> Checkpoint | None:
     """The newest checkpoint with a manifest and all files. Their contents are checked when they are read. Close it
     after use: until then no save removes it."""
     for path in newest_first(directory):
         try:
             return Checkpoint(path)
-        except BrokenCheckpoint:
+        except CorruptCheckpointError:
             continue
     return None
 
@@ -89,7 +90,7 @@ class Checkpoint:
         manifest: the description of its contents.
 
     Raises:
-        BrokenCheckpoint: the manifest or the sizes of files are wrong.
+        CorruptCheckpointError: the manifest or the sizes of files are wrong.
     """
 
     _unpin: Callable[[], object] = staticmethod(lambda: None)
@@ -117,10 +118,10 @@ class Checkpoint:
         else:
             self.manifest = dcp.read_metadata(read_regular(path / METADATA), path / METADATA)
         for sentence in self.lacking().values() if whole else ():
-            raise BrokenCheckpoint(sentence)
+            raise CorruptCheckpointError(sentence)
         if whole and METADATA in self.manifest.files:  # read only by DCP, so check all of it here
             for first, last in self._reader(METADATA).check():
-                raise BrokenCheckpoint(f"{path / METADATA}: bytes {first} to {last} are not what was written")
+                raise CorruptCheckpointError(f"{path / METADATA}: bytes {first} to {last} are not what was written")
             self._readers.pop(METADATA).close()
 
     @property
@@ -150,7 +151,7 @@ class Checkpoint:
 
         Raises:
             KeyError: there is no such tensor.
-            BrokenCheckpoint: a checksum is wrong.
+            CorruptCheckpointError: a checksum is wrong.
         """
         kind, _ = self._position(name)
         whole = torch.empty(kind.shape, dtype=kind.dtype)
@@ -162,15 +163,15 @@ class Checkpoint:
 
         Raises:
             KeyError: there is no such value.
-            BrokenCheckpoint: a checksum is wrong.
+            CorruptCheckpointError: a checksum is wrong.
         """
         if name not in self.manifest.objects:
             raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
         stored = self.manifest.objects[name]
         try:
             data = self._bytes(*stored)
-        except BrokenCheckpoint as error:
-            raise BrokenCheckpoint(f"'{name}': {error}") from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"'{name}': {error}") from error
         return dcp.loaded(data, f"'{name}' in {self.path / stored.file}")
 
     def state(self, rank: int = 0) -> dict[str, Any]:
@@ -178,7 +179,7 @@ class Checkpoint:
         repeated from the first rank on.
 
         Raises:
-            BrokenCheckpoint: a checksum is wrong.
+            CorruptCheckpointError: a checksum is wrong.
         """
         numbers = {name: each[rank % len(each)] for name, each in self.manifest.state.items()}
         return {name: self.value(f"state.{name}.{number}") for name, number in numbers.items()}
@@ -208,7 +209,7 @@ class Checkpoint:
             for read, name, nbytes in reads:
                 try:
                     read(name)
-                except BrokenCheckpoint as error:
+                except CorruptCheckpointError as error:
                     yield str(error)
                 tell(nbytes)
 
@@ -218,7 +219,7 @@ class Checkpoint:
         Raises:
             KeyError: there is no such tensor.
             ValueError: it has a different shape.
-            BrokenCheckpoint: a checksum is wrong. Some boxes may then be filled already.
+            CorruptCheckpointError: a checksum is wrong. Some boxes may then be filled already.
         """
         reads: dict[str, list[tuple[int, str, torch.Tensor, tuple[Piece, tuple[int, ...]] | None]]] = {}
         written: list[torch.Tensor] = []
@@ -244,8 +245,8 @@ class Checkpoint:
                         reader.read_to(into, start)
                     else:
                         self._copy(*part, self.tensors.positions[name][0].dtype, into.detach())
-        except BrokenCheckpoint as error:
-            raise BrokenCheckpoint(f"tensor '{name}': {error}") from error
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"tensor '{name}': {error}") from error
         torch.autograd.graph.increment_version(written)
 
     def close(self) -> None:
@@ -328,4 +329,17 @@ class Checkpoint:
                 yield name
 
 
-__all__ = ["BrokenCheckpoint", "Checkpoint", "CheckpointError", "Manifest", "Target", "checkpoints", "newest"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "Manifest",
+    "Target",
+    "latest",
+    "list_checkpoints",
+]
+
+if not TYPE_CHECKING:  # which would accept any name
+
+    def __getattr__(name: str) -> Any:
+        return renamed(__name__, name)

@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.checkpoint.blocks import BrokenCheckpoint
+from fullshard.checkpoint.blocks import CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, number_of
-from fullshard.checkpoint.reader import Checkpoint, checkpoints
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.policies import warn
 
 
@@ -25,7 +25,7 @@ def remove_older(directory: Path, name: str, keep: int, near: bool = False) -> N
     Near copies take memory. So with ``near``, it also removes near copies with higher numbers, which training has gone
     back from, and those that are not whole.
     """
-    paths, made = checkpoints(directory), number_of(name) or (0, 0)
+    paths, made = list_checkpoints(directory), number_of(name) or (0, 0)
     newer = [path for path in paths if (number_of(path.name) or made) > made]
     older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
     for path in [*newer, *older[keep:]] if near else _whole(older, keep):
@@ -58,7 +58,7 @@ def _whole(paths: list[Path], skip: int) -> Iterator[Path]:
     for path in paths:
         try:
             Checkpoint(path).close()
-        except BrokenCheckpoint:
+        except CorruptCheckpointError:
             continue
         if skip > 0:
             skip -= 1

@@ -34,6 +34,7 @@ import torch.nn as nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.background import Background
 from fullshard.checkpoint.blocks import (
@@ -56,19 +57,21 @@ from fullshard.checkpoint.manifest import (
     StoredFile,
     Tensors,
     check,
+    checked_state,
     encode,
     encode_contents,
     name_of,
     number_of,
 )
 from fullshard.checkpoint.near import Hosts, Sent
-from fullshard.checkpoint.ranks import LostRank, Ranks
-from fullshard.checkpoint.reader import checkpoints
+from fullshard.checkpoint.ranks import PeerFailure, Ranks
+from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.removal import remove_leftovers, remove_older
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
 
+@renamed_keywords("fullshard.checkpoint.save")
 @without_collections()
 def save(
     directory: str | Path,
@@ -78,10 +81,10 @@ def save(
     step: int | None = None,
     wait: bool = True,
     keep_last: int | None = None,
-    frozen: bool = True,
+    trainable_only: bool = False,
     near: str | Path | None = None,
     process_group: ProcessGroup | None = None,
-    **state: Any,
+    state: Mapping[str, Any] | None = None,
 ) -> Path | None:
     """Saves a sharded model, its optimizer and other state as a new checkpoint. All ranks must call it.
 
@@ -89,13 +92,14 @@ def save(
 
     Args:
         directory: the directory of all checkpoints. Each save makes a directory in it, such as ``step-00000010``.
-            model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded. optimizer: an optimizer
-            of the model's parameters. step: the number of the checkpoint. ``None``: the next number. wait: ``False``:
-            return once everything is copied to host memory, and write in the background. If that fails, the next
-            :func:`save`, :func:`load` or :func:`finish` raises the error.
+        model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
+        optimizer: an optimizer of the model's parameters.
+        step: the number of the checkpoint. ``None``: the next number.
+        wait: ``False``: return once everything is copied to host memory, and write in the background. If that fails,
+            the next :func:`save`, :func:`load` or :func:`wait_until_finished` raises the error.
         keep_last: how many checkpoints to keep, including this one. Older ones that are whole are removed. One that is
             being read is left to a later save. One that a symbolic link names is never removed.
-        frozen: ``False``: leave out frozen parameters, for example when adapters are trained.
+        trainable_only: leave out frozen parameters, for example when adapters are trained.
         near: a directory in memory that outlives processes, such as ``/dev/shm/job``. Each host has its own, under the
             same path on all ranks, and no other training may use it. The checkpoint is written there, not to
             ``directory``. Each host also gets a copy of the files of another host's ranks, so that :func:`load` needs
@@ -104,18 +108,19 @@ def save(
             (``keep_last=None`` means 1 here). If there is not enough space, a warning says so and nothing changes.
             Needs ``step``. See :func:`forget`.
         process_group: the ranks of the model, if they are not all ranks.
-        state: further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers, strings,
-            tensors, and lists and dicts of these.
+        state: a dict of further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers,
+            strings, tensors, and lists and dicts of these.
 
     Returns:
         the new directory; ``None`` with ``wait=False``, or if there was not enough space for a near copy.
 
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
-        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``, or
-            ``directory`` has a name such as ``step-00000010``.
+        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``,
+            ``directory`` has a name such as ``step-00000010``, or a name in ``state`` is "step" or has a dot.
     """
-    Background.finish()
+    state = checked_state(state)
+    Background.wait_until_finished()
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
     if step is not None and not hasattr(step, "__index__"):
@@ -133,7 +138,7 @@ def save(
             )
     ranks = Ranks(process_group, background=not wait)
     hosts = None if near is None else Hosts(near, ranks, directory)
-    manifest = Manifest(world_size=ranks.size, frozen=frozen, near=hosts.binding if hosts else {})
+    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, near=hosts.binding if hosts else {})
     writing = _Writing(near or directory, ranks, keep_last, manifest, hosts)
     writing.prepare(model, optimizer, state, step)
     if wait:
@@ -286,7 +291,7 @@ class _Writing:
                 _Last.keys = keys
             if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
                 remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
-        except LostRank:
+        except PeerFailure:
             raise
         except CheckpointError as error:
             if hosts is None:
@@ -369,7 +374,7 @@ class _Writing:
         self._checksums = writer.checksums
 
     def _rename(self) -> str:
-        numbers = [number_of(path.name) or (-1, 0) for path in checkpoints(self.directory)]
+        numbers = [number_of(path.name) or (-1, 0) for path in list_checkpoints(self.directory)]
         made = [again for step, again in numbers if step == self.manifest.step]
         for again in itertools.count(max(made, default=-1) + 1):  # a lower one would be older
             name = name_of(self.manifest.step, again)
@@ -387,7 +392,7 @@ class _Writing:
         try:
             make_directory(self.directory)
             remove_leftovers(self.directory)
-            numbers = [number[0] for path in checkpoints(self.directory) if (number := number_of(path.name))]
+            numbers = [number[0] for path in list_checkpoints(self.directory) if (number := number_of(path.name))]
             self.manifest.step = max(numbers, default=-1) + 1 if step is None else step
             while not self._lock_directory():
                 pass

@@ -149,8 +149,8 @@ class HostTransport(Transport):
             what = f"{named(tag)} where rank {here} reduces {named(route.tag)}"
             raise RuntimeError(
                 f"rank {there} reduces {what}, or has given up after an error: all ranks must run the same sharded "
-                f"modules in the same order (fullshard.leave_out(module, tensor) in place of one that a rank does not "
-                f"need), and call reset_iter_state() together after an error"
+                f"modules in the same order (fullshard.skip_module(module, tensor) in place of one that a rank does "
+                f"not need), and call reset_iter_state() together after an error"
             )
         if subject != route.subject:
             raise RuntimeError(

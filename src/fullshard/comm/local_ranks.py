@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Address, Counters, Segment, can_share, forget_copies
 from fullshard.comm.process_group import gather_objects
-from fullshard.comm.waits import WAITS, LostRankError, Wait, describe_with_position
+from fullshard.comm.waits import WAITS, PeerFailureError, Wait, describe_with_position
 from fullshard.torch_private import timeout_of
 
 #: Seconds for which a wait only looks, and then gives the processor to others between looks, before it sleeps. The
@@ -84,7 +84,7 @@ class LocalRanks:
 
     def wait(self, counters: Counters, value: int, doing: str, tag: int = -1) -> None:
         """Return when all the others have come to ``value``; ``doing`` and the ``tag`` of the exchange are for errors.
-        Raises LostRankError if a rank ended before, the wait cannot end, or the timeout of the group has passed."""
+        Raises PeerFailureError if a rank ended before, the wait cannot end, or the timeout of the group has passed."""
         if counters.reached(value):
             return
         begin = time.monotonic()
@@ -113,11 +113,11 @@ class LocalRanks:
         here = f"rank {self.global_ranks[self.rank]} waited in {describe_with_position(wait)}"
         if lost := ", ".join(self._name(rank) for rank in missing if rank in ended):
             why = WAITS.explain(self.process_group())
-            raise LostRankError(f"{here}, for rank {lost}, which has ended. {why}")
+            raise PeerFailureError(f"{here}, for rank {lost}, which has ended. {why}")
         if missing and WAITS.verdict is not None:
-            raise LostRankError(f"{here}. {WAITS.verdict}")
+            raise PeerFailureError(f"{here}. {WAITS.verdict}")
         if missing and waited > self._timeout:
-            raise LostRankError(
+            raise PeerFailureError(
                 f"{here}, for rank {', '.join(map(self._name, missing))} for {self._timeout:.0f} s, the timeout of its "
                 f"process group: that rank was slow, failed, or runs something else. All ranks must run the same "
                 f"forwards and backwards"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 _GLOO = re.compile(r"\bgloo[/\\]")
 
 
-class LostRankError(RuntimeError):
+class PeerFailureError(RuntimeError):
     """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come."""
 
 
@@ -96,10 +96,10 @@ def checks_are_on() -> bool:
     return os.environ.get("FULLSHARD_CHECKS") != "0"
 
 
-def lost(wait: Wait, rank: str, error: object) -> LostRankError:
+def lost(wait: Wait, rank: str, error: object) -> PeerFailureError:
     """What to raise when a wait for ``rank`` has failed with ``error``: backends say that a rank was lost, not why."""
     why, said = WAITS.explain(wait.process_group), str(error).partition(". ")[0]
-    return LostRankError(f"rank {dist.get_rank()} lost {rank} in {describe_with_position(wait)}. {why} ({said})")
+    return PeerFailureError(f"rank {dist.get_rank()} lost {rank} in {describe_with_position(wait)}. {why} ({said})")
 
 
 def comes_from_backend(error: RuntimeError) -> bool:
@@ -124,7 +124,8 @@ def named(tag: int) -> str:
 
 @contextmanager
 def waiting(what: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A context of a wait for the ranks of a process group. Raises LostRankError if a backend says that one is lost."""
+    """A context of a wait for the ranks of a process group. Raises PeerFailureError if a backend says that one is
+    lost."""
     wait = Wait(what, process_group)
     before = WAITS.change(wait)
     try:

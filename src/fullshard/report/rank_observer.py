@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fullshard import finite
-from fullshard.comm.waits import WAITS, LostRankError
-from fullshard.finite import NonFiniteDetector, NonFiniteError
+from fullshard.comm.waits import WAITS, PeerFailureError
+from fullshard.finite import NanDetector, NanError
 from fullshard.group.mesh import DataMesh
 from fullshard.group.parameter import ShardedParameter
 from fullshard.group.verify import verify_values
@@ -61,7 +61,7 @@ class RankObserver:
         self._overrides = Overrides()
         self._original_begin_tree = Schedule.begin_tree
         self._schedule: Schedule | None = None
-        self._detector: NonFiniteDetector | None = None
+        self._detector: NanDetector | None = None
         self._recording: Recording | None = None
         self._has_checked_environment = self._differs = self._compared = False
         self._position = ""
@@ -110,7 +110,7 @@ class RankObserver:
             self.report("end")
         else:
             doing = WAITS.position().doing
-            text, is_first = f"{type(error).__name__}: {error}", not isinstance(error, LostRankError)
+            text, is_first = f"{type(error).__name__}: {error}", not isinstance(error, PeerFailureError)
             self.report("error", text=text[:4000], position=doing, is_first=is_first)
 
     def report(self, kind: str, **fields: Any) -> None:
@@ -159,7 +159,7 @@ class RankObserver:
             text = "All ranks begin with the same." if self._compared else "Parameters were on meta when sharded."
             self._report_check(Check("initial values", "ok" if self._compared else "not checked", text))
         self._overrides.around(schedule.step, "begin_pass", self._begin_pass)
-        self._detector = NonFiniteDetector(module, schedule)
+        self._detector = NanDetector(module, schedule)
         with suppress(ValueError, RuntimeError):  # no advice if the model cannot be explained
             for advice in explain(module).advice:
                 self._report_check(Check("sharding", "ok", str(advice)))
@@ -185,7 +185,7 @@ class RankObserver:
         """Report the first value that is not finite, and continue."""
         try:
             expect(tensor, what)
-        except NonFiniteError as error:
+        except NanError as error:
             if self._found_at is None:
                 self._found_at = time.time()
                 is_nan = " is nan " in str(error)

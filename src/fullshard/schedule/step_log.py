@@ -272,7 +272,7 @@ class _Comparison:
             f"must run the same sharded modules in the same order, and take as many micro-batches for each step of an "
             f"optimizer that has their parameters; where ranks use different parameters of a module, call "
             f"set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
-            f"fullshard.leave_out(module, tensor) in its place"
+            f"fullshard.skip_module(module, tensor) in its place"
         )
 
 

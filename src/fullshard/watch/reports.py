@@ -163,6 +163,6 @@ def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | Non
                 f"The ranks do not run the same: {where} {first[0]} has {first[1]} where rank {second[0]} has "
                 f"{second[1]}{before}. Every rank must run the same sharded modules in the same order, and take as "
                 f"many micro-batches for each step of the optimizer. A rank that does not need a module calls "
-                f"fullshard.leave_out(module, tensor) in its place"
+                f"fullshard.skip_module(module, tensor) in its place"
             )
     return None

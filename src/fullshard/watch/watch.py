@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
-from fullshard.comm.waits import WAITS, LostRankError, Wait, checks_are_on, describe
+from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, describe
 from fullshard.torch_private import default_store
 from fullshard.watch.connections import StoreConnection, connected_sockets, quiet_seconds
 from fullshard.watch.reports import Report, Reports, parting
@@ -433,14 +433,14 @@ def _end() -> None:
     time.sleep(_DROP)
 
 
-def _lost_in(error: BaseException | None) -> LostRankError | None:
-    """The LostRankError among an error and its causes, if any."""
-    while error is not None and not isinstance(error, LostRankError):
+def _lost_in(error: BaseException | None) -> PeerFailureError | None:
+    """The PeerFailureError among an error and its causes, if any."""
+    while error is not None and not isinstance(error, PeerFailureError):
         error = error.__cause__
     return error
 
 
-def _shorten(error: LostRankError) -> None:
+def _shorten(error: PeerFailureError) -> None:
     """Remove the tracebacks of a lost rank: they would hide the first error of the job. An error that the user raised
     from it, or was handling when it was raised, keeps its traceback."""
     last: BaseException = error

@@ -2,7 +2,7 @@
 
 All ranks must take part in each gather and each reduction. A rank whose batch has no image does not run the vision
 tower, but the others need its shards, and its part in the sums of gradients. For each unit of the module,
-:func:`leave_out` does what forward and backward would do, without the computation in between.
+:func:`skip_module` does what forward and backward would do, without the computation in between.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class _Join(torch.autograd.Function):
         return grads[0], torch.zeros(shape, dtype=dtype, device=device)
 
 
-def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bool = False) -> torch.Tensor:
+def skip_module(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bool = False) -> torch.Tensor:
     """Take part in the gathers and reductions of ``module`` on a rank that does not run it in this forward.
 
     Call it in the ``forward`` of the root, where other ranks call ``module``, once for each of their calls, and go on
     with what it returns::
 
         x = self.text(tokens)
-        x = x + self.vision(images) if images is not None else fullshard.leave_out(self.vision, x)
+        x = x + self.vision(images) if images is not None else fullshard.skip_module(self.vision, x)
 
     The units inside are gathered in the order in which their modules are registered, which must be the one in which
     they run. Activation checkpointing inside of a unit, or around one, changes no order; around several units it does,
@@ -76,29 +76,29 @@ def leave_out(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: bo
     """
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(
-            f"leave_out expects a floating-point tensor that the loss is computed from, got {tensor.dtype}: pass what "
-            f"the module's output would be added to"
+            f"skip_module expects a floating-point tensor that the loss is computed from, got {tensor.dtype}: pass "
+            f"what the module's output would be added to"
         )
     units = [unit for inner in module.modules() if (unit := unit_of(inner)) is not None]
     if not units:
-        raise ValueError(f"leave_out was called with {type(module).__name__}, in which nothing is sharded")
+        raise ValueError(f"skip_module was called with {type(module).__name__}, in which nothing is sharded")
     in_forward = any(unit.schedule is not None and unit.schedule.step.now.has_forward for unit in units)
     if not in_forward and running_backward() < 0:
         raise RuntimeError(
-            f"leave_out({type(module).__name__}) must be called in the forward of the root, where other ranks call it"
+            f"skip_module({type(module).__name__}) must be called in the forward of the root, where other ranks call it"
         )
     token = torch.zeros((), device=tensor.device, requires_grad=input_has_gradient and torch.is_grad_enabled())
-    joined: torch.Tensor = apply_function(_Join, tensor, _pass_by(module, token))
+    joined: torch.Tensor = apply_function(_Join, tensor, _skip(module, token))
     return joined
 
 
-def _pass_by(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
+def _skip(module: nn.Module, token: torch.Tensor) -> torch.Tensor:
     """Do what the forward of a module would do with its own unit and the units inside it."""
     unit: Unit | None = unit_of(module)
     if unit is not None:
         (token,), _ = unit.pre_forward(module, (token,), {})
     for child in module.children():
-        token = _pass_by(child, token)
+        token = _skip(child, token)
     params = [param for param in module._parameters.values() if param is not None]
     if unit is not None:  # a flat parameter hides the others
         params += [

@@ -37,11 +37,11 @@ class TwoTowers(nn.Module):
         if text is not None:
             start = start + self.text(text)
         elif leaves_out:
-            start = fullshard.leave_out(self.text, start)
+            start = fullshard.skip_module(self.text, start)
         if image is not None:
             start = start + self.vision(image)
         elif leaves_out:
-            start = fullshard.leave_out(self.vision, start)
+            start = fullshard.skip_module(self.vision, start)
         return self.head(start)
 
 
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             if index == which:
                 x = x + expert(hidden)
             elif leaves_out:
-                x = fullshard.leave_out(expert, x, input_has_gradient=True)
+                x = fullshard.skip_module(expert, x, input_has_gradient=True)
             x *= 0.5
         return self.head(x)
 

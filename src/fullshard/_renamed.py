@@ -1,0 +1,103 @@
+"""The names of version 0.1. They give the object that has a new name, and warn. The next release removes them."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Set
+from typing import Any, ParamSpec, TypeVar
+
+from fullshard.policies import warn
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+#: New names by old names, for each module or class that had them.
+NAMES = {
+    "fullshard": {
+        "LostRankError": "PeerFailureError",
+        "NonFiniteDetector": "NanDetector",
+        "NonFiniteError": "NanError",
+        "detect_non_finite": "detect_nan",
+        "leave_out": "skip_module",
+    },
+    "fullshard.checkpoint": {
+        "BrokenCheckpoint": "CorruptCheckpointError",
+        "Preemption": "PreemptionHandler",
+        "checkpoints": "list_checkpoints",
+        "finish": "wait_until_finished",
+        "newest": "latest",
+    },
+    "fullshard.checkpoint.reader": {
+        "BrokenCheckpoint": "CorruptCheckpointError",
+        "checkpoints": "list_checkpoints",
+        "newest": "latest",
+    },
+    "fullshard.checkpoint.PreemptionHandler": {"left": "seconds_left"},
+}
+#: New keywords by old keywords, for each function that had them. ``not`` says that the new one means the opposite.
+KEYWORDS = {
+    "fullshard.checkpoint.PreemptionHandler": {"within": "grace_period"},
+    "fullshard.checkpoint.save": {"frozen": "not trainable_only"},
+}
+
+
+def renamed(owner: str, name: str) -> object:
+    """What a module has under the new name of ``name``.
+
+    Raises:
+        AttributeError: ``name`` is not the old name of anything in the module.
+    """
+    return getattr(sys.modules[owner], new_name(owner, name))
+
+
+def new_name(owner: str, name: str) -> str:
+    """The new name of what ``owner``, a module or a class, calls ``name`` in version 0.1. Warns of the old one."""
+    new = NAMES.get(owner, {}).get(name)
+    if new is None:
+        raise AttributeError(f"{owner!r} has no attribute {name!r}")
+    _warn(f"{owner}.{name}", new)
+    return new
+
+
+def renamed_keywords(function: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+    """Lets callers of a function use the old names of its keywords, with a warning. If the function has a keyword
+    ``state``, it also gets the keywords that it does not know, as version 0.1 took state by keywords."""
+
+    def decorate(called: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+        options = inspect.signature(called).parameters.keys()
+
+        @functools.wraps(called)
+        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+            for old in KEYWORDS.get(function, {}).keys() & kwargs.keys():
+                _, negated, new = KEYWORDS[function][old].rpartition("not ")
+                if new in kwargs:
+                    raise TypeError(f"{function} got both {new!r} and {old!r}, its old name")
+                _warn(f"{old!r} of {function}", repr(KEYWORDS[function][old]))
+                value = kwargs.pop(old)
+                kwargs[new] = not value if negated else value
+            if "state" in options and kwargs.keys() - options:
+                _move_to_state(function, options, kwargs)
+            return called(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _move_to_state(function: str, options: Set[str], kwargs: dict[str, Any]) -> None:
+    names = sorted(kwargs.keys() - options)
+    for name in names:
+        if similar := difflib.get_close_matches(name, options, 1, cutoff=0.7):
+            raise TypeError(
+                f"{function} has no keyword {name!r}; is it {similar[0]!r}? "
+                f"State of this name is given as state={{{name!r}: ...}}"
+            )
+    warn(f"{function} takes {', '.join(names)} in the dict 'state' since 0.2.0, not as keywords", DeprecationWarning)
+    kwargs["state"] = {**(kwargs.get("state") or {}), **{name: kwargs.pop(name) for name in names}}
+
+
+def _warn(old: str, new: str) -> None:
+    warn(f"{old} is called {new} since 0.2.0", DeprecationWarning)

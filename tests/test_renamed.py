@@ -1,0 +1,85 @@
+"""The names of version 0.1 give the same objects as the new names, and warn."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import fullshard
+from fullshard import _renamed, checkpoint
+from fullshard.checkpoint.reader import Checkpoint
+from tests.harness import World, ranks
+
+PREEMPTION = "fullshard.checkpoint.PreemptionHandler"
+MODULE_NAMES = [
+    (owner, *pair) for owner, names in _renamed.NAMES.items() if owner != PREEMPTION for pair in names.items()
+]
+
+
+@pytest.mark.parametrize(("owner", "old", "new"), MODULE_NAMES)
+def test_an_old_name_gives_the_new_object_and_warns(owner: str, old: str, new: str) -> None:
+    module = importlib.import_module(owner)
+    with pytest.warns(DeprecationWarning, match=rf"^{owner}\.{old} is called {new} since 0\.2\.0$") as warned:
+        assert getattr(module, old) is getattr(module, new)
+    assert [warning.filename for warning in warned] == [__file__]
+    assert new in module.__all__
+    assert old not in module.__all__
+
+
+def test_a_name_that_never_was_is_an_attribute_error() -> None:
+    for module in (fullshard, checkpoint, checkpoint.reader):
+        with pytest.raises(AttributeError, match=rf"'{module.__name__}' has no attribute 'neverwas'"):
+            _ = module.neverwas
+    with pytest.raises(AttributeError, match="has no attribute 'neverwas'"):
+        _ = checkpoint.PreemptionHandler().neverwas
+
+
+def test_old_names_of_the_preemption_handler() -> None:
+    with pytest.warns(DeprecationWarning, match="'within' of .* is called 'grace_period' since 0.2.0"):
+        handler: Any = checkpoint.PreemptionHandler(within=3.0)  # type: ignore[call-arg]
+    assert handler._grace_period == 3.0
+    with pytest.warns(DeprecationWarning, match="PreemptionHandler.left is called seconds_left since 0.2.0"):
+        assert handler.left is None
+    with pytest.raises(TypeError, match="got both 'grace_period' and 'within'"):
+        checkpoint.PreemptionHandler(grace_period=1.0, within=3.0)  # type: ignore[call-arg]
+
+
+@ranks(1)
+def test_state_may_still_be_given_by_keywords(world: World, tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    with pytest.warns(DeprecationWarning, match="checkpoint.save takes at, epoch in the dict 'state' since 0.2.0"):
+        checkpoint.save(tmp_path, model, step=1, state={"note": 1}, epoch=2, at=3)  # type: ignore[call-arg]
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 2)
+    with pytest.warns(DeprecationWarning, match="checkpoint.load takes scheduler in the dict 'state' since 0.2.0"):
+        found = checkpoint.load(tmp_path, model, strict=False, scheduler=scheduler)  # type: ignore[call-arg]
+    assert found == {"step": 1, "note": 1, "epoch": 2, "at": 3}
+
+
+@ranks(1)
+def test_a_misspelt_option_is_no_state(world: World, tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(TypeError, match="has no keyword 'proces_group'; is it 'process_group'"):
+            call(tmp_path, model, proces_group=None)  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="state is of type Adam; expected a dict of state by name"):
+            call(tmp_path, model, state=torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
+        for name in ("step", "lr.scheduler", "", 3):
+            with pytest.raises(ValueError, match=f"state has the name {name!r}; expected a string without dots"):
+                call(tmp_path, model, state={name: 1})  # type: ignore[dict-item]
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(1)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_is_the_opposite_of_trainable_only(world: World, tmp_path: Path, frozen: bool) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with pytest.warns(DeprecationWarning, match="'frozen' of .*save is called 'not trainable_only' since 0.2.0"):
+        path = checkpoint.save(tmp_path, model, frozen=frozen)
+    with Checkpoint(path) as saved:
+        assert ("model.bias" in saved.tensors) == frozen
