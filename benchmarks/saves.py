@@ -70,8 +70,8 @@ def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict
             lambda: _load_dcp(model, place),
         ),
         "fullshard, near": (
-            lambda: checkpoint.save(place, model, step=1, near=near),
-            lambda: checkpoint.load(place, model, near=near),
+            lambda: checkpoint.save(place, model, step=1, replicas=near),
+            lambda: checkpoint.load(place, model, replicas=near),
         ),
         "fullshard, wait=False": (lambda: checkpoint.save(place, model, wait=False), checkpoint.wait_until_finished),
     }
@@ -89,7 +89,7 @@ def _measure(count: int, width: int, rounds: int, folder: str) -> dict[str, dict
             if number:  # the first round imports
                 for what, value in zip(_FIGURES, figures, strict=True):
                     found[name][what].append(value)
-    checkpoint.forget(near)
+    checkpoint.forget_replicas(near)
     return found
 
 

@@ -825,22 +825,22 @@ MUTATIONS = (
         "tests/checkpoint/test_forced.py::test_exported_files_are_forced_to_the_disk_before_they_have_their_names",
     ),
     Mutation(
-        "checkpoint/near.py",
+        "checkpoint/replicas.py",
         "(number + len(in_order) // 2)",
         "(number + 1)",
-        "tests/checkpoint/test_near_choice.py::test_of_many_hosts_each_sends_its_files_half_of_them_away",
+        "tests/checkpoint/test_replica_choice.py::test_of_many_hosts_each_sends_its_files_half_of_them_away",
     ),
     Mutation(
         "checkpoint/fetch.py",
         "number[0] <= _number(part)[0]:",
         "number[0] < _number(held)[0]:",
-        "tests/checkpoint/test_near_choice.py::test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk",
+        "tests/checkpoint/test_replica_choice.py::test_a_replica_is_stale_once_its_own_step_is_on_the_disk",
     ),
     Mutation(
         "checkpoint/load.py",
-        "copies[0].step >= step",
-        "copies[0].step > step",
-        "tests/checkpoint/test_near_choice.py::test_of_equal_steps_what_was_saved_last_is_loaded",
+        "found[0].step >= step",
+        "found[0].step > step",
+        "tests/checkpoint/test_replica_choice.py::test_of_equal_steps_what_was_saved_last_is_loaded",
     ),
     Mutation(
         "checkpoint/convert.py",

@@ -75,6 +75,18 @@ def test_a_misspelt_option_is_no_state(world: World, tmp_path: Path) -> None:
 
 
 @ranks(1)
+def test_replicas_were_near(world: World, tmp_path: Path) -> None:
+    model: Any = nn.Linear(2, 2)
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.warns(DeprecationWarning, match=rf"'near' of .*{call.__name__} is called 'replicas' since 0.2.0"):
+            call(tmp_path, model, near=tmp_path / "memory", **({"step": 1} if call is checkpoint.save else {}))
+    assert (tmp_path / "memory").is_dir()
+    with pytest.warns(DeprecationWarning, match="'near' of .*forget_replicas is called 'replicas' since 0.2.0"):
+        checkpoint.forget_replicas(near=tmp_path / "memory")  # type: ignore[call-arg]
+    assert not (tmp_path / "memory").exists()
+
+
+@ranks(1)
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_is_the_opposite_of_trainable_only(world: World, tmp_path: Path, frozen: bool) -> None:
     model = nn.Linear(2, 2)

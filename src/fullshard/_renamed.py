@@ -28,6 +28,7 @@ NAMES = {
         "Preemption": "PreemptionHandler",
         "checkpoints": "list_checkpoints",
         "finish": "wait_until_finished",
+        "forget": "forget_replicas",
         "newest": "latest",
     },
     "fullshard.checkpoint.reader": {
@@ -40,7 +41,9 @@ NAMES = {
 #: New keywords by old keywords, for each function that had them. ``not`` says that the new one means the opposite.
 KEYWORDS = {
     "fullshard.checkpoint.PreemptionHandler": {"within": "grace_period"},
-    "fullshard.checkpoint.save": {"frozen": "not trainable_only"},
+    "fullshard.checkpoint.forget_replicas": {"near": "replicas"},
+    "fullshard.checkpoint.load": {"near": "replicas"},
+    "fullshard.checkpoint.save": {"frozen": "not trainable_only", "near": "replicas"},
 }
 
 

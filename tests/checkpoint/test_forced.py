@@ -70,12 +70,12 @@ def test_a_checkpoint_is_forced_to_the_disk_before_it_is_visible_and_its_name_af
 
 
 @ranks(2)
-def test_a_near_copy_is_forced_like_any_other(world: World, tmp_path: Path) -> None:
-    near = tmp_path / f"host {world.rank}"
+def test_a_replica_is_forced_like_any_other(world: World, tmp_path: Path) -> None:
+    replicas = tmp_path / f"host {world.rank}"
     with noted() as events:
-        checkpoint.save(tmp_path / "saves", filled(), step=1, near=near)
+        checkpoint.save(tmp_path / "saves", filled(), step=1, replicas=replicas)
     dist.barrier()
-    path = near / "step-00000001"
+    path = replicas / "step-00000001"
     before = events[: events.index(RENAMED)]
     assert {whole(path / f"__{rank}_0.distcp") for rank in range(2)} < set(before)
     assert before[-1] == (path.stat().st_ino, before[-1][1])

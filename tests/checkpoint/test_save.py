@@ -463,7 +463,7 @@ def test_a_name_of_one_checkpoint_is_refused_as_the_directory_of_all(world: Worl
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-00000003"):
         checkpoint.load(tmp_path / "saves" / "step-00000003", model)
     with pytest.raises(ValueError, match=r"near/step-00000004 is a name of one checkpoint"):
-        checkpoint.save(tmp_path / "saves", model, step=4, near=tmp_path / "near/step-00000004")
+        checkpoint.save(tmp_path / "saves", model, step=4, replicas=tmp_path / "near/step-00000004")
     assert not (tmp_path / "saves").exists()
     assert not (tmp_path / "near").exists()
 

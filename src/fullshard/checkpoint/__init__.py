@@ -9,9 +9,9 @@ from fullshard._renamed import renamed
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.load import load
-from fullshard.checkpoint.near import forget
 from fullshard.checkpoint.preemption import PreemptionHandler
 from fullshard.checkpoint.reader import Checkpoint, latest, list_checkpoints
+from fullshard.checkpoint.replicas import forget_replicas
 from fullshard.checkpoint.save import save
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "PreemptionHandler",
-    "forget",
+    "forget_replicas",
     "latest",
     "list_checkpoints",
     "load",

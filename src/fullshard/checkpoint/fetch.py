@@ -1,4 +1,4 @@
-"""Reads near copies: finds those on all hosts, selects the one to continue from, and reads blocks from other hosts.
+"""Reads in-memory replicas: finds those on all hosts, selects one to continue from, and reads blocks from other hosts.
 
 A rank reads the files that its host has. If its host lacks a file, or a block has a wrong checksum, it requests the
 block from a rank of another host that has the file. Each rank has a thread that answers requests::
@@ -30,9 +30,9 @@ from fullshard.checkpoint.blocks import (
     read_regular,
 )
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
-from fullshard.checkpoint.near import Hosts, training_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
+from fullshard.checkpoint.replicas import Hosts, training_of
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 
@@ -44,17 +44,17 @@ AHEAD = 32 * BLOCK
 
 
 class _HostPart(NamedTuple):
-    """The part of a near copy that one host has."""
+    """The part of a replica that one host has."""
 
     name: str
-    near: dict[str, str]
+    binding: dict[str, str]
     files: frozenset[str]
     lacks: frozenset[str]
 
 
 @dataclass
-class NearCopy:
-    """A near copy, with parts on several hosts.
+class Replica:
+    """A replica, with parts on several hosts.
 
     Attributes:
         path: its directory on this host, even if this host has no part.
@@ -92,7 +92,7 @@ class NearCopy:
         if not self.has_others:
             yield
             return
-        thread = threading.Thread(target=self._serve, name="fullshard.checkpoint.near", daemon=True)
+        thread = threading.Thread(target=self._serve, name="fullshard.checkpoint.replicas", daemon=True)
         thread.start()
         agreed = True
         try:
@@ -139,23 +139,23 @@ class NearCopy:
 
 
 class _Near(Checkpoint):
-    """A near copy, of which this host has some files and other hosts have the others."""
+    """A replica, of which this host has some files and other hosts have the others."""
 
-    def __init__(self, manifest: Manifest, copy: NearCopy) -> None:
-        self.path, self.manifest, self._readers, self._near_copy = copy.path, manifest, {}, copy
+    def __init__(self, manifest: Manifest, copy: Replica) -> None:
+        self.path, self.manifest, self._readers, self._replica = copy.path, manifest, {}, copy
 
     def _reader(self, file: str) -> BlockReader:
         if file not in self._readers:
-            self._readers[file] = _NearReader(self._near_copy, file, self.manifest.files[file])
+            self._readers[file] = _ReplicaReader(self._replica, file, self.manifest.files[file])
         return self._readers[file]
 
 
-class _NearReader(BlockReader):
+class _ReplicaReader(BlockReader):
     """Reads each block from the first host on which its checksum is right: this host first, then others."""
 
-    def __init__(self, copy: NearCopy, name: str, file: StoredFile) -> None:
+    def __init__(self, copy: Replica, name: str, file: StoredFile) -> None:
         rank = copy.ranks.rank
-        self._near_copy, self._name, self._has_warned = copy, name, False
+        self._replica, self._name, self._has_warned = copy, name, False
         self._others = [members[rank % len(members)] for members in copy.holders[name] if rank not in members]
         self._end = 0  # end of the bytes that are being read
         with contextlib.suppress(CorruptCheckpointError):  # this host does not have it
@@ -168,14 +168,14 @@ class _NearReader(BlockReader):
     def _ask(self, holder: int, start: int, block: memoryview) -> None:
         """Fills ``block`` from the bytes received last, or else requests it. If this host lacks the file, the request
         includes the blocks that follow. Otherwise it is for this block only: its neighbours are probably fine here."""
-        sender, name, first, received = self._near_copy.received
+        sender, name, first, received = self._replica.received
         if (sender, name) != (holder, self._name) or not first <= start <= start + len(block) <= first + len(received):
             run = min(-(-self._end // BLOCK) * BLOCK, start + AHEAD, self.size) if self._file < 0 else 0
-            self._near_copy.received = NearCopy.received
+            self._replica.received = Replica.received
             del received  # free the previous bytes first
             first, received = start, memoryview(bytearray(max(run, start + len(block)) - start))
-            self._near_copy.ask(holder, self._name, start, received)
-            self._near_copy.received = holder, self._name, start, received
+            self._replica.ask(holder, self._name, start, received)
+            self._replica.received = holder, self._name, start, received
         block[:] = received[start - first : start - first + len(block)]
 
     def _read(self, number: int, block: memoryview) -> None:
@@ -196,12 +196,12 @@ class _NearReader(BlockReader):
         raise CorruptCheckpointError("; ".join(reasons))
 
 
-def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
-    """The near copies on all hosts, the newest first. All ranks must call it.
+def find_replicas(root: Path, directory: Path, ranks: Ranks) -> list[Replica]:
+    """The replicas on all hosts, the newest first. All ranks must call it.
 
     Args:
-        root: this host's directory of near copies.
-        directory: the directory of checkpoints. It decides from which near copies training may continue.
+        root: this host's directory of replicas.
+        directory: the directory of checkpoints. It decides from which replicas training may continue.
         ranks: the ranks that load.
     """
     hosts = Hosts(root, ranks)
@@ -225,23 +225,23 @@ def near_copies(root: Path, directory: Path, ranks: Ranks) -> list[NearCopy]:
         if lost and not refused:
             refused = f"no host has {few(lost)} any more"
         path = root / parts.get(hosts.leader, parts[source]).name
-        copies.append(
-            NearCopy(path, _number(parts[source])[0], refused, holders, source, ranks, len(hosts.members) > 1)
-        )
+        copies.append(Replica(path, _number(parts[source])[0], refused, holders, source, ranks, len(hosts.members) > 1))
     return copies
 
 
 def _parts_on_host(root: Path) -> dict[str, _HostPart]:
-    """This host's part of each near copy, by the mark of its manifest."""
+    """This host's part of each replica, by the mark of its manifest."""
     found = {}
     for path in list_checkpoints(root):
         try:
             saved = Checkpoint(path, whole=False)
         except CorruptCheckpointError as error:
-            warn(f"the near copy {path} is passed over, because it is not whole: {error}")
+            warn(f"the in-memory replica {path} is passed over, because it is not whole: {error}")
             continue
         lacks = frozenset(saved.lacking())
-        found[mark_of(path)] = _HostPart(path.name, saved.manifest.near, frozenset(saved.manifest.files) - lacks, lacks)
+        found[mark_of(path)] = _HostPart(
+            path.name, saved.manifest.binding, frozenset(saved.manifest.files) - lacks, lacks
+        )
     return found
 
 
@@ -250,11 +250,11 @@ def _number(part: _HostPart) -> tuple[int, int]:
 
 
 def _refusal(part: _HostPart, directory: Path) -> str:
-    """The reason why training in a directory must not continue from a near copy; empty if it may."""
-    after = part.near.get("after", "")
-    if not part.near.get("training") or part.near["training"] != training_of(directory):
+    """The reason why training in a directory must not continue from a replica; empty if it may."""
+    after = part.binding.get("after", "")
+    if not part.binding.get("training") or part.binding["training"] != training_of(directory):
         return f"it is of another training than what is in {directory}"
-    if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.near["mark"]):
+    if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.binding["mark"]):
         return f"it was saved after {after}, which {directory} does not have any more"
     for path in list_checkpoints(directory):
         number = number_of(path.name)

@@ -31,7 +31,7 @@ from fullshard.checkpoint.contents import (
     with_dtensors,
     without_dtensors,
 )
-from fullshard.checkpoint.fetch import NearCopy, near_copies
+from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import checked_state, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, newest_first
@@ -48,7 +48,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
-    near: str | Path | None = None,
+    replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
@@ -62,10 +62,10 @@ def load(
         model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
         optimizer: an optimizer of the model's parameters. ``None``: no optimizer state is loaded.
         strict: ``False``: ignore what only the checkpoint has, and keep what only the model has.
-        near: the directory of near copies that was given to ``save``. The newest near copy is loaded if it is whole,
-            belongs to this training, and is not older than the newest checkpoint of ``directory``. Ranks read files
-            that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was loaded and
-            why. If a newer near copy was not loaded, a warning says why.
+        replicas: the directory of in-memory replicas that was given to ``save``. The newest replica is loaded if it is
+            whole, belongs to this training, and is not older than the newest checkpoint of ``directory``. Ranks read
+            files that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was
+            loaded and why. If a newer replica was not loaded, a warning says why.
         process_group: the ranks of the model, if they are not all ranks.
         state: a dict of objects with ``load_state_dict()``, under the names that :func:`save` got. Their state is
             loaded.
@@ -84,7 +84,7 @@ def load(
     wait_until_finished()
     ranks, directory = Ranks(process_group), Path(directory)
     broken: list[str] = []
-    for path, opens, served, why in _candidates(directory, Path(near) if near is not None else None, ranks):
+    for path, opens, served, why in _candidates(directory, Path(replicas) if replicas is not None else None, ranks):
         loading = _Loading(path, opens, strict, ranks)
         with served(), loading.opened:
             try:
@@ -120,32 +120,31 @@ class _Candidate(NamedTuple):
     why: str  # the reason why it is tried next, for the log
 
 
-def _candidates(directory: Path, near: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
-    """The checkpoints that may be loaded, the newest first. A near copy comes before a checkpoint that is not newer.
-    All ranks must take the next one together."""
-    copies, why = list[NearCopy](), ""
-    if near is not None:
+def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
+    """The checkpoints that may be loaded, the newest first. A replica comes before a checkpoint that is not newer. All
+    ranks must take the next one together."""
+    found, why = list[Replica](), ""
+    if memory is not None:
         try:
-            copies = near_copies(near, directory, ranks)
+            found = find_replicas(memory, directory, ranks)
         except PeerFailure:
             raise
         except CheckpointError as error:
-            warn(f"near copies are passed over: {error}")
-        why = f": there is no near copy in {near}"
-        if copies:
-            why = f": the near copy of step {copies[0].step} is passed over: {copies[0].refused or 'it is older'}"
+            warn(f"in-memory replicas are passed over: {error}")
+        why = f": there is no in-memory replica in {memory}"
+        if found:
+            why = f": the in-memory replica of step {found[0].step} is passed over: {found[0].refused or 'it is older'}"
     on_disk = newest_first(directory)
     while True:
         path: Path | None = ranks.attempt(lambda: (next(on_disk, None) if ranks.first else None,))[1][0]
         step = -1 if path is None else (number_of(path.name) or (-1, 0))[0]
-        while copies and copies[0].step >= step:
-            copy = copies.pop(0)
-            if not copy.refused:
-                yield _Candidate(
-                    copy.path, copy.open, copy.served, f": it is a near copy, and {directory} has nothing newer"
-                )
-            elif copy.step > step:
-                warn(f"the near copy {copy.path} is passed over: {copy.refused}")
+        while found and found[0].step >= step:
+            replica = found.pop(0)
+            if not replica.refused:
+                reason = f": it is an in-memory replica, and {directory} has nothing newer"
+                yield _Candidate(replica.path, replica.open, replica.served, reason)
+            elif replica.step > step:
+                warn(f"the in-memory replica {replica.path} is passed over: {replica.refused}")
         if path is None:
             return
         yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)

@@ -155,7 +155,7 @@ class Manifest:
         objects: other values, by name.
         state: for each name that was given to ``save``, the number of the value that each rank has.
         paths: for a checkpoint of DCP, the keys that lead to each name in the nested state dict.
-        near: for a near copy, the training to which it belongs, see :mod:`fullshard.checkpoint.near`.
+        binding: for an in-memory replica, the training it belongs to, see :mod:`fullshard.checkpoint.replicas`.
     """
 
     step: int = 0
@@ -167,7 +167,7 @@ class Manifest:
     objects: dict[str, Stored] = field(default_factory=dict)
     state: dict[str, list[int]] = field(default_factory=dict)
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
-    near: dict[str, str] = field(default_factory=dict)
+    binding: dict[str, str] = field(default_factory=dict)
 
 
 def name_of(step: int, again: int = 0) -> str:
@@ -209,7 +209,7 @@ def encode(manifest: Manifest, contents: bytes) -> bytes:
             "block": BLOCK,
             "files": {name: [file.size, file.checksums] for name, file in manifest.files.items()},
             "state": manifest.state,
-            **({"near": manifest.near} if manifest.near else {}),
+            **({"near": manifest.binding} if manifest.binding else {}),
         },
         separators=(",", ":"),
     ).encode()
@@ -238,7 +238,7 @@ def decode(data: bytes, path: Path) -> Manifest:
             state=fields["state"],
         )
         manifest.files = {name: StoredFile(size, [*sums]) for name, (size, sums) in fields["files"].items()}
-        manifest.near = {key: str(value) for key, value in fields.get("near", {}).items()}
+        manifest.binding = {key: str(value) for key, value in fields.get("near", {}).items()}
         manifest.objects = {name: Stored(files[number], *run) for name, (number, *run) in fields["objects"].items()}
         manifest.tensors = _tensors(manifest, fields, path)
         for name, numbers in manifest.state.items():

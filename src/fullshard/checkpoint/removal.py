@@ -19,16 +19,16 @@ from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.policies import warn
 
 
-def remove_older(directory: Path, name: str, keep: int, near: bool = False) -> None:
+def remove_older(directory: Path, name: str, keep: int, replicas: bool = False) -> None:
     """Removes checkpoints that are whole, older than the one with this ``name``, and not among the ``keep`` newest.
 
-    Near copies take memory. So with ``near``, it also removes near copies with higher numbers, which training has gone
+    Replicas take memory. So with ``replicas``, it also removes replicas with higher numbers, which training has gone
     back from, and those that are not whole.
     """
     paths, made = list_checkpoints(directory), number_of(name) or (0, 0)
     newer = [path for path in paths if (number_of(path.name) or made) > made]
     older = paths[len(newer) :]  # the checkpoint itself first, unless another job has removed it
-    for path in [*newer, *older[keep:]] if near else _whole(older, keep):
+    for path in [*newer, *older[keep:]] if replicas else _whole(older, keep):
         try:
             if not path.is_symlink():
                 _remove(path)

@@ -63,10 +63,10 @@ from fullshard.checkpoint.manifest import (
     name_of,
     number_of,
 )
-from fullshard.checkpoint.near import Hosts, Sent
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import list_checkpoints
 from fullshard.checkpoint.removal import remove_leftovers, remove_older
+from fullshard.checkpoint.replicas import Hosts, Sent
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
@@ -82,7 +82,7 @@ def save(
     wait: bool = True,
     keep_last: int | None = None,
     trainable_only: bool = False,
-    near: str | Path | None = None,
+    replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path | None:
@@ -100,23 +100,23 @@ def save(
         keep_last: how many checkpoints to keep, including this one. Older ones that are whole are removed. One that is
             being read is left to a later save. One that a symbolic link names is never removed.
         trainable_only: leave out frozen parameters, for example when adapters are trained.
-        near: a directory in memory that outlives processes, such as ``/dev/shm/job``. Each host has its own, under the
-            same path on all ranks, and no other training may use it. The checkpoint is written there, not to
+        replicas: a directory in memory that outlives processes, such as ``/dev/shm/job``. Each host has its own, under
+            the same path on all ranks, and no other training may use it. The checkpoint is written there, not to
             ``directory``. Each host also gets a copy of the files of another host's ranks, so that :func:`load` needs
             no disk if ranks or one host are lost. A host needs memory for the bytes of its ranks: once if it is the
-            only host, twice otherwise. During a save it needs that again, until the previous near copy is removed
+            only host, twice otherwise. During a save it needs that again, until the previous replica is removed
             (``keep_last=None`` means 1 here). If there is not enough space, a warning says so and nothing changes.
-            Needs ``step``. See :func:`forget`.
+            Needs ``step``. See :func:`forget_replicas`.
         process_group: the ranks of the model, if they are not all ranks.
         state: a dict of further state by name. Each rank gives its own: objects with ``state_dict()``, or numbers,
             strings, tensors, and lists and dicts of these.
 
     Returns:
-        the new directory; ``None`` with ``wait=False``, or if there was not enough space for a near copy.
+        the new directory; ``None`` with ``wait=False``, or if there was not enough space for an in-memory replica.
 
     Raises:
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
-        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``near`` is given without ``step``,
+        ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``replicas`` is given without ``step``,
             ``directory`` has a name such as ``step-00000010``, or a name in ``state`` is "step" or has a dot.
     """
     state = checked_state(state)
@@ -127,19 +127,19 @@ def save(
         raise TypeError(f"step is {step!r}; expected an integer")
     if step is not None and (step := operator.index(step)) < 0:
         raise ValueError(f"step is {step}; expected a number from 0 on")
-    if near is not None and step is None:
-        raise ValueError("a near copy needs the step, by which it is compared with the checkpoints of the directory")
-    directory, near = Path(directory).absolute(), Path(near).absolute() if near is not None else None
-    for path in filter(None, (directory, near)):
+    if replicas is not None and step is None:
+        raise ValueError("replicas need the step, by which they are compared with the checkpoints of the directory")
+    directory, memory = Path(directory).absolute(), Path(replicas).absolute() if replicas is not None else None
+    for path in filter(None, (directory, memory)):
         if number := number_of(path.name):
             raise ValueError(
                 f"{path} is a name of one checkpoint: give save() the directory of all, '{path.parent}', and "
                 f"step={number[0]}"
             )
     ranks = Ranks(process_group, background=not wait)
-    hosts = None if near is None else Hosts(near, ranks, directory)
-    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, near=hosts.binding if hosts else {})
-    writing = _Writing(near or directory, ranks, keep_last, manifest, hosts)
+    hosts = None if memory is None else Hosts(memory, ranks, directory)
+    manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
+    writing = _Writing(memory or directory, ranks, keep_last, manifest, hosts)
     writing.prepare(model, optimizer, state, step)
     if wait:
         return writing.write()
@@ -156,7 +156,7 @@ class _Writing:
     ranks: Ranks
     keep_last: int | None
     manifest: Manifest
-    hosts: Hosts | None = None  # only for a near copy
+    hosts: Hosts | None = None  # only for an in-memory replica
     partial: Path = Path()
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
     tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
@@ -273,7 +273,7 @@ class _Writing:
         self.tensors = copies
 
     def write(self) -> Path | None:
-        """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a near copy."""
+        """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a replica."""
         leads, hosts = self.ranks.rank == self.leader, self.hosts
         try:
             (file, outline, _), descriptions = self.ranks.attempt(self._write_file)
@@ -290,13 +290,14 @@ class _Writing:
             if leads:
                 _Last.keys = keys
             if leads and hosts is not None:  # remove older ones only when this one is visible on all hosts
-                remove_older(self.directory, everyone[self.leader], self.keep_last or 1, near=True)
+                remove_older(self.directory, everyone[self.leader], self.keep_last or 1, replicas=True)
         except PeerFailure:
             raise
         except CheckpointError as error:
             if hosts is None:
                 raise
-            warn(f"no near copy of step {self.manifest.step} was kept, and training goes on without it: {error}")
+            step = self.manifest.step
+            warn(f"no in-memory replica of step {step} was kept, and training goes on without it: {error}")
             return None
         finally:
             self._discard()

@@ -1,4 +1,4 @@
-"""Near copies: a job goes on from the memory of its hosts when ranks or a host are lost, and never from a wrong one.
+"""A job continues from the in-memory replicas of its hosts when ranks or a host are lost, and never from a wrong one.
 
 A host is a directory here, of which each host has one of its own.
 """
@@ -27,9 +27,9 @@ import fullshard
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, fetch
 from fullshard.checkpoint.blocks import BLOCK
-from fullshard.checkpoint.fetch import ASK, NearCopy
-from fullshard.checkpoint.near import Hosts
+from fullshard.checkpoint.fetch import ASK, Replica
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.replicas import Hosts
 from tests.checkpoint.cases import optimizer_of, train
 from tests.checkpoint.test_faults import CALLS, assert_holds, filled, flip, killed_at
 from tests.harness import RankPool, World, failure_report, ranks
@@ -42,8 +42,8 @@ def host_of(rank: int, hosts: int, size: int) -> int:
     return rank * hosts // size
 
 
-def near_of(folder: Path, hosts: int = 1) -> Path:
-    """The directory of near copies of this rank's host."""
+def replicas_of(folder: Path, hosts: int = 1) -> Path:
+    """The directory of in-memory replicas of this rank's host."""
     return folder / f"host {host_of(dist.get_rank(), hosts, dist.get_world_size())}"
 
 
@@ -77,15 +77,15 @@ def run(pool: RankPool, function: Callable[..., Any], size: int, *args: Any) -> 
 
 
 def train_and_die(world: World, folder: Path, hosts: int, victim: int | None) -> None:
-    """Saves step 1 on the disk, step 2 near, writes down what follows, and loses a rank."""
+    """Saves step 1 on the disk, step 2 in memory, writes down what follows, and loses a rank."""
     model = sharded()
     optimizer = optimizer_of(model, "AdamW")
     train(model, optimizer, range(1))
     checkpoint.save(folder, model, optimizer, step=1, state={"note": [world.rank]})
     train(model, optimizer, range(1, 2))
     note = [10 + world.rank]
-    path = checkpoint.save(folder, model, optimizer, step=2, near=near_of(folder, hosts), state={"note": note})
-    assert path == near_of(folder, hosts) / STEP
+    path = checkpoint.save(folder, model, optimizer, step=2, replicas=replicas_of(folder, hosts), state={"note": note})
+    assert path == replicas_of(folder, hosts) / STEP
     losses = train(model, optimizer, range(2, 4))
     if world.rank == 0:
         (folder / "losses").write_text(json.dumps(losses))
@@ -101,14 +101,14 @@ def load_and_go_on(world: World, folder: Path, hosts: int) -> tuple[Any, list[fl
     optimizer = optimizer_of(model, "AdamW")
     with log_of_load() as lines, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = checkpoint.load(folder, model, optimizer, near=near_of(folder, hosts))
+        found = checkpoint.load(folder, model, optimizer, replicas=replicas_of(folder, hosts))
     assert found is not None
     losses = train(model, optimizer, range(found["step"], 4))
     return found, losses, lines, [str(each.message) for each in warned]
 
 
 def lose_ranks(pool: RankPool, folder: Path, size: int, hosts: int, victim: int | None = None) -> list[float]:
-    """The losses after the near copy of step 2."""
+    """The losses after the in-memory replica of step 2."""
     outcomes = pool.run(train_and_die, size, folder, hosts, victim, timeout=30)
     assert victim is None or outcomes[victim].kind == "died", failure_report(outcomes)
     assert [path.name for path in checkpoint.list_checkpoints(folder)] == ["step-00000001"]
@@ -127,7 +127,7 @@ def test_a_job_that_lost_a_rank_or_a_host_goes_on_from_memory(
         assert losses == expected
         assert warned == []
         assert len(lines) == (rank == 0)
-        assert all("step 2 is loaded from" in line and "it is a near copy" in line for line in lines)
+        assert all("step 2 is loaded from" in line and "it is an in-memory replica" in line for line in lines)
 
 
 def test_without_one_part_of_it_the_older_checkpoint_of_the_directory_is_loaded(
@@ -152,12 +152,12 @@ def test_another_number_of_ranks_reads_it(rank_pool: RankPool, tmp_path: Path, a
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def save_near(folder: Path, hosts: int = 1) -> Any:
-    """Step 1 on the disk, step 2 near."""
+def save_replicas(folder: Path, hosts: int = 1) -> Any:
+    """Step 1 on the disk, step 2 in memory."""
     model = filled()
     for step in (1, 2):
         model.fill(step)
-        checkpoint.save(folder, model, step=step, near=near_of(folder, hosts) if step == 2 else None)
+        checkpoint.save(folder, model, step=step, replicas=replicas_of(folder, hosts) if step == 2 else None)
     dist.barrier()
     model.fill(7)
     return model
@@ -171,14 +171,14 @@ def assert_all(model: Any, number: int) -> None:
 def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_directory_is(
     world: World, tmp_path: Path
 ) -> None:
-    model, path = save_near(tmp_path, hosts=2), near_of(tmp_path, 2) / STEP
+    model, path = save_replicas(tmp_path, hosts=2), replicas_of(tmp_path, 2) / STEP
     at = Checkpoint(path).tensors["model.blocks.0.weight"].pieces[0].data
     if world.rank == 0:
         flip(path / "__0_0.distcp", at + 3)
     dist.barrier()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 2}
+        assert checkpoint.load(tmp_path, model, replicas=replicas_of(tmp_path, 2)) == {"step": 2}
     assert [("the copy of rank 1 is read" in str(each.message)) for each in warned] == [True] * (world.rank == 0)
     assert_all(model, 2)
     if world.rank == 1:
@@ -186,34 +186,34 @@ def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_d
     dist.barrier()
     reason = "step-00000002 is passed over, because it is not whole.*wrong checksum.*of rank 1.*wrong checksum"
     with pytest.warns(UserWarning, match=reason):
-        assert checkpoint.load(tmp_path, model, near=near_of(tmp_path, 2)) == {"step": 1}
+        assert checkpoint.load(tmp_path, model, replicas=replicas_of(tmp_path, 2)) == {"step": 1}
     assert_all(model, 1)
 
 
 @ranks(2)
 def test_a_host_that_lacks_a_file_asks_for_many_blocks_at_a_time(world: World, tmp_path: Path) -> None:
-    near, asked = near_of(tmp_path, 2), list[tuple[int, int]]()
+    replicas, asked = replicas_of(tmp_path, 2), list[tuple[int, int]]()
     models = [seeded(lambda: nn.Linear(1000, 1003)) for _ in range(2)]
     for model in models:
         fullshard.fully_shard(model)
     with torch.no_grad():
         models[0].weight.to_local().copy_(torch.randn(models[0].weight.to_local().shape))
-    checkpoint.save(tmp_path, models[0], step=2, near=near)
+    checkpoint.save(tmp_path, models[0], step=2, replicas=replicas)
     dist.barrier()
     if world.rank == 0:
-        shutil.rmtree(near)
+        shutil.rmtree(replicas)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch, "AHEAD", 3 * BLOCK)
-        before = NearCopy.ask
+        before = Replica.ask
         patch.setattr(
-            NearCopy,
+            Replica,
             "ask",
             lambda self, holder, name, start, block: (
                 asked.append((start // BLOCK, len(block))) or before(self, holder, name, start, block)
             ),
         )
-        assert checkpoint.load(tmp_path, models[1], near=near) == {"step": 2}
+        assert checkpoint.load(tmp_path, models[1], replicas=replicas) == {"step": 2}
     for key, value in models[0].state_dict().items():
         assert value.to_local().equal(models[1].state_dict()[key].to_local())
     many = [each for each in asked if each[1] == 3 * BLOCK]
@@ -222,14 +222,14 @@ def test_a_host_that_lacks_a_file_asks_for_many_blocks_at_a_time(world: World, t
 
 
 @ranks(2)
-def test_a_stale_near_copy_is_never_loaded(world: World, tmp_path: Path) -> None:
-    model, near = save_near(tmp_path), near_of(tmp_path)
+def test_a_stale_replica_is_never_loaded(world: World, tmp_path: Path) -> None:
+    model, replicas = save_replicas(tmp_path), replicas_of(tmp_path)
     first, other = world.rank == 0, tmp_path / "other"
 
     def load(reason: str, directory: Path = tmp_path) -> Any:
         dist.barrier()
         with pytest.warns(UserWarning, match=f"{STEP} is passed over: .*{reason}"):
-            return checkpoint.load(directory, model, near=near)
+            return checkpoint.load(directory, model, replicas=replicas)
 
     checkpoint.save(other, model, step=1)
     assert load("it is of another training", other) == {"step": 1}
@@ -243,13 +243,15 @@ def test_a_stale_near_copy_is_never_loaded(world: World, tmp_path: Path) -> None
         shutil.rmtree(tmp_path / "step-00000001")
         (tmp_path / "aside").rename(tmp_path / "step-00000001")
     dist.barrier()
-    assert checkpoint.load(tmp_path, model, near=near) == {"step": 2}
+    assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 2}
     checkpoint.save(tmp_path, model, step=1)
     assert load("step-00000001.1 was saved after it") == {"step": 1}
     checkpoint.save(tmp_path, model, step=2)
     with log_of_load() as lines:
-        assert checkpoint.load(tmp_path, model, near=near) == {"step": 2}
-    assert all("step 2 is loaded from" in line and "the near copy of step 2 is passed over" in line for line in lines)
+        assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 2}
+    assert all(
+        "step 2 is loaded from" in line and "the in-memory replica of step 2 is passed over" in line for line in lines
+    )
     dist.barrier()
     if first:
         (tmp_path / "near.json").unlink()
@@ -259,48 +261,48 @@ def test_a_stale_near_copy_is_never_loaded(world: World, tmp_path: Path) -> None
 
 
 @ranks(2)
-def test_the_newer_of_both_is_loaded_and_one_near_copy_is_kept(world: World, tmp_path: Path) -> None:
-    model, near = filled(), near_of(tmp_path, 2)
-    assert checkpoint.load(tmp_path, model, near=near) is None
+def test_the_newer_of_both_is_loaded_and_one_replica_is_kept(world: World, tmp_path: Path) -> None:
+    model, replicas = filled(), replicas_of(tmp_path, 2)
+    assert checkpoint.load(tmp_path, model, replicas=replicas) is None
     for step, on_disk in enumerate([False, False, True, False, False, True]):
         model.fill(step)
-        checkpoint.save(tmp_path, model, step=step, near=None if on_disk else near, wait=step % 2 == 0)
+        checkpoint.save(tmp_path, model, step=step, replicas=None if on_disk else replicas, wait=step % 2 == 0)
         checkpoint.wait_until_finished()
-        assert checkpoint.load(tmp_path, model, near=near) == {"step": step}
+        assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": step}
         assert_all(model, step)
-        (path,) = checkpoint.list_checkpoints(near)
+        (path,) = checkpoint.list_checkpoints(replicas)
         if not on_disk:
             assert_holds(Checkpoint(path), step)
     dist.barrier()
-    checkpoint.forget(near)
+    checkpoint.forget_replicas(replicas)
     dist.barrier()
-    assert not near.exists()
-    assert checkpoint.load(tmp_path, model, near=near) == {"step": 5}
-    with pytest.raises(ValueError, match="a near copy needs the step"):
-        checkpoint.save(tmp_path, model, near=near)
+    assert not replicas.exists()
+    assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 5}
+    with pytest.raises(ValueError, match="replicas need the step"):
+        checkpoint.save(tmp_path, model, replicas=replicas)
 
 
 @ranks(3)
 def test_files_go_half_of_the_hosts_away(world: World, tmp_path: Path) -> None:
     for hosts, targets in ((1, [None] * 3), (2, [2, 2, 0]), (3, [1, 2, 0])):
-        found = Hosts(near_of(tmp_path, hosts), Ranks(None))
+        found = Hosts(replicas_of(tmp_path, hosts), Ranks(None))
         assert found.to == targets[world.rank]
         assert found.sources == [rank for rank, to in enumerate(targets) if to == world.rank]
         assert host_of(found.leader, hosts, 3) == host_of(world.rank, hosts, 3)
 
 
 def save_to_full_memory(world: World, folder: Path, memory: Path) -> tuple[str, Any]:
-    near = memory if world.rank else folder / "host"
+    replicas = memory if world.rank else folder / "host"
     model, small = seeded(lambda: MLP((1000, 1000, 1000))), filled()
     fullshard.fully_shard(model)
     checkpoint.save(folder, model, step=1)
     small.fill(2)
-    assert checkpoint.save(folder, small, step=2, near=near) == near / STEP
-    with pytest.warns(UserWarning, match="no near copy of step 3 was kept") as warned:
-        assert checkpoint.save(folder, model, step=3, near=near) is None
-    assert [path.name for path in near.iterdir()] == [STEP]
+    assert checkpoint.save(folder, small, step=2, replicas=replicas) == replicas / STEP
+    with pytest.warns(UserWarning, match="no in-memory replica of step 3 was kept") as warned:
+        assert checkpoint.save(folder, model, step=3, replicas=replicas) is None
+    assert [path.name for path in replicas.iterdir()] == [STEP]
     checkpoint.save(folder, model, step=4)
-    return str(warned[0].message), checkpoint.load(folder, model, near=near)
+    return str(warned[0].message), checkpoint.load(folder, model, replicas=replicas)
 
 
 def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_path: Path) -> None:
@@ -320,36 +322,36 @@ def test_full_memory_is_warned_of_and_changes_nothing(rank_pool: RankPool, tmp_p
         subprocess.run(["umount", str(memory)], check=True)
 
 
-def save_near_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
-    model, near = save_near(folder, hosts=2), near_of(folder, 2)
+def save_replicas_until_killed(world: World, folder: Path, victim: int, moment: int, wait: bool) -> None:
+    model, replicas = save_replicas(folder, hosts=2), replicas_of(folder, 2)
     names = (*CALLS, "torch.distributed.isend", "torch.distributed.irecv", "torch.distributed.broadcast")
     with killed_at(moment if world.rank == victim else -1, names):
         for step in (3, 4):
             model.fill(step)
-            checkpoint.save(folder, model, step=step, near=near, wait=wait)
+            checkpoint.save(folder, model, step=step, replicas=replicas, wait=wait)
         checkpoint.wait_until_finished()
 
 
 def load_what_is_left(world: World, folder: Path) -> int:
-    model, near = filled(), near_of(folder, 2)
-    found = checkpoint.load(folder, model, near=near)
+    model, replicas = filled(), replicas_of(folder, 2)
+    found = checkpoint.load(folder, model, replicas=replicas)
     assert found is not None
     assert_all(model, found["step"])
-    checkpoint.save(folder, model, step=9, near=near)
-    assert [path.name for path in near.iterdir()] == ["step-00000009"]
+    checkpoint.save(folder, model, step=9, replicas=replicas)
+    assert [path.name for path in replicas.iterdir()] == ["step-00000009"]
     return int(found["step"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [None, 0])
-def test_a_rank_killed_at_any_point_of_a_near_save_loses_nothing(
+def test_a_rank_killed_at_any_point_of_a_save_of_replicas_loses_nothing(
     rank_pool: RankPool, tmp_path: Path, lost: int | None
 ) -> None:
     draw, steps = random.Random(lost), set()
     for number in range(10):
         folder, victim, moment = tmp_path / str(number), draw.randrange(2), draw.randrange(60)
         folder.mkdir()
-        outcomes = rank_pool.run(save_near_until_killed, 2, folder, victim, moment, number % 3 > 0, timeout=30)
+        outcomes = rank_pool.run(save_replicas_until_killed, 2, folder, victim, moment, number % 3 > 0, timeout=30)
         kinds = [outcome.kind for outcome in outcomes]
         assert kinds[victim] in ("died", "returned"), failure_report(outcomes)
         assert "hung" not in kinds, failure_report(outcomes)
@@ -371,26 +373,26 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_save_and_a_warning_of_lo
     if world.rank == 0:
         (tmp_path / "file").write_text("")
     checkpoint.save(tmp_path, model, step=1)
-    with pytest.raises(CheckpointError, match=r"no near copies can be kept in .*file"):
-        checkpoint.save(tmp_path, model, step=2, near=tmp_path / "file")
-    with pytest.warns(UserWarning, match=r"near copies are passed over: .*file"):
-        assert checkpoint.load(tmp_path, model, near=tmp_path / "file") == {"step": 1}
+    with pytest.raises(CheckpointError, match=r"no in-memory replicas can be kept in .*file"):
+        checkpoint.save(tmp_path, model, step=2, replicas=tmp_path / "file")
+    with pytest.warns(UserWarning, match=r"in-memory replicas are passed over: .*file"):
+        assert checkpoint.load(tmp_path, model, replicas=tmp_path / "file") == {"step": 1}
 
 
 def load_until_killed(world: World, folder: Path) -> None:
-    model, near = save_near(folder, hosts=2), near_of(folder, 2)
+    model, replicas = save_replicas(folder, hosts=2), replicas_of(folder, 2)
 
-    def die(copy: NearCopy) -> None:
+    def die(copy: Replica) -> None:
         dist.recv(torch.empty(3, dtype=torch.int64), group=copy.ranks.group, tag=ASK)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
-            shutil.rmtree(near)
+            shutil.rmtree(replicas)
         else:
-            patch.setattr(NearCopy, "_serve", die)
+            patch.setattr(Replica, "_serve", die)
         dist.barrier()
-        checkpoint.load(folder, model, near=near)
+        checkpoint.load(folder, model, replicas=replicas)
 
 
 @pytest.mark.slow

@@ -1,15 +1,15 @@
-"""Near copies: checkpoints in the memory of the hosts. They outlive their processes, and another host has a copy.
+"""In-memory replicas: checkpoints in the memory of the hosts. They outlive their processes, and are on two hosts.
 
-A near copy is a checkpoint like any other, in a directory that each host has for itself, for example in ``/dev/shm``.
+A replica is a checkpoint like any other, in a directory that each host has for itself, for example in ``/dev/shm``.
 It has the files of this host's ranks, the files of another host's ranks, and the manifest, which is the same on all
 hosts::
 
     host a   /dev/shm/job/step-00000012    manifest.json   __0 __1   and, of host b,   __2 __3
     host b   /dev/shm/job/step-00000012    manifest.json   __2 __3   and, of host a,   __0 __1
 
-Owns which ranks share a host, and which other host gets their files. Owns also the training to which a near copy
-belongs. Each directory of checkpoints has a file that identifies its training. A near copy names that training, and the
-checkpoint that was the newest when it was saved. A near copy of another training, or one from before the directory
+Owns which ranks share a host, and which other host gets their files. Owns also the training to which a replica
+belongs. Each directory of checkpoints has a file that identifies its training. A replica names that training, and the
+checkpoint that was the newest when it was saved. A replica of another training, or one from before the directory
 changed, is never loaded.
 """
 
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from fullshard._renamed import renamed_keywords
 from fullshard.checkpoint.background import wait_until_finished
 from fullshard.checkpoint.blocks import BLOCK, BlockWriter, CheckpointError, bytes_of, checksum, make_directory
 from fullshard.checkpoint.manifest import StoredFile, mark_of
@@ -56,22 +57,22 @@ class Sent(NamedTuple):
 
 
 class Hosts:
-    """The hosts: which ranks share a directory for near copies, and which ranks they send their files to. All ranks
-    must make it.
+    """The hosts: which ranks share a directory for replicas, and which ranks they send their files to. All ranks must
+    make it.
 
     A host sends its files half way around the list of hosts. So data is lost only if two particular hosts are lost.
 
     Args:
-        root: the directory for near copies, which each host has for itself. It is made.
+        root: the directory for replicas, which each host has for itself. It is made.
         ranks: the ranks that save or load.
-        directory: the directory of checkpoints, whose training the saved near copies belong to.
+        directory: the directory of checkpoints, whose training the saved replicas belong to.
 
     Attributes:
         members: the ranks of each host, by the first of them.
-        leader: the first rank of this host. It makes the near copy in this host's directory visible.
+        leader: the first rank of this host. It makes the replica in this host's directory visible.
         to: the rank of another host that receives this rank's file; ``None`` if there is only one host.
         sources: the ranks whose files this rank receives.
-        binding: what the manifest of a near copy says about its training.
+        binding: what the manifest of a replica says about its training.
 
     Raises:
         CheckpointError: on all ranks, if the directory cannot be made on one.
@@ -167,12 +168,12 @@ def _location_of(root: Path) -> tuple[Any, ...]:
         root.mkdir(parents=True, exist_ok=True)
         found = root.stat()
     except OSError as error:
-        raise CheckpointError(f"no near copies can be kept in {root}: {error.strerror}") from error
+        raise CheckpointError(f"no in-memory replicas can be kept in {root}: {error.strerror}") from error
     return _BOOT.read_text() if _BOOT.exists() else socket.gethostname(), found.st_dev, found.st_ino
 
 
 def binding(directory: Path) -> dict[str, str]:
-    """What the manifest of a near copy says: its training, and the newest checkpoint before it."""
+    """What the manifest of a replica says: its training, and the newest checkpoint before it."""
     found = training_of(directory)
     if not found:
         make_directory(directory)
@@ -194,21 +195,22 @@ def training_of(directory: Path) -> str:
         return ""
 
 
-def forget(near: str | Path, process_group: ProcessGroup | None = None) -> None:
-    """Removes the near copies of a finished training, and so frees their memory.
+@renamed_keywords("fullshard.checkpoint.forget_replicas")
+def forget_replicas(replicas: str | Path, process_group: ProcessGroup | None = None) -> None:
+    """Removes the in-memory replicas of a finished training, and so frees their memory.
 
-    All ranks must call it. Otherwise only a restart of the host removes the last near copy, and a later :func:`load`
-    may continue from it.
+    All ranks must call it. Otherwise only a restart of the host removes the last replica, and a later :func:`load` may
+    continue from it.
 
     Args:
-        near: the directory that was given to :func:`save`.
+        replicas: the directory that was given to :func:`save`.
         process_group: the ranks of the model, if they are not all ranks.
 
     Raises:
-        CheckpointError: the last save in the background failed. The near copies stay.
+        CheckpointError: the last save in the background failed. The replicas stay.
     """
     wait_until_finished()
-    root, ranks = Path(near), Ranks(process_group)
+    root, ranks = Path(replicas), Ranks(process_group)
     if Hosts(root, ranks).leader == ranks.rank:  # all ranks are here, so no rank reads or writes any more
         for path in [*list_checkpoints(root), *root.glob(".step-*.partial"), *root.glob(".step-*.removed")]:
             if path != root:

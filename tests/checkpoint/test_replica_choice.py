@@ -1,4 +1,4 @@
-"""Which host gets the copy of which, and which of a near copy and a checkpoint of the same step is loaded."""
+"""Which host gets the copy of which, and which of a replica and a checkpoint of the same step is loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fullshard import checkpoint
-from fullshard.checkpoint.near import Hosts
 from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.replicas import Hosts
 from tests.checkpoint.test_faults import filled
-from tests.checkpoint.test_near import assert_all, near_of
+from tests.checkpoint.test_replicas import assert_all, replicas_of
 from tests.harness import World, ranks
 
 
@@ -48,7 +48,7 @@ def test_of_many_hosts_each_sends_its_files_half_of_them_away(
 
 @ranks(2)
 def test_of_equal_steps_what_was_saved_last_is_loaded(world: World, tmp_path: Path) -> None:
-    model, near = filled(), near_of(tmp_path, 2)
+    model, replicas = filled(), replicas_of(tmp_path, 2)
 
     def save(value: int, **options: Any) -> None:
         model.fill(value)
@@ -56,28 +56,28 @@ def test_of_equal_steps_what_was_saved_last_is_loaded(world: World, tmp_path: Pa
 
     def loaded() -> Any:
         model.fill(9)
-        return checkpoint.load(tmp_path, model, near=near)
+        return checkpoint.load(tmp_path, model, replicas=replicas)
 
     save(1)
-    save(3, near=near)
+    save(3, replicas=replicas)
     assert loaded() == {"step": 2}
     assert_all(model, 3)
     save(4)
     assert loaded() == {"step": 2}
     assert_all(model, 4)
-    save(5, near=near)
+    save(5, replicas=replicas)
     assert loaded() == {"step": 2}
     assert_all(model, 5)
 
 
 @ranks(2)
-def test_a_near_copy_is_stale_once_its_own_step_is_on_the_disk(world: World, tmp_path: Path) -> None:
-    """As of a job that saves near copies often, and every tenth on the disk too."""
-    model, near = filled(), near_of(tmp_path, 2)
+def test_a_replica_is_stale_once_its_own_step_is_on_the_disk(world: World, tmp_path: Path) -> None:
+    """As of a job that saves in-memory replicas often, and every tenth on the disk too."""
+    model, replicas = filled(), replicas_of(tmp_path, 2)
     model.fill(1)
-    checkpoint.save(tmp_path, model, step=2, near=near)
+    checkpoint.save(tmp_path, model, step=2, replicas=replicas)
     model.fill(2)
     checkpoint.save(tmp_path, model, step=2)
     model.fill(9)
-    assert checkpoint.load(tmp_path, model, near=near) == {"step": 2}
+    assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 2}
     assert_all(model, 2)
