@@ -48,7 +48,7 @@ KEYWORDS = {
 
 
 def renamed(owner: str, name: str) -> object:
-    """What a module has under the new name of ``name``.
+    """Returns the object of a module that had the name ``name`` in version 0.1, and warns.
 
     Raises:
         AttributeError: ``name`` is not the old name of anything in the module.
@@ -57,7 +57,7 @@ def renamed(owner: str, name: str) -> object:
 
 
 def new_name(owner: str, name: str) -> str:
-    """The new name of what ``owner``, a module or a class, calls ``name`` in version 0.1. Warns of the old one."""
+    """Returns the new name of ``name``, a name of version 0.1 in ``owner`` (a module or a class), and warns."""
     new = NAMES.get(owner, {}).get(name)
     if new is None:
         raise AttributeError(f"{owner!r} has no attribute {name!r}")
