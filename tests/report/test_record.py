@@ -27,7 +27,7 @@ def of(spans: list[Span], lane: str, what: str) -> list[Span]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     recording = recorded(world, sharded())
@@ -45,7 +45,7 @@ def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
         received = sum(span.nbytes for span in reduced) / sum(rank.groups.values())  # half of it, in two steps
         assert 1 <= received < 1.25 if transport == "collective" else received == 1  # which has padding
         gathered = of(rank.spans, "gather", "gather")
-        assert {span.group for span in gathered} == (set() if transport == "host" else groups)
+        assert {span.group for span in gathered} == (set() if transport == "shm" else groups)
         assert all(span.end >= span.start for span in rank.spans)
         assert all(held > 0 for _, held in rank.memory)
         for span in gathered:  # what was gathered is there before it is used
@@ -112,7 +112,7 @@ def test_recorded_training_is_as_without(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_the_findings_name_a_rank_that_sleeps_and_where(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = sharded()
