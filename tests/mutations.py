@@ -856,22 +856,22 @@ MUTATIONS = (
     ),
     # reports
     Mutation(
-        "report/record.py",
+        "report/profile.py",
         "mine.shifted(offset)",
         "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(
-        "report/trace.py",
+        "report/chrome_trace.py",
         '"ts": when / 1e3',
         '"ts": when / 1e6',
-        "tests/report/test_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
+        "tests/report/test_chrome_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
     ),
     Mutation(
         "report/page.py",
         "times = [(when - begin) / 1e6",
         "times = [(when - begin) / 1e3",
-        "tests/report/test_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
+        "tests/report/test_chrome_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
     ),
     Mutation(
         "report/estimate.py",

@@ -20,8 +20,10 @@ NAMES = {
         "LostRankError": "PeerFailureError",
         "NonFiniteDetector": "NanDetector",
         "NonFiniteError": "NanError",
+        "Recording": "Trace",
         "detect_non_finite": "detect_nan",
         "leave_out": "skip_module",
+        "record": "profile",
     },
     "fullshard.checkpoint": {
         "BrokenCheckpoint": "CorruptCheckpointError",

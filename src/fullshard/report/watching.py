@@ -1,4 +1,4 @@
-"""The step observer, on which recordings and metrics are built: clock, memory, lanes, waits and optimizer steps.
+"""The step observer, on which traces and metrics are built: clock, memory, lanes, waits and optimizer steps.
 
 It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The one
 exception is the class of :data:`WAITS`: code that waits assigns an attribute there and calls no method.
