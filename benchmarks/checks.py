@@ -21,7 +21,7 @@ from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from benchmarks.steps import Trainer
 
-TRANSPORTS = ("host", "p2p", "collective")
+TRANSPORTS = ("shm", "p2p", "collective")
 _WATCHED = 10.0
 
 

@@ -44,7 +44,7 @@ def main() -> None:
     if sys.argv[1:] == ["memory"]:
         return _memory()
     rows = []
-    for transport in ("p2p", "host"):
+    for transport in ("p2p", "shm"):
         for work in _SIZES:
             found = max(run_ranks(_measure, 2, work, transport), key=lambda each: float(each["measured"]))
             rows.append(
@@ -81,7 +81,7 @@ def _measure(work: Work, transport: str) -> dict[str, Any]:
     model = fullshard.fully_shard_blocks(work.build())
     explanation = fullshard.explain(model)
     matrices = sum(param.numel for group in explanation.groups for param in group.parameters if param.is_matrix)
-    exchange = _added if transport == "host" else _sent
+    exchange = _added if transport == "shm" else _sent
     models = [lambda step, each=each: _train(each, work, rank, step) for each in (alone, model)]
     computing, measured, large, small = _quarters([*models, exchange(_BYTES), exchange(4096)])
     bandwidth = _BYTES / max(1e-9, large - small)

@@ -190,7 +190,7 @@ GOALS = [
     _memory("the same after free_buffers()", 0.0, "freed"),
     *(
         Goal(f"a step with its checks / without, {name}", "checks", 1.01, "", _checked(name))
-        for name in ("host", "p2p", "collective")
+        for name in ("shm", "p2p", "collective")
     ),
     Goal("peak of a communication-bound step over sockets / FSDP2's", "peaks", 1.0, "", _peak("fullshard, p2p")),
     Goal("the same, collective", "peaks", 1.0, "", _peak("fullshard, collective")),

@@ -1,7 +1,7 @@
-"""Pictures of a recording of two ranks, of which one is slow; and what it costs to look on.
+"""Pictures of a trace of two ranks, of which one is slow; and what it costs to look on.
 
     python benchmarks/recording.py docs          # docs/recording-step.png, docs/recording-waits.png
-    python benchmarks/recording.py --cost        # a step with log_metrics and with record, over one without
+    python benchmarks/recording.py --cost        # a step with log_metrics and with profile, over one without
 
 Two ranks train a small transformer and exchange messages (``p2p``), as ranks on different hosts do. For the pictures
 rank 1 sleeps in the forward of a block. The cost is the time in the functions that look on, measured in them, over the
@@ -43,25 +43,25 @@ LOOKED_AT = Work("looked at", blocks=12, width=256, sequence=128)
 _STEPS = 20
 
 
-def record(work: Work) -> fullshard.Recording:
-    """Record three steps of two ranks; on rank 0 the recording has both."""
+def record(work: Work) -> fullshard.Trace:
+    """Record three steps of two ranks; on rank 0 the trace has both."""
     model, train = _trained(work)
     if dist.get_rank() == 1:
         model.blocks[2].register_forward_pre_hook(lambda *_: time.sleep(_SLEEP))
     train(3)
-    recording = fullshard.record(model, steps=3)
+    trace = fullshard.profile(model, steps=3)
     train(3)
-    recording.gather()
-    return recording
+    trace.gather()
+    return trace
 
 
-def draw(recording: fullshard.Recording, folder: Path) -> None:
+def draw(trace: fullshard.Trace, folder: Path) -> None:
     """Write the pictures that docs/record.md shows."""
-    rank = recording.ranks[0]
+    rank = trace.ranks[0]
     steps = rank.steps()
     shortest = min(steps, key=lambda step: steps[step][1] - steps[step][0])
     page.draw_step(rank, shortest).savefig(folder / "recording-step.png", dpi=100)
-    page.draw_waits(recording.ranks, waited(recording.ranks)).savefig(folder / "recording-waits.png", dpi=100)
+    page.draw_waits(trace.ranks, waited(trace.ranks)).savefig(folder / "recording-waits.png", dpi=100)
 
 
 @dataclass
@@ -86,7 +86,7 @@ def cost(work: Work) -> dict[str, Cost]:
     nowhere: dict[str, Callable[[], Any]] = {
         "nothing": lambda: None,
         "log_metrics": lambda: fullshard.log_metrics(model, os.devnull),
-        "record": lambda: fullshard.record(model, steps=_STEPS + 2),
+        "profile": lambda: fullshard.profile(model, steps=_STEPS + 2),
     }
     found: dict[str, Cost] = {}
     for name, begin in nowhere.items():
@@ -198,9 +198,9 @@ def main() -> None:
             )
         return
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    recording = run_ranks(_recorded, 2, WORK)[0]
-    draw(fullshard.Recording(recording), folder)
-    for finding in fullshard.Recording(recording).findings():
+    trace = run_ranks(_recorded, 2, WORK)[0]
+    draw(fullshard.Trace(trace), folder)
+    for finding in fullshard.Trace(trace).findings():
         print(f"{finding.kind}: {finding.text} {finding.advice}")
 
 

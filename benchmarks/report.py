@@ -24,7 +24,7 @@ Results = dict[str, Any]
 
 #: What transports are, for those who do not know the library.
 _TRANSPORTS = {
-    "host": "memory that the ranks of a host share",
+    "shm": "memory that the ranks of a host share",
     "p2p": "messages between pairs of ranks, over sockets",
     "collective": "the process group's own collectives, over sockets",
 }

@@ -141,12 +141,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
     everywhere = metafunc.config.getoption("--all") or metafunc.definition.get_closest_marker("everywhere")
     if in_parity and transports == [None]:
-        transports = ["host", "p2p", "collective"] if everywhere else ["host"]
+        transports = ["shm", "p2p", "collective"] if everywhere else ["shm"]
         transports += PRETENDED if metafunc.config.getoption("--all") else ()
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:
-        worlds = [world for world in worlds if world != (1, "host")]
+        worlds = [world for world in worlds if world != (1, "shm")]
     if not everywhere:
         sizes = (2, 3) if metafunc.module.__name__.startswith(("tests.parity.", "tests.comm.")) else (2,)
         worlds = [world for world in worlds if world[0] in sizes] or worlds[:1]

@@ -50,8 +50,8 @@ NEAREST = {
         "tests/parity/test_finalization.py",
         "tests/fully_shard/test_shared_memory.py",
     ),
-    "comm/host.py": (
-        "tests/comm/test_host.py",
+    "comm/shm.py": (
+        "tests/comm/test_shm.py",
         "tests/comm/test_transports.py",
         "tests/fully_shard/test_shared_memory.py",
     ),
@@ -521,46 +521,46 @@ MUTATIONS = (
     ),
     # memory that the ranks of a host share
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "self.done.set(reading.number)\n\n",
         "\n",
-        "tests/comm/test_host.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
+        "tests/comm/test_shm.py::test_a_slot_may_be_written_once_the_slowest_rank_has_read_it",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "        self.done.set(self.ready.value)\n",
         "",
-        "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
+        "tests/comm/test_shm.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "if dropped != self._purged[rank]:",
         "if False:",
-        "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
+        "tests/comm/test_shm.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "if (number, tag) != (reading.number, route.tag):",
         "if number != reading.number:",
-        "tests/comm/test_host.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
+        "tests/comm/test_shm.py::test_ranks_that_reduce_different_groups_are_told_the_tags",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "if subject != route.subject:",
         "if False:",
-        "tests/comm/test_host.py::test_ranks_that_reduce_different_parameters_of_a_group_are_told",
+        "tests/comm/test_shm.py::test_ranks_that_reduce_different_parameters_of_a_group_are_told",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "self.ready.note(self.ready.noted(self.local_ranks.rank) + 1)",
         "pass",
-        "tests/comm/test_host.py::test_others_let_go_of_a_slot_at_their_next_reduction",
+        "tests/comm/test_shm.py::test_others_let_go_of_a_slot_at_their_next_reduction",
     ),
     Mutation(
-        "comm/host.py",
+        "comm/shm.py",
         "while self._files and self.done.reached(self._files[0][0]):",
         "while self._files:",
-        "tests/comm/test_host.py::test_a_slot_that_was_freed_is_still_found_by_a_slow_rank",
+        "tests/comm/test_shm.py::test_a_slot_that_was_freed_is_still_found_by_a_slow_rank",
     ),
     Mutation(
         "comm/local_ranks.py",
@@ -856,22 +856,22 @@ MUTATIONS = (
     ),
     # reports
     Mutation(
-        "report/record.py",
+        "report/profile.py",
         "mine.shifted(offset)",
         "mine.shifted(-offset)",
         "tests/report/test_clocks.py::test_times_of_another_host_are_those_of_the_first",
     ),
     Mutation(
-        "report/trace.py",
+        "report/chrome_trace.py",
         '"ts": when / 1e3',
         '"ts": when / 1e6',
-        "tests/report/test_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
+        "tests/report/test_chrome_trace.py::test_memory_stands_where_the_spans_stand_that_began_with_it",
     ),
     Mutation(
         "report/page.py",
         "times = [(when - begin) / 1e6",
         "times = [(when - begin) / 1e3",
-        "tests/report/test_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
+        "tests/report/test_chrome_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
     ),
     Mutation(
         "report/estimate.py",

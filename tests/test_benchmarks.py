@@ -72,7 +72,7 @@ def test_bytes_on_the_wire_are_counted(steps: dict[str, Any]) -> None:
     assert contenders["no communication"]["asked"] == contenders["no communication"]["copied"] == 0
     assert all(found["unknown"] == [] for found in contenders.values())
     for name in SHARDED | {"fullshard, p2p", "fullshard, collective"}:
-        if contenders[name]["transport"] == "host":
+        if contenders[name]["transport"] == "shm":
             assert contenders[name]["asked"] == 0, "shared memory carries everything else"
         else:
             assert 0.99 < contenders[name]["asked"] <= 1.51
@@ -208,7 +208,7 @@ def checks() -> dict[str, Any]:
 
 
 def test_checks_are_timed_on_every_transport(checks: dict[str, Any]) -> None:
-    assert list(checks["steps"]) == ["host", "p2p", "collective"]
+    assert list(checks["steps"]) == ["shm", "p2p", "collective"]
     for found in checks["steps"].values():
         assert {name: list(pair) for name, pair in found.items()} == {
             "default": ["without", "with"],

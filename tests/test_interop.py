@@ -583,7 +583,7 @@ def test_stages_of_pipelines(world: World, kind: str, schedule: Any) -> None:
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("name", ["replicate", "replicate_with_fsdp"])
 @pytest.mark.parametrize(
     ("library", "kind"), [("fullshard", kind) for kind in FRONT_ENDS[:3]] + [("torch", "composable")]

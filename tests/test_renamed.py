@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 import fullshard
 from fullshard import _renamed, checkpoint
 from fullshard.checkpoint.reader import Checkpoint
+from fullshard.comm.select import select_transport
 from tests.harness import World, ranks
 
 PREEMPTION = "fullshard.checkpoint.PreemptionHandler"
@@ -47,6 +49,17 @@ def test_old_names_of_the_preemption_handler() -> None:
         assert handler.left is None
     with pytest.raises(TypeError, match="got both 'grace_period' and 'within'"):
         checkpoint.PreemptionHandler(grace_period=1.0, within=3.0)  # type: ignore[call-arg]
+
+
+@ranks(2, fresh=True)
+def test_the_transport_host_is_shm(world: World) -> None:
+    group, cpu = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FULLSHARD_TRANSPORT", "host")
+        said = "^FULLSHARD_TRANSPORT=host is called FULLSHARD_TRANSPORT=shm since 0.2.0$"
+        with pytest.warns(DeprecationWarning, match=said) as warned:
+            assert [select_transport(group, cpu).name for _ in range(2)] == ["shm", "shm"]
+    assert len(warned) == 1
 
 
 @ranks(1)

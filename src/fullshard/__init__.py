@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from fullshard.report.doctor import Diagnosis, doctor
     from fullshard.report.explain import explain
     from fullshard.report.metrics import Metrics, log_metrics
-    from fullshard.report.record import Recording, record
+    from fullshard.report.profile import Trace, profile
 
 __all__ = [
     "AllGather",
@@ -89,7 +89,6 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerFailureError",
-    "Recording",
     "ReduceScatter",
     "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
@@ -98,6 +97,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "Trace",
     "UnshardHandle",
     "detect_nan",
     "doctor",
@@ -107,7 +107,7 @@ __all__ = [
     "is_patched",
     "log_metrics",
     "patch",
-    "record",
+    "profile",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "skip_module",
@@ -116,7 +116,7 @@ __all__ = [
 ]
 
 #: Where names are that are imported once they are asked for.
-_LATER = {"Recording": "report.record", "explain": "report.explain", "record": "report.record"}
+_LATER = {"Trace": "report.profile", "explain": "report.explain", "profile": "report.profile"}
 _LATER |= {"Metrics": "report.metrics", "log_metrics": "report.metrics"}
 _LATER |= {"Diagnosis": "report.doctor", "doctor": "report.doctor"}
 

@@ -20,8 +20,10 @@ NAMES = {
         "LostRankError": "PeerFailureError",
         "NonFiniteDetector": "NanDetector",
         "NonFiniteError": "NanError",
+        "Recording": "Trace",
         "detect_non_finite": "detect_nan",
         "leave_out": "skip_module",
+        "record": "profile",
     },
     "fullshard.checkpoint": {
         "BrokenCheckpoint": "CorruptCheckpointError",
@@ -45,6 +47,8 @@ KEYWORDS = {
     "fullshard.checkpoint.load": {"near": "replicas"},
     "fullshard.checkpoint.save": {"frozen": "not trainable_only", "near": "replicas"},
 }
+#: New values by old values, for each environment variable that had them.
+VALUES = {"FULLSHARD_TRANSPORT": {"host": "shm"}}
 
 
 def renamed(owner: str, name: str) -> object:
@@ -88,6 +92,15 @@ def renamed_keywords(function: str) -> Callable[[Callable[_Arguments, _Result]],
         return call
 
     return decorate
+
+
+@functools.cache
+def renamed_value(variable: str, value: str) -> str:
+    """The value of an environment variable, by its new name. Warns of an old one, once in a process."""
+    new = VALUES[variable].get(value, value)
+    if new != value:
+        _warn(f"{variable}={value}", f"{variable}={new}")
+    return new
 
 
 def _move_to_state(function: str, options: Set[str], kwargs: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from tests.harness.models import MLP, MixedDtypes, random_batch, seeded
 from tests.harness.wrapper import wrap_blocks
 
 BATCH = random_batch(4, 6)
-TRANSPORTS = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 FRONT_ENDS = pytest.mark.parametrize("front_end", ["composable", "flat", "original"])
 LOW = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

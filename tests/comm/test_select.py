@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction
 from tests.comm.cases import (
     Case,
@@ -33,7 +33,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @ranks(2)
 def test_ranks_of_a_host_share_memory(world: World) -> None:
-    assert isinstance(select_transport(group(), CPU), HostTransport)
+    assert isinstance(select_transport(group(), CPU), ShmTransport)
     assert select_transport(group(), CPU) is select_transport(group(), CPU)
 
 
@@ -41,7 +41,7 @@ def test_ranks_of_a_host_share_memory(world: World) -> None:
 def test_each_process_group_shares_memory_of_its_own(world: World) -> None:
     pair = dist.new_group([0, 2])
     if world.rank != 1:
-        assert isinstance(select_transport(pair, CPU), HostTransport)
+        assert isinstance(select_transport(pair, CPU), ShmTransport)
         assert select_transport(pair, CPU) is not select_transport(group(), CPU)
     else:
         select_transport(group(), CPU)
@@ -56,7 +56,7 @@ def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fullshard.comm.local_ranks.host_id", on_other_hosts)
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
-        patch.setenv("FULLSHARD_TRANSPORT", "host")
+        patch.setenv("FULLSHARD_TRANSPORT", "shm")
         with pytest.raises(
             ValueError, match="cannot serve this process group: rank 2 runs on another host than rank 0"
         ):
@@ -121,7 +121,7 @@ def test_where_one_rank_cannot_share_all_exchange_messages(world: World, lack: s
         elif world.rank == 1:
             patch.setattr(name, value)
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
-        patch.setenv("FULLSHARD_TRANSPORT", "host")
+        patch.setenv("FULLSHARD_TRANSPORT", "shm")
         with pytest.raises(ValueError, match=f"cannot serve this process group: {message}.*unset it"):
             select_transport(group(), CPU)
 
@@ -137,7 +137,7 @@ def test_where_rank_0_has_no_memory_all_exchange_messages(world: World) -> None:
 @ranks(1)
 def test_one_rank_has_nobody_to_share_with(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for wanted in ("", "host"):
+        for wanted in ("", "shm"):
             patch.setenv("FULLSHARD_TRANSPORT", wanted)
             assert isinstance(select_transport(group(), CPU), PointToPointTransport)
 
@@ -190,18 +190,18 @@ def test_one_line_says_which_was_chosen_and_why(world: World, wanted: str) -> No
     logger.setLevel(logging.NOTSET)
     (line,) = [record.getMessage() for record in records]
     why = f"FULLSHARD_TRANSPORT={wanted}" if wanted else "all of them share a host"
-    assert line == f"2 ranks move buffers on cpu by '{wanted or 'host'}': {why}"
+    assert line == f"2 ranks move buffers on cpu by '{wanted or 'shm'}': {why}"
 
 
 @ranks(1)
 def test_an_unknown_transport_is_refused_with_the_known_ones(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_TRANSPORT", "pigeon")
-        with pytest.raises(ValueError, match="'pigeon' names no transport: use one of host, p2p, collective"):
+        with pytest.raises(ValueError, match="'pigeon' names no transport: use one of shm, p2p, collective"):
             select_transport(group(), CPU)
 
 
-@pytest.mark.parametrize("wanted", ["host", "p2p"])
+@pytest.mark.parametrize("wanted", ["shm", "p2p"])
 def test_what_needs_gloo_is_refused_without(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     monkeypatch.setenv("FULLSHARD_TRANSPORT", wanted)
     with fake_world(2), pytest.raises(ValueError, match="uses 'fake' for buffers on cpu: unset it or use 'collective'"):

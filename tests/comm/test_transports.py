@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fullshard.buffer.plan import LayoutName
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction, Transport, alias
 from tests.comm.cases import (
     EMPTY,
@@ -58,14 +58,14 @@ SHAPES = {
 
 each_transport = pytest.mark.parametrize("transport_name", TRANSPORTS)
 #: The ranks of a host gather as messages what does not lie in memory that they share.
-each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "host"])
+each_reducing_transport = pytest.mark.parametrize("transport_name", [*TRANSPORTS, "shm"])
 each_layout = pytest.mark.parametrize("layout", ["even", "flat"])
 
 
 def make(transport_name: str, process_group: dist.ProcessGroup | None = None) -> Transport:
-    if transport_name == "host":
-        shared = HostTransport.among(process_group or group(), PointToPointTransport())
-        assert isinstance(shared, HostTransport), shared
+    if transport_name == "shm":
+        shared = ShmTransport.among(process_group or group(), PointToPointTransport())
+        assert isinstance(shared, ShmTransport), shared
         return shared
     transport: Transport = TRANSPORTS[transport_name]()
     return transport

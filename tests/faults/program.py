@@ -68,7 +68,7 @@ def random_case(seed: int) -> Case:
     return Case(
         seed,
         world,
-        choose.choice(["host", "p2p", "collective", ""]),
+        choose.choice(["shm", "p2p", "collective", ""]),
         choose.choice(["fully_shard", "fully_shard", "original", "flat"]),
         # of one size, so that blocks can be taken for each other, or of any
         (choose.choice([8, 48]),) * blocks

@@ -13,7 +13,7 @@ from tests.faults.run import RankResult, judge, run
 
 #: Programs side by side: most of them wait most of the time.
 AT_ONCE = 6
-ONE = Case(0, 2, "host", "fully_shard", (48, 48, 48), 1, "none", rank=1, step=1, block=1, in_backward=False)
+ONE = Case(0, 2, "shm", "fully_shard", (48, 48, 48), 1, "none", rank=1, step=1, block=1, in_backward=False)
 
 
 def together(cases: list[Case]) -> list[list[RankResult]]:
@@ -30,7 +30,7 @@ def check(cases: list[Case]) -> None:
 
 def test_a_fault_of_each_kind() -> None:
     """On the transport that ranks of one host take, and between hosts."""
-    transports = ["host", "p2p"]
+    transports = ["shm", "p2p"]
     cases = [replace(ONE, fault=fault, transport=transports[at % 2]) for at, fault in enumerate(FAULTS)]
     check([*cases, replace(ONE, fault="early", step=0)])  # before the first forward too
 
@@ -45,7 +45,7 @@ def test_ranks_of_which_gloo_ends_one_are_told_where_they_parted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat"])
 def test_faults_of_each_kind(transport: str, front_end: str) -> None:
     check(

@@ -47,7 +47,7 @@ def model() -> Any:
 SWAPPED = {0: [0, 1], 1: [1, 0]}
 
 
-EACH_TRANSPORT = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+EACH_TRANSPORT = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 
 class Renamed(nn.Module):
@@ -123,7 +123,7 @@ def test_ranks_that_reduce_other_parameters_are_told(world: World, transport: st
             halves(inputs(), world.rank % 2).sum().backward()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_ranks_that_reduce_other_parameters_by_a_collective_of_their_own_are_told(world: World) -> None:
     """Parameters lie in shared memory, and gradients travel by what the user gave."""
     halves = fullshard.fully_shard(Halves())
@@ -167,7 +167,7 @@ def test_a_micro_batch_left_out_is_found_with_messages(world: World) -> None:
     left_out(world, "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1")
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
     left_out(world, "left out a micro-batch or a step")
 
@@ -179,7 +179,7 @@ def test_a_micro_batch_left_out_is_found_in_the_wrapper(world: World, transport:
     with environment(FULLSHARD_TRANSPORT=transport):
         routed = fullshard.FullyShardedDataParallel(seeded(Routed), use_orig_params=original)
     says = "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1"
-    left_out(world, "left out a micro-batch or a step" if transport == "host" else says, routed)
+    left_out(world, "left out a micro-batch or a step" if transport == "shm" else says, routed)
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_ranks_of_one_mind_go_on(world: World, wrapped: bool) -> None:
 
 @ranks(4)
 @pytest.mark.parametrize(
-    "transport", ["host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2p", "collective"))]
+    "transport", ["shm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("p2p", "collective"))]
 )
 def test_replicas_that_take_other_micro_batches_are_told(world: World, transport: str) -> None:
     """Both ranks of a replica leave one out: only the all-reduce between replicas is wrong."""

@@ -52,7 +52,7 @@ def test_a_copy_equals_its_original_and_trains_on_its_own(world: World, when: st
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("front", ["fully_shard", "wrapper"])
 def test_a_copy_has_the_parameters_that_replaced_others(world: World, transport: str, front: str) -> None:
     """Before any forward has told the groups of them."""

@@ -103,7 +103,7 @@ def _call_after_forward(world: World, **options: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_functional_call_after_a_forward_that_left_parameters_unsharded(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         _call_after_forward(world)
@@ -139,7 +139,7 @@ class TwoReads(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_functional_call_of_a_module_that_keeps_a_list_of_its_weights(world: World, transport: str) -> None:
     model, reference = seeded(TwoReads), seeded(TwoReads)
     values = {name: 2 * parameter.detach() for name, parameter in reference.named_parameters()}
@@ -211,7 +211,7 @@ class UsesLookup(nn.Module):
 
 @ranks(2)
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_a_forward_may_return_its_own_weight(world: World, reshard: bool, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         pair = twins(world, lambda: seeded(UsesLookup), reshard_after_forward=reshard)
@@ -303,7 +303,7 @@ def test_load_state_dict_by_assignment(world: World, after_a_step: bool) -> None
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_what_was_loaded_by_assignment_is_frozen(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         pair = twins(world)

@@ -117,11 +117,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "flat": lambda: wrapped(original=False),
 }
 #: The transports of the quick lane, and the others.
-QUICK = {"fully_shard": "host", "double": "p2p", "extended": "p2p", "original": "p2p"}
+QUICK = {"fully_shard": "shm", "double": "p2p", "extended": "p2p", "original": "p2p"}
 CASES = [
     pytest.param(kind, transport, marks=[] if transport == QUICK.get(kind, "collective") else pytest.mark.slow)
     for kind in MODELS
-    for transport in ("host", "p2p", "collective")
+    for transport in ("shm", "p2p", "collective")
 ]
 #: Each step of a gather, and of a reduction, in which something may raise.
 POINTS: dict[str, tuple[str, When]] = {

@@ -222,7 +222,7 @@ def test_an_error_in_an_optimizer_hook_in_backward(world: World) -> None:
     Twins(world, model, seeded(MLP)).step()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_reset_inside_a_backward_leaves_the_next_step_right(world: World) -> None:
     """The hook runs when a later group waits for this reduction. The backward goes on, and begins once more."""
     pair = twins(world)
@@ -281,7 +281,7 @@ def fail_on_rank_1(world: World, transport: str, where: str, folder: Path, wraps
 LOOK = r"[Ll]ook (there|on the others) for the first error"
 
 
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
     rank_pool: RankPool, tmp_path: Path, transport: str, where: str
@@ -294,7 +294,7 @@ def test_the_first_error_is_the_users_and_the_other_ranks_say_where_to_look(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_in_the_wrapper_the_first_error_is_the_users_too(
     rank_pool: RankPool, tmp_path: Path, transport: str, where: str
@@ -324,7 +324,7 @@ def test_what_is_refused_after_an_error_says_what_to_call_and_where(world: World
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_a_forward_that_was_refused_before_it_began_needs_no_reset(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     pair = twins(world, lambda: seeded(MLP))

@@ -281,7 +281,7 @@ def test_summoned_gradients_of_a_subclass_are_zeros_where_a_rank_has_none(world:
 
 # -- what was gathered stays where it lay ------------------------------------------------------------------------------
 
-EVERYWHERE = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+EVERYWHERE = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 
 def of_kind(kind: type[Gathered] | None, rows: int = 8, width: int = 5) -> Any:

@@ -69,7 +69,7 @@ def test_an_output_is_named(world: World, wrapped: bool) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_a_gradient_of_one_rank_is_named_before_it_is_everywhere(world: World, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         chain = model()

@@ -14,7 +14,7 @@ from fullshard import fully_shard
 from tests.fully_shard.cases import environment, inputs, shard_mlp
 from tests.harness import World, ranks
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 
 class Child:
@@ -97,7 +97,7 @@ def test_what_a_child_writes_reaches_no_rank(world: World, transport: str) -> No
     train(model, optimizer)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_unsharded_parameters_are_there_for_a_child(world: World) -> None:
     """Those of a root that was left whole, and those that were gathered by hand."""
     model = shard_mlp(reshard_after_forward=False)
@@ -116,7 +116,7 @@ def test_unsharded_parameters_are_there_for_a_child(world: World) -> None:
     assert child.answer() == str(expected)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_child_that_runs_the_model_is_told(world: World) -> None:
     model = shard_mlp()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -125,7 +125,7 @@ def test_a_child_that_runs_the_model_is_told(world: World) -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_many_children_one_after_the_other_share_a_copy_that_does_not_stay(world: World) -> None:
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.ReLU(), nn.Linear(2048, 1024, bias=False))
     for module in (model[0], model[2], model):
@@ -150,7 +150,7 @@ def private_bytes() -> int:
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("Anonymous:"))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_fork_in_the_middle_of_a_pass(world: World) -> None:
     model = shard_mlp(reshard_after_forward=True)
     seen: list[Child] = []

@@ -94,7 +94,7 @@ STEPS_IN_BACKWARD = {"lr": 0.1, "momentum": 0.9}
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("kind", ["composable", "original", "original, before", "flat"])
 def test_torchs_optimizers_in_backward_step(world: World, kind: str, transport: str) -> None:
     """Applied after sharding, or before: original parameters of the wrapper stay the same objects."""

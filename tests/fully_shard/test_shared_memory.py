@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard
 from fullshard.buffer.shared import SharedBuffer
-from fullshard.comm.host import HostTransport
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS
 from fullshard.group.full_buffer import RELEASED
 from tests.fully_shard.cases import assert_close, environment, groups_of, inputs, shard_mlp, twins
@@ -98,7 +98,7 @@ def values(model: nn.Module) -> list[Tensor]:
 def tell(world: World, name: str, transport: str) -> list[Tensor]:
     global pauses
     pauses = Pauses(world)
-    pauses.on = transport == "host"
+    pauses.on = transport == "shm"
     torch.manual_seed(0)
     with environment(FULLSHARD_TRANSPORT=transport):
         told = [whole(each) for each in STORIES[name](world) if each is not None]
@@ -107,7 +107,7 @@ def tell(world: World, name: str, transport: str) -> list[Tensor]:
 
 
 def compare_told(world: World, name: str) -> None:
-    expected, found = tell(world, name, "p2p"), tell(world, name, "host")
+    expected, found = tell(world, name, "p2p"), tell(world, name, "shm")
     assert len(expected) == len(found) > 0
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert_close(one, other, f"tensor {number} of '{name}'")
@@ -396,7 +396,7 @@ def write(model: Any, parameters: dict[str, Any], news: dict[str, Tensor], how: 
                     parameter.to_local().data.copy_(new[name].to_local())
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize(
     ("how", "between"),
@@ -464,7 +464,7 @@ def resident(world: World) -> float:
     return float(total)
 
 
-@ranks(2, 4, transport="host")
+@ranks(2, 4, transport="shm")
 def test_parameters_exist_once_a_host(world: World) -> None:
     before = resident(world)
     model = large()
@@ -481,7 +481,7 @@ def test_parameters_exist_once_a_host(world: World) -> None:
         assert file.tell() < local.numel() * local.itemsize + 4096
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> None:
     model = large()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -498,12 +498,12 @@ def test_nothing_is_mapped_or_faulted_in_after_the_first_steps(world: World) -> 
     assert min(faults[3:]) < BLOCK // resource.getpagesize() / 2, faults
 
 
-@ranks(2, transport="host", fresh=True)
+@ranks(2, transport="shm", fresh=True)
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int) -> None:
     model = large()
     (transport,) = {group.transport for group in groups_of(model.blocks)}
-    assert isinstance(transport, HostTransport)
+    assert isinstance(transport, ShmTransport)
     with torch.no_grad():
         model(torch.ones(1, WIDTH))  # from here on the ranks share
     at_rest, used = mappings(), resident(world)
@@ -520,21 +520,21 @@ def test_gradient_buffers_are_bounded_and_given_back(world: World, buffers: int)
     dist.barrier()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_gradients_stay_until_a_slow_rank_has_read_them(world: World) -> None:
-    def read(transport: HostTransport, rank: int, reading: Any) -> Any:
+    def read(transport: ShmTransport, rank: int, reading: Any) -> Any:
         time.sleep(0.02)
         return read_at_once(transport, rank, reading)
 
-    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), HostTransport._slot_of
+    pair, read_at_once = twins(world, lambda: seeded(lambda: MLP((6,) * 7))), ShmTransport._slot_of
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(HostTransport, "_slot_of", read)
+            patch.setattr(ShmTransport, "_slot_of", read)
         for _ in range(2):
             pair.step()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_nothing_is_left_of_models(world: World) -> None:
     def live() -> None:
         model = shard_mlp()
@@ -562,7 +562,7 @@ def test_nothing_is_left_of_models(world: World) -> None:
     assert left[1] == left[-1], left
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_many_groups_need_few_files(world: World) -> None:
     before = open_files()
     model = nn.Module()
@@ -574,7 +574,7 @@ def test_many_groups_need_few_files(world: World) -> None:
     assert open_files() - before < 10
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_root_that_is_recomputed_reads_what_is_shared(world: World, reentrant: bool) -> None:
     model = shard_mlp()
@@ -605,7 +605,7 @@ class NestedForce(nn.Module):
         return force
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
     model, reference = seeded(NestedForce), seeded(NestedForce)
     for part in (model.inner, model.outer, model):
@@ -615,7 +615,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_it(world: World) -> None:
         assert not groups_of(model.inner)[0].step.now.reads_shared, "the forward has ended, and ranks may write again"
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("begin", [0, 20])
 def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_begin(world: World, begin: int) -> None:
     model = seeded(MLP)
@@ -635,7 +635,7 @@ def test_writes_through_data_in_forward_are_thrown_away_at_once_whenever_they_be
             assert torch.equal(found, expected) == (not spoils), step
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("api", ["fully_shard", "original", "flat"])
 def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(world: World, api: str) -> None:
     """The forwards that write compute with what they wrote; the steps and forwards after them do not."""
@@ -668,7 +668,7 @@ def test_writes_through_data_in_forward_that_begin_late_are_no_part_of_training(
             optimizer.zero_grad()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_rank_knows_at_which_group_it_is_where_nothing_is_sent(world: World) -> None:
     model = shard_mlp()
     doing: list[str] = []
@@ -680,7 +680,7 @@ def test_a_rank_knows_at_which_group_it_is_where_nothing_is_sent(world: World) -
     assert where == ["'blocks.0'", "'blocks.1'", "'blocks.1'", "'blocks.0'"]
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_after_a_backward_autograd_reads_nothing_that_ranks_share(world: World) -> None:
     """Others may write to it then."""
     model = shard_mlp()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 import fullshard
 from fullshard.buffer.shared_memory import Segment
-from fullshard.comm.host import HostTransport
+from fullshard.comm.shm import ShmTransport
 from tests.fully_shard.cases import Twins, assert_close, environment, groups_of, inputs, shard_mlp
 from tests.fully_shard.test_errors_in_step import fail_in_backward, fail_in_forward
 from tests.harness import RankPool, World, ranks
@@ -35,7 +35,7 @@ def shared(model: nn.Module) -> list[bool]:
 
 def lose_rank_1(world: World, where: str) -> None:
     """A good step, and one in which rank 1 is killed."""
-    with environment(FULLSHARD_TRANSPORT="host"):
+    with environment(FULLSHARD_TRANSPORT="shm"):
         model = shard_mlp()
     model(inputs()).sum().backward()
 
@@ -67,7 +67,7 @@ def test_a_lost_rank_is_named_by_all_others_at_once(rank_pool: RankPool, where: 
 # -- errors and what a reset leaves ----------------------------------------------------------------------------------
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
 @pytest.mark.parametrize("where", [0, 3])
 def test_a_step_after_an_error_is_right_however_late_a_rank_fails(world: World, fail: Any, where: int) -> None:
@@ -85,7 +85,7 @@ def test_a_step_after_an_error_is_right_however_late_a_rank_fails(world: World, 
         pair.step()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_a_reset_keeps_the_gradients_that_were_there(world: World, where: int) -> None:
     """Each is that of the first backward or of both; what a lost reduction would have written is in none."""
@@ -102,7 +102,7 @@ def test_a_reset_keeps_the_gradients_that_were_there(world: World, where: int) -
         assert torch.allclose(found, once) or torch.allclose(found, 2 * once)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_reset_of_one_model_says_what_another_has_lost(world: World) -> None:
     one, other = shard_mlp(), shard_mlp()
     parameters = list(one.parameters())
@@ -122,7 +122,7 @@ def test_a_reset_of_one_model_says_what_another_has_lost(world: World) -> None:
         assert_close(kept(parameter.grad), expected.grad, "gradient")  # type: ignore[arg-type]
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_an_error_on_one_rank_after_its_forward(world: World) -> None:
     """Programs that find a bad batch agree to skip it; the forward had ended on all ranks."""
     pair = Twins(world, shard_mlp(), seeded(MLP))
@@ -148,7 +148,7 @@ class Branches(nn.Module):
         return self.sometimes(x) if further else x
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_ranks_that_use_different_parameters_of_a_group_are_told_what_to_set(world: World) -> None:
     model, reference = seeded(Branches), seeded(Branches)
     fullshard.fully_shard(model)
@@ -174,7 +174,7 @@ def test_ranks_with_different_transports_are_told(world: World) -> None:
         shard_mlp()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_ranks_of_which_one_is_on_meta_are_told(world: World) -> None:
     model = seeded(MLP)
     each_block()(fullshard, model.to("meta") if world.rank else model)
@@ -213,7 +213,7 @@ def test_where_one_rank_has_no_memory_left_all_exchange_messages(world: World, b
         pair.step()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_few_open_files_are_enough_for_many_groups(world: World) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, limits[1]))
@@ -228,7 +228,7 @@ def test_few_open_files_are_enough_for_many_groups(world: World) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_too_little_memory_for_gradients_says_what_to_do(world: World) -> None:
     model = shard_mlp()
     model(inputs())
@@ -245,10 +245,10 @@ def test_too_little_memory_for_gradients_says_what_to_do(world: World) -> None:
             loss.backward()
     model.reset_iter_state()
     Twins(world, model, seeded(MLP)).step()
-    assert all(isinstance(group.reduce_transport, HostTransport) for group in groups_of(model))
+    assert all(isinstance(group.reduce_transport, ShmTransport) for group in groups_of(model))
 
 
-@ranks(3, transport="host")
+@ranks(3, transport="shm")
 def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: World) -> None:
     model = shard_mlp()
     model(inputs()).sum().backward()
@@ -260,7 +260,7 @@ def test_a_rank_that_leaves_out_a_backward_is_found_at_the_next_pass(world: Worl
     model(inputs()).sum().backward()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("placement", [0, 1])
 def test_another_default_device_changes_nothing(world: World, placement: int) -> None:
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3, bias=False)))

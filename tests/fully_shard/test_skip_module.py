@@ -67,7 +67,7 @@ def sharded(front_end: str) -> Any:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("front_end", ["fully_shard", "original", "flat"])
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_towers_that_some_ranks_leave_out_train_as_unsharded(world: World, front_end: str, transport: str) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         model = sharded(front_end)
@@ -108,7 +108,7 @@ class Experts(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as they are", "cast"])
 def test_experts_on_hidden_states_train_as_unsharded(world: World, dtype: torch.dtype | None, transport: str) -> None:
     plain, model = seeded(Experts), seeded(Experts)

@@ -88,7 +88,7 @@ def losses_with_torch(rank: int, size: int, kind: str, **options: Any) -> list[f
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 @pytest.mark.parametrize("kind", ["float8", "float8 with scales ahead", "int8"])
 def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
@@ -98,7 +98,7 @@ def test_losses_are_those_of_torchs_fsdp2(world: World, kind: str, transport: st
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_frozen_weights_of_4_bits(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     assert losses(world, Library("fullshard"), "nf4") == losses_with_torch(world.rank, world.size, "nf4")

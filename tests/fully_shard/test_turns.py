@@ -16,7 +16,7 @@ from tests.fully_shard.cases import assert_close, environment, groups_of, inputs
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 
 def in_turns(world: World, act: Any) -> None:
@@ -69,7 +69,7 @@ def test_ranks_take_in_new_memory_one_after_the_other(world: World, transport: s
             for each in (*parameters, *reference.parameters()):
                 each.sub_(0.1 * each.grad)
                 each.grad = None
-    if transport == "host":
+    if transport == "shm":
         assert all(group.shard.shared is not None for group in groups_of(model))
     if how != "assign":
         assert alias.data_ptr() == parameters[0].to_local().data_ptr(), "what was taken before stays what it is"
@@ -146,7 +146,7 @@ def test_every_way_to_give_a_model_memory_may_be_taken_in_turns(world: World, tr
     model(inputs()).sum().backward()
 
 
-@ranks(2, transport="host", timeout=20)
+@ranks(2, transport="shm", timeout=20)
 def test_a_state_dict_from_before_the_first_forward_is_that_of_the_model(world: World) -> None:
     """In low precision, in which chunks are published, and in the dtype that is stored."""
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):

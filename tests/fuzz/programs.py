@@ -133,7 +133,7 @@ class _Generator:
 
     def program(self) -> Program:
         world = self.choose({1: 12, 2: 55, 3: 25, 4: 8})
-        transport = self.choose({"host": 4 if world > 1 else 0, "p2p": 3, "collective": 3})
+        transport = self.choose({"shm": 4 if world > 1 else 0, "p2p": 3, "collective": 3})
         wraps = self.chance(0.35)
         original = wraps and self.chance(0.6)
         low = self.choose({"": 8, "float32": 1, "bfloat16": 1})

@@ -38,7 +38,7 @@ def test_units_that_blocks_become_are_known_to_the_reference(rank_pool: RankPool
     settings = (("set_reduce_scatter_unused_params", True),)
     sharding = Sharding("fully_shard", (GroupSpec(("",)),), by="blocks", settings=settings)
     assert [group.paths for group in groups_of(build(model), sharding)] == [("cells.0",), ("cells.1",), ("",)]
-    result = Fuzzer(rank_pool).run(Program(0, 2, "host", model, sharding, "sgd", (Train(), Train())))
+    result = Fuzzer(rank_pool).run(Program(0, 2, "shm", model, sharding, "sgd", (Train(), Train())))
     assert result.kind == "right", result.text
 
 

@@ -162,7 +162,7 @@ def compare(
     """
     rank, size = data_parallel or (world.rank, world.size)
     reference = train_unsharded(training, rank, size)
-    with_torch &= os.environ.get("FULLSHARD_TRANSPORT") in (None, "host" if world.size > 1 else "p2p")
+    with_torch &= os.environ.get("FULLSHARD_TRANSPORT") in (None, "shm" if world.size > 1 else "p2p")
     with_torch &= WITH_TORCH in os.environ
     for name, fsdp in (LIBRARIES if with_torch else OURS).items():
         try:

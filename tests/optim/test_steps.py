@@ -15,7 +15,7 @@ from tests.harness import World, ranks
 from tests.harness.compare import whole
 from tests.harness.models import MLP, seeded
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

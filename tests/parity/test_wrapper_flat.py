@@ -28,7 +28,7 @@ EACH_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 UNITS = pytest.mark.parametrize("units", [wrap_blocks, wrap_whole])
 
 
-@ranks(1, 2, 3, 4, transport="host")
+@ranks(1, 2, 3, 4, transport="shm")
 @EACH_STRATEGY
 @UNITS
 def test_flat_parameters_have_torchs_names_sizes_and_values(world: World, strategy: str, units: Any) -> None:
@@ -39,7 +39,7 @@ def test_flat_parameters_have_torchs_names_sizes_and_values(world: World, strate
     assert_all_see(observe)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @EACH_STRATEGY
 def test_so_do_their_gradients(world: World, strategy: str) -> None:
     def observe(fsdp: ModuleType) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_the_padding_of_a_gradient_is_zero(world: World) -> None:
         assert parameter.grad.isfinite().all()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_a_flat_parameter_is_known_by_its_class(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -82,7 +82,7 @@ def test_a_flat_parameter_is_known_by_its_class(world: World, library: str) -> N
         assert not any(isinstance(p, fsdp.FlatParameter) for p in model.parameters())
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_modules_have_tensors_where_their_parameters_were(world: World, strategy: str) -> None:
     def observe(fsdp: ModuleType) -> list[Any]:
@@ -104,7 +104,7 @@ def test_modules_have_tensors_where_their_parameters_were(world: World, strategy
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_a_forward_sees_the_whole_parameters_of_its_module(world: World, strategy: str) -> None:
     class Looks(nn.Linear):
@@ -123,7 +123,7 @@ def test_a_forward_sees_the_whole_parameters_of_its_module(world: World, strateg
         assert torch.equal(plain.seen, whole)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("frozen", [[0], [3], [0, 1], [1, 2, 3]])
 def test_frozen_units(world: World, frozen: list[int]) -> None:
     def build() -> nn.Module:
@@ -135,7 +135,7 @@ def test_frozen_units(world: World, frozen: list[int]) -> None:
     compare(world, training(wrap_blocks(original=False), build=build))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_trained_and_frozen_parameters_cannot_be_in_one(world: World, library: str) -> None:
     model = seeded(lambda: OddParameters(scalar=False, non_contiguous=False))
@@ -143,7 +143,7 @@ def test_trained_and_frozen_parameters_cannot_be_in_one(world: World, library: s
         wrap(WRAPPERS[library], model, original=False)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @pytest.mark.parametrize("original", [False, True])
 def test_integer_parameters_are_refused(world: World, library: str, original: bool) -> None:
@@ -153,7 +153,7 @@ def test_integer_parameters_are_refused(world: World, library: str, original: bo
         wrap(WRAPPERS[library], model, original=original)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_unused_parameters_have_gradients_of_zero(world: World) -> None:
     def batch(seed: int) -> tuple[Tensor, ...]:
         return (*random_batch(4, 6)(seed), torch.tensor([1, 1, 0]))
@@ -176,7 +176,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
     compare(world, case)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("widths", [(3, 5, 7), (2, 1, 3), (5, 5, 2)])
 @UNITS
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
@@ -184,7 +184,7 @@ def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
     compare(world, training(units(original=False), **build))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @EACH_STRATEGY
 def test_values_that_a_user_sets_in_a_flat_parameter(world: World, library: str, strategy: str) -> None:
@@ -198,7 +198,7 @@ def test_values_that_a_user_sets_in_a_flat_parameter(world: World, library: str,
         mean_square(model, batch).backward()
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_a_unit_without_parameters(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]

@@ -40,7 +40,7 @@ def look(model: nn.Module) -> dict[str, Any]:
     return {name: (list(p.shape), p.dtype, p.requires_grad, p.tolist()) for name, p in model.named_parameters()}
 
 
-@ranks(1, 2, 3, transport="host")
+@ranks(1, 2, 3, transport="shm")
 @EACH_STRATEGY
 @ORIGINAL
 def test_full_parameters_are_those_of_the_plain_module(world: World, strategy: str, original: bool) -> None:
@@ -54,7 +54,7 @@ def test_full_parameters_are_those_of_the_plain_module(world: World, strategy: s
             assert look(model) == before
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -105,7 +105,7 @@ def test_writes_that_stay(world: World, strategy: str, original: bool, writeback
         assert found["scale"][-1] == pytest.approx((scale * seeded(MLP).scale).tolist())
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ORIGINAL
 @pytest.mark.parametrize("rank0_only", BOOLEANS)
@@ -173,7 +173,7 @@ REFUSED: list[tuple[dict[str, bool], bool]] = [
 ]
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_combinations_that_are_refused(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -186,7 +186,7 @@ def test_combinations_that_are_refused(world: World, library: str) -> None:
         pass
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @ORIGINAL
 def test_it_is_refused_inside_of_itself_and_of_a_step(world: World, library: str, original: bool) -> None:
@@ -219,7 +219,7 @@ def test_it_is_refused_inside_of_itself_and_of_a_step(world: World, library: str
         pass
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @ORIGINAL
 def test_of_a_plain_module_around_units(world: World, library: str, original: bool) -> None:
@@ -235,7 +235,7 @@ def test_of_a_plain_module_around_units(world: World, library: str, original: bo
         assert list(plain.weight.shape) == [3, 3]
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 @ORIGINAL
 def test_apply_sees_whole_parameters(world: World, strategy: str, original: bool) -> None:
@@ -255,7 +255,7 @@ def test_apply_sees_whole_parameters(world: World, strategy: str, original: bool
                 model.apply(initialize)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_names_inside_and_outside(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType) -> Any:
@@ -279,7 +279,7 @@ def test_names_inside_and_outside(world: World, original: bool) -> None:
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_roots_and_units(world: World) -> None:
     def observe(fsdp: ModuleType) -> Any:
         wrapper = fsdp.FullyShardedDataParallel
@@ -292,7 +292,7 @@ def test_roots_and_units(world: World) -> None:
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @ORIGINAL
 def test_attributes_and_indices_pass_through(world: World, library: str, original: bool) -> None:

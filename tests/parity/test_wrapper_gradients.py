@@ -42,7 +42,7 @@ def after_a_forward(fsdp: ModuleType, **options: Any) -> Any:
     return model
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_no_sync_is_of_the_root_only(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -52,7 +52,7 @@ def test_no_sync_is_of_the_root_only(world: World, library: str) -> None:
         pass
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @ORIGINAL
 def test_no_sync_ends_with_an_error_inside_of_it(world: World, library: str, original: bool) -> None:
@@ -134,13 +134,13 @@ def test_clipped_gradients(world: World, strategy: str, norm_type: float) -> Non
         compare(world, training(shard, after_backward=clip_to(1e-2, norm_type)))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_gradients_below_the_norm_are_left_alone(world: World) -> None:
     case = {"build": lambda: seeded(Transformer), "batch": token_batch(3, 5)}
     compare(world, training(wrap_blocks(), after_backward=clip_to(1e9, 2.0), **case))
 
 
-@ranks(4, transport="host")
+@ranks(4, transport="shm")
 @pytest.mark.parametrize("strategy", HYBRID)
 def test_clipped_gradients_of_a_hybrid(world: World, strategy: str) -> None:
     mesh = world.mesh(2, 2, names=("replicate", "shard"))
@@ -148,7 +148,7 @@ def test_clipped_gradients_of_a_hybrid(world: World, strategy: str) -> None:
     compare(world, training(shard, after_backward=clip_to(1e-2, 2.0)))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @NORMS
 @ORIGINAL
 @pytest.mark.parametrize("ignore", ["parameter", "module", "states"])
@@ -171,7 +171,7 @@ def test_clipped_gradients_with_parameters_that_are_ignored(
     compare(world, training(shard, **step))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -179,7 +179,7 @@ def test_clipping_is_of_the_root_only(world: World, library: str) -> None:
         model.blocks[0].clip_grad_norm_(1.0)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_clipping_without_gradients_warns_and_returns_zero(world: World, library: str) -> None:
     model = after_a_forward(WRAPPERS[library])
@@ -188,7 +188,7 @@ def test_clipping_without_gradients_warns_and_returns_zero(world: World, library
     assert (norm.item(), norm.dtype) == (0.0, torch.float32)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_dtype_of_a_norm(world: World, original: bool, keep: bool) -> None:
@@ -226,7 +226,7 @@ def low_precision_state() -> default_hooks.LowPrecisionState:
     return default_hooks.LowPrecisionState(dist.group.WORLD)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @EACH_STRATEGY
 @ORIGINAL
 def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, original: bool) -> None:
@@ -234,7 +234,7 @@ def test_the_hooks_that_communicate_as_usual(world: World, strategy: str, origin
     compare(world, training(hooked(plain_state, hook, strategy=strategy, original=original)))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize(
     ("strategy", "dtype"),
     [*((strategy, torch.bfloat16) for strategy in STRATEGIES), ("FULL_SHARD", torch.float16)],
@@ -266,7 +266,7 @@ def sum_by_hand(seen: list[Any], gradient: Tensor, shard: Tensor | None = None) 
         shard.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @EACH_STRATEGY
 @ORIGINAL
 def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None:
@@ -290,7 +290,7 @@ def test_a_hook_of_ones_own(world: World, strategy: str, original: bool) -> None
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_hooks_that_are_refused(world: World, library: str) -> None:
     fsdp = WRAPPERS[library]
@@ -304,7 +304,7 @@ def test_hooks_that_are_refused(world: World, library: str) -> None:
         model.register_comm_hook([], sum_by_hand)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @pytest.mark.parametrize("strategy", HYBRID)
 def test_hooks_of_hybrids_are_refused(world: World, library: str, strategy: str) -> None:
@@ -314,7 +314,7 @@ def test_hooks_of_hybrids_are_refused(world: World, library: str, strategy: str)
         model.register_comm_hook([], sum_by_hand)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_a_hook_over_micro_batches(world: World, strategy: str) -> None:
     compare(world, training(hooked(list, sum_by_hand, strategy=strategy), divisor=1.0, micro_batches=2))

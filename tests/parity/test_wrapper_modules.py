@@ -59,7 +59,7 @@ def test_checkpoint_wrapper(world: World, checkpointing: Checkpointing, strategy
     compare(world, transformer(shard))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @CHECKPOINTING
 @ORIGINAL
 def test_checkpoints_inside_of_units(world: World, checkpointing: Checkpointing, original: bool) -> None:
@@ -73,7 +73,7 @@ def test_checkpoints_inside_of_units(world: World, checkpointing: Checkpointing,
     compare(world, transformer(shard), with_torch=checkpointing == "non-reentrant")
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @CHECKPOINTING
 def test_functional_checkpoints_around_several_units(world: World, checkpointing: Checkpointing) -> None:
     def build() -> nn.Module:
@@ -82,7 +82,7 @@ def test_functional_checkpoints_around_several_units(world: World, checkpointing
     compare(world, transformer(wrap_blocks(), build=build))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @CHECKPOINTING
 def test_checkpoints_in_bf16_over_micro_batches(world: World, checkpointing: Checkpointing) -> None:
     precision = Precision(torch.bfloat16, torch.float32)
@@ -95,7 +95,7 @@ def test_checkpoints_in_bf16_over_micro_batches(world: World, checkpointing: Che
     compare(world, transformer(shard, precision=precision, micro_batches=2))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_the_wrapped_module_is_found_behind_a_checkpoint(world: World) -> None:
     for fsdp in WRAPPERS.values():
         linear = nn.Linear(6, 3)
@@ -104,7 +104,7 @@ def test_the_wrapped_module_is_found_behind_a_checkpoint(world: World) -> None:
         assert wrapped.in_features == 6
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @SOME_STRATEGIES
 @ORIGINAL
 def test_tensors_deep_in_outputs_that_are_dataclasses(world: World, strategy: str, original: bool) -> None:
@@ -139,7 +139,7 @@ class _Container(nn.Module):
         return torch.tanh(self.main(x) * scale), {"list": [self.gate(x)], "note": "not a tensor"}
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @SOME_STRATEGIES
 @pytest.mark.parametrize("used", ["all", "main", "rest"])
 def test_tensors_in_containers_of_which_some_are_used(world: World, strategy: str, used: str) -> None:
@@ -176,7 +176,7 @@ def test_evaluation_between_steps(world: World, strategy: str, original: bool, g
     compare(world, training(wrap_blocks(strategy=strategy, original=original), loss=loss))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @SOME_STRATEGIES
 @ORIGINAL
 def test_evaluation_between_backward_and_step(world: World, strategy: str, original: bool) -> None:
@@ -190,7 +190,7 @@ def test_evaluation_between_backward_and_step(world: World, strategy: str, origi
     compare(world, case, with_torch=False)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @SOME_STRATEGIES
 def test_evaluation_before_the_first_step(world: World, strategy: str) -> None:
     def shard(fsdp: ModuleType, model: Any) -> Any:
@@ -224,7 +224,7 @@ class Fails(nn.Module):
         raise ArithmeticError("on purpose")
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_an_error_in_a_step_the_next_one_is_right(world: World, original: bool, where: str) -> None:
@@ -258,7 +258,7 @@ def after_a_step(world: World, fsdp: ModuleType, original: bool, *, fails: str |
     return whole_gradients(fsdp, wrapped), whole_parameters(fsdp, wrapped)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_gradients_wait_for_others_after_an_error_in_a_forward(world: World, original: bool) -> None:
     """Each error ends one step. torch refuses to go on without synchronization."""
@@ -281,7 +281,7 @@ def test_gradients_wait_for_others_after_an_error_in_a_forward(world: World, ori
         torch.testing.assert_close(found[name], 2 * parameter.grad)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @SOME_STRATEGIES
 def test_a_gradient_of_the_inputs(world: World, strategy: str) -> None:
     for fsdp in WRAPPERS.values():
@@ -295,7 +295,7 @@ def test_a_gradient_of_the_inputs(world: World, strategy: str) -> None:
         assert torch.allclose(inputs[0].grad, inputs[1].grad, rtol=1e-6, atol=1e-8)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_unit_that_is_called_twice_in_a_forward(world: World) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

@@ -52,13 +52,13 @@ def with_two_groups(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
 
 
-@ranks(1, 2, 3, transport="host")
+@ranks(1, 2, 3, transport="shm")
 @UNITS
 def test_groups_of_an_optimizer(world: World, units: Any) -> None:
     compare(world, training(units(), optimizer=with_two_groups, steps=3))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_an_optimizer_built_before_wrapping(world: World, strategy: str) -> None:
     optimizers: list[torch.optim.Optimizer] = []
@@ -72,7 +72,7 @@ def test_an_optimizer_built_before_wrapping(world: World, strategy: str) -> None
     compare(world, case)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_the_parameters_stay_the_same_objects(world: World) -> None:
     for fsdp in WRAPPERS.values():
         model = seeded(MLP)
@@ -85,7 +85,7 @@ def test_the_parameters_stay_the_same_objects(world: World) -> None:
             mean_square(wrapped, random_batch(4, 6)(world.rank)).backward()
 
 
-@ranks(1, 2, 3, 4, transport="host")
+@ranks(1, 2, 3, 4, transport="shm")
 @EACH_STRATEGY
 def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
     """Their shapes, in which a parameter of 5 or 7 rows may be cut anywhere or be missing, and those of gradients."""
@@ -100,7 +100,7 @@ def test_fragments_are_those_of_torch(world: World, strategy: str) -> None:
     assert_all_see(shapes)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, None), (torch.bfloat16, torch.float32), (None, torch.bfloat16)])
 def test_fragments_are_those_of_torch_in_low_precision(world: World, dtypes: Any) -> None:
     """Parameters begin at multiples of 16 bytes in the dtype in which they are gathered, which moves the cuts."""
@@ -112,7 +112,7 @@ def test_fragments_are_those_of_torch_in_low_precision(world: World, dtypes: Any
     assert_all_see(sizes)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_what_parameters_look_like_after_forward(world: World, strategy: str) -> None:
     """Unsharded where nothing was resharded, which a program may have come to rely on."""
@@ -125,7 +125,7 @@ def test_what_parameters_look_like_after_forward(world: World, strategy: str) ->
     assert_all_see(shapes)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @UNITS
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_frozen_and_trained_parameters_in_one_unit(world: World, units: Any, optimizer: Any) -> None:
@@ -135,7 +135,7 @@ def test_frozen_and_trained_parameters_in_one_unit(world: World, units: Any, opt
     compare(world, training(units(), build=build, optimizer=optimizer))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @UNITS
 def test_frozen_after_the_first_step_and_trained_again_after_the_second(world: World, units: Any) -> None:
     """In a step in which it is frozen, a parameter has no gradient, and stays as it is."""
@@ -164,7 +164,7 @@ def branches_batch(used: list[list[int]]) -> Any:
     return batch
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("used", [[[1, 1, 0]], [[1, 0, 0], [0, 1, 0]], [[1, 0, 0], [1, 0, 0], [0, 0, 1], [0, 0, 1]]])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_parameters_that_one_unit_does_not_use_have_gradients_of_zero(
@@ -180,7 +180,7 @@ def test_parameters_that_one_unit_does_not_use_have_gradients_of_zero(
     compare(world, case)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_units_that_nobody_uses_have_no_gradients(world: World) -> None:
     case = training(
         wrap_blocks(),
@@ -204,7 +204,7 @@ def test_a_weight_shared_within_a_unit(world: World, strategy: str, units: Any) 
     compare(world, case)
 
 
-@ranks(2, 3, transport="host")
+@ranks(2, 3, transport="shm")
 @pytest.mark.parametrize("widths", [(3, 5, 7), (7, 1, 3), (2, 1, 3), (5, 5, 2)])
 @UNITS
 def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
@@ -212,7 +212,7 @@ def test_odd_shapes(world: World, widths: tuple[int, ...], units: Any) -> None:
     compare(world, case)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(world: World, strategy: str, set_to_none: bool) -> None:
@@ -273,7 +273,7 @@ def test_values_that_a_user_sets_after_a_forward_that_nobody_goes_back_through(w
         assert torch.allclose(model(*batch), reference(*batch), rtol=1e-6, atol=1e-7)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_STRATEGY
 def test_gradients_that_a_user_sets_between_backward_and_step(world: World, strategy: str) -> None:
     def double(model: nn.Module) -> None:
@@ -305,7 +305,7 @@ def trained_by_hand(fsdp: ModuleType | None, case: Training, world: World) -> di
     return dict(model.named_parameters()) if fsdp is None else whole_parameters(fsdp, model)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @EACH_STRATEGY
 def test_gradients_of_several_backwards_add_up(world: World, library: str, strategy: str) -> None:
@@ -334,7 +334,7 @@ def test_two_forwards_before_one_backward(world: World, units: Any, strategy: st
     compare(world, training(units(strategy=strategy), loss=loss))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 def test_data_of_another_shape_is_refused(world: World, library: str) -> None:
     model = wrap(WRAPPERS[library], seeded(MLP))
@@ -346,7 +346,7 @@ def test_data_of_another_shape_is_refused(world: World, library: str) -> None:
         model(*batch)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_frozen_units_over_micro_batches(world: World) -> None:
     def build() -> nn.Module:
         model = seeded(MLP)

@@ -46,7 +46,7 @@ def compare_with_torch(world: World, case: Any) -> None:
         assert difference is None, f"{name} differs from torch in {difference}"
 
 
-@ranks(1, 2, transport="host")
+@ranks(1, 2, transport="shm")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ORIGINAL
 @pytest.mark.parametrize("dtypes", [(BF16, None), (BF16, FP32), (None, BF16), (BF16, torch.float16)])
@@ -65,7 +65,7 @@ def test_low_precision_gradients_are_kept(world: World, strategy: str, original:
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("last", [1, 2])
 def test_bf16_accumulated_without_communication(world: World, last: int) -> None:
     precision = Precision(BF16, FP32)
@@ -74,7 +74,7 @@ def test_bf16_accumulated_without_communication(world: World, last: int) -> None
     compare(world, case, with_torch=False)  # torch adds up in bf16
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_bf16_accumulated_with_communication(world: World) -> None:
     precision = Precision(BF16, FP32)
     compare_with_torch(world, training(wrap_blocks(precision=precision), micro_batches=3))
@@ -109,7 +109,7 @@ class Noting(nn.Module):
         return self.scale * (y + self.blocks[1](x, **rest))
 
 
-@ranks(1, 2, transport="host")
+@ranks(1, 2, transport="shm")
 @pytest.mark.parametrize("cast", BOOLEANS)
 @pytest.mark.parametrize("cast_root", BOOLEANS)
 @pytest.mark.parametrize("original", BOOLEANS)
@@ -162,7 +162,7 @@ def wrap_automatically(ignored: tuple[str, ...] | None, buffer_dtype: torch.dtyp
     return shard
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("ignored", [None, (), ("LayerNorm",), ("BatchNorm1d", "LayerNorm")])
 @ORIGINAL
 def test_modules_that_keep_full_precision(world: World, ignored: tuple[str, ...] | None, original: bool) -> None:
@@ -186,7 +186,7 @@ def test_modules_that_keep_full_precision(world: World, ignored: tuple[str, ...]
     compare_with_torch(world, training(shard, build=lambda: seeded(Normalized)))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("buffer_dtype", [None, BF16, torch.float64])
 @ORIGINAL
 def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, original: bool) -> None:
@@ -206,7 +206,7 @@ def test_dtypes_of_buffers(world: World, buffer_dtype: torch.dtype | None, origi
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: World, original: bool) -> None:
     def observe(fsdp: ModuleType) -> Any:
@@ -219,7 +219,7 @@ def test_buffers_and_parameters_have_their_own_dtypes_in_state_dicts(world: Worl
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("full", ["0", "1"])
 @ORIGINAL
 def test_full_precision_in_evaluation(world: World, full: str, original: bool) -> None:
@@ -240,7 +240,7 @@ def test_full_precision_in_evaluation(world: World, full: str, original: bool) -
     assert_all_see(observe)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_full_parameters_have_full_precision(world: World, original: bool) -> None:
     for fsdp in WRAPPERS.values():
@@ -251,7 +251,7 @@ def test_full_parameters_have_full_precision(world: World, original: bool) -> No
             assert torch.equal(whole[name], parameter)
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("cache", BOOLEANS)
 @ORIGINAL
 def test_autocast(world: World, cache: bool, original: bool) -> None:

@@ -48,7 +48,7 @@ def test_strategies(world: World, strategy: str, original: bool) -> None:
 
 
 @everywhere
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_a_transformer_in_one_unit_and_in_many(world: World, original: bool, optimizer: Any) -> None:
@@ -92,7 +92,7 @@ def test_hybrid_in_bf16_reduced_in_fp32(world: World, original: bool) -> None:
     compare(world, training(shard, precision=precision))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 def test_a_mesh_of_one_dimension(world: World) -> None:
     compare(world, training(wrap_blocks(device_mesh=world.mesh())))
 
@@ -114,7 +114,7 @@ def test_bf16_parameters_reduced_in_fp32(world: World, strategy: str, original: 
     compare(world, training(shard, precision=precision, optimizer=adamw))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @EACH_WRAPPER
 @EACH_STRATEGY
 @ORIGINAL
@@ -178,7 +178,7 @@ def test_some_micro_batches_communicate(world: World, quiet: set[int]) -> None:
     compare(world, training(wrap_blocks(), micro_batches=LAST + 2, around_micro=around))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: bool) -> None:
@@ -190,7 +190,7 @@ def test_prefetch_changes_nothing(world: World, prefetch: str | None, ahead: boo
     compare(world, training(shard, steps=3))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_units_inside_of_units(world: World, original: bool) -> None:
     def nested() -> nn.Module:
@@ -207,7 +207,7 @@ def test_units_inside_of_units(world: World, original: bool) -> None:
     compare(world, training(shard, build=lambda: seeded(nested)))
 
 
-@ranks(2, transport="host")
+@ranks(2, transport="shm")
 @ORIGINAL
 def test_a_plain_root_over_wrapped_blocks(world: World, original: bool) -> None:
     """Blocks that are roots of their own; the model's own parameter is nobody's, and frozen."""

@@ -1,4 +1,4 @@
-"""Recordings of the tests: of ranks that train, and made by hand."""
+"""Traces of the tests: of ranks that train, and made by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fullshard
-from fullshard.report.recording import RankRecording, Span
+from fullshard.report.rank_trace import RankTrace, Span
 from tests.fully_shard.cases import inputs
 from tests.harness import World
 from tests.harness.models import MLP, seeded
@@ -71,26 +71,26 @@ def recorded(world: World, model: Any, steps: int = 2) -> Any:
     train = trained(model)
     for seed in range(2):
         train(10 * seed + world.rank)
-    recording = fullshard.record(model, steps=steps)
+    trace = fullshard.profile(model, steps=steps)
     for seed in range(steps):
-        assert recording.is_running
+        assert trace.is_running
         train(10 * seed + world.rank)
-    assert not recording.is_running
-    recording.gather()
-    return recording
+    assert not trace.is_running
+    trace.gather()
+    return trace
 
 
-def by_hand(rank: int, *, computes: int = 20, steps: int = 2) -> RankRecording:
+def by_hand(rank: int, *, computes: int = 20, steps: int = 2) -> RankTrace:
     """A rank that computes so many ms in the forward of ``b``, in steps of 100 ms, with one gather of ``b`` that comes
     when the slowest of two ranks (60 ms) has sent it; and 10 ms later because of the bytes."""
-    recording = RankRecording(rank, "host", "cpu", "memory", groups={"b": 2**20})
+    trace = RankTrace(rank, "host", "cpu", "memory", groups={"b": 2**20})
     for step in range(steps):
         at = 100 * step
 
         def span(lane: Any, what: str, group: str, begin: int, end: int, at: int = at, step: int = step) -> Span:
             return Span(lane, what, group, "forward", step, (at + begin) * MS, (at + end) * MS)
 
-        recording.spans += [
+        trace.spans += [
             span("pass", "forward", "", 0, 80),
             span("computation", "forward", "b", 0, computes),
             span("gather", "gather", "b", computes, 70),
@@ -98,5 +98,5 @@ def by_hand(rank: int, *, computes: int = 20, steps: int = 2) -> RankRecording:
             span("computation", "forward", "a", 70, 80),
             span("pass", "optimizer", "", 90, 100),
         ]
-        recording.memory.append((at * MS, 2**20 * (1 + rank)))
-    return recording
+        trace.memory.append((at * MS, 2**20 * (1 + rank)))
+    return trace

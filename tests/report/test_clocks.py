@@ -1,4 +1,4 @@
-"""Recordings of hosts whose clocks differ have the times of one clock."""
+"""Traces of hosts whose clocks differ have the times of one clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import fullshard
-from fullshard.report import record
+from fullshard.report import profile
 from tests.harness import World, ranks
 from tests.report.cases import sharded, trained
 
@@ -21,19 +21,19 @@ SECOND = 1_000_000_000
 def test_times_of_another_host_are_those_of_the_first(world: World, ahead: int) -> None:
     clock = time.monotonic_ns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "host_id", lambda: f"{socket.gethostname()} {world.rank}")
+        patch.setattr(profile, "host_id", lambda: f"{socket.gethostname()} {world.rank}")
         patch.setattr(time, "monotonic_ns", lambda: clock() + ahead * world.rank)
         model = sharded()
         train = trained(model)
         begun = clock()  # of the clock of the machine, which is rank 0's
         dist.barrier()
-        recording = fullshard.record(model, steps=1)
+        trace = fullshard.profile(model, steps=1)
         train(0)
-        recording.gather()
+        trace.gather()
         ended = clock()
     if world.rank == 0:
-        assert [rank.clock_error > 0 for rank in recording.ranks] == [False, True]
-        for rank in recording.ranks:
+        assert [rank.clock_error > 0 for rank in trace.ranks] == [False, True]
+        for rank in trace.ranks:
             error = rank.clock_error
             assert error < SECOND
             assert all(begun - error <= span.start <= span.end <= ended + error for span in rank.spans)

@@ -37,7 +37,7 @@ def timed(clock: Clock) -> TimedEvent:
 
 
 @ranks(2)
-@pytest.mark.parametrize("look", ["record", "log_metrics"])
+@pytest.mark.parametrize("look", ["profile", "log_metrics"])
 def test_no_step_waits_for_the_device(world: World, look: str, tmp_path: Path) -> None:
     with (
         pretended("checked") as streams,
@@ -53,7 +53,7 @@ def test_no_step_waits_for_the_device(world: World, look: str, tmp_path: Path) -
         train(2)
         plain, before = streams.synchronizations - before, streams.synchronizations
         looking = (
-            fullshard.record(model, steps=2) if look == "record" else fullshard.log_metrics(model, tmp_path / "file")
+            fullshard.profile(model, steps=2) if look == "profile" else fullshard.log_metrics(model, tmp_path / "file")
         )
         assert streams.synchronizations == before + 1  # once, when it begins
         for seed in range(2):

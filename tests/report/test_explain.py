@@ -26,7 +26,7 @@ from fullshard.report.explain import Explanation, explain
 from tests.harness import World, ranks
 
 WORK = Work("explained", blocks=4, width=256, sequence=4, vocabulary=64)
-TRANSPORTS = ("host", "p2p", "collective")
+TRANSPORTS = ("shm", "p2p", "collective")
 
 
 def sharded(front_end: str, transport: str, **options: Any) -> nn.Module:
@@ -209,7 +209,7 @@ def test_advice_on_the_dtype_of_reductions_depends_on_who_adds_up() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_where_the_advice_says_so_the_sums_are_the_same(world: World, transport: str) -> None:
     models = [sharded("fully_shard", transport, mp_policy=policy) for policy in (LOW, WIDE)]
     said = [[each for each in map(str, explain(model).advice) if "reduce_dtype" in each] for model in models]

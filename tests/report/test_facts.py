@@ -25,7 +25,7 @@ def test_a_shard_is_kept_in_the_dtype_of_the_parameters_alone(options: dict[str,
     """Without memory that ranks share, nothing else of the parameters rests between steps."""
     found = linear(**options)
     (group,) = found.groups
-    assert group.transport != "host"
+    assert group.transport != "shm"
     assert (group.shard, group.whole) == (64 * 64 * 4 // 4, 64 * 64 * (2 if options else 4))
     assert found.memory[0].parts[0] == ("shards", 1, group.shard)
 

@@ -1,11 +1,11 @@
-"""What recordings show, of ranks whose times are given."""
+"""What traces show, of ranks whose times are given."""
 
 from __future__ import annotations
 
 import pytest
 
 from fullshard.report.findings import findings, waited
-from fullshard.report.recording import RankRecording, own_work, shares
+from fullshard.report.rank_trace import RankTrace, own_work, shares
 from tests.report.cases import MS, by_hand
 
 
@@ -60,8 +60,8 @@ def test_own_work_leaves_out_what_is_nested_and_waited_for() -> None:
     assert works["forward", "b"] == 20 * MS
 
 
-def test_a_recording_without_a_whole_step_says_so() -> None:
-    (finding,) = findings([RankRecording(0, "host", "cpu", "memory")])
+def test_a_trace_without_a_whole_step_says_so() -> None:
+    (finding,) = findings([RankTrace(0, "host", "cpu", "memory")])
     assert "No step" in finding.text
 
 

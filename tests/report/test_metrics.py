@@ -24,7 +24,7 @@ from tests.report.cases import WAYS_TO_STEP, sharded, trained, trained_by
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_each_rank_appends_a_line_for_each_step(world: World, transport: str, tmp_path: Path) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model, file = sharded(), tmp_path / "metrics.jsonl"
@@ -129,25 +129,23 @@ def test_what_takes_no_figures_is_refused(world: World) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
-def test_figures_go_on_when_a_recording_that_began_before_them_ends(
-    world: World, transport: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
+def test_figures_go_on_when_a_trace_that_began_before_them_ends(world: World, transport: str, tmp_path: Path) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = sharded()
     train = trained(model)
     train(0)
     schedule = unit_of(model).schedule  # type: ignore[union-attr]
     looked_at = [schedule, *schedule.groups(), schedule.comm.lanes.gather, schedule.comm.lanes.reduce]
-    looked_at += [group.transport.local_ranks for group in schedule.groups() if transport == "host"]
+    looked_at += [group.transport.local_ranks for group in schedule.groups() if transport == "shm"]
     before = [set(vars(each)) for each in looked_at]
-    recording = fullshard.record(model, steps=1)
+    trace = fullshard.profile(model, steps=1)
     with fullshard.log_metrics(model, tmp_path / f"{world.rank}"):
         for seed in range(3):
             if world.rank == 1:
                 time.sleep(0.05)
             train(seed)
-            assert not recording.is_running
+            assert not trace.is_running
     assert [set(vars(each)) for each in looked_at] == before
     assert type(WAITS) is Waits
     lines = [json.loads(line) for line in (tmp_path / f"{world.rank}").read_text().splitlines()]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fullshard.report import page
 from fullshard.report.findings import waited
-from fullshard.report.recording import RankRecording, Span
+from fullshard.report.rank_trace import RankTrace, Span
 from tests.report.cases import MS, by_hand
 
 
 def test_of_a_rank_the_step_of_middle_length_is_drawn() -> None:
-    rank = RankRecording(0, "host", "cpu", "memory")
+    rank = RankTrace(0, "host", "cpu", "memory")
     begin = 0
     for step, length in enumerate((50, 30, 20, 40, 10)):
         for what, start, end in (("forward", 0, length - 5), ("optimizer", length - 5, length)):

@@ -16,7 +16,7 @@ from tests.harness.compare import Precision, deviation, whole_gradients
 from tests.harness.models import MLP, seeded
 from tests.harness.wrapper import ORIGINAL, SHARDED, STRATEGIES, wrap_blocks
 
-TRANSPORT = pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+TRANSPORT = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
@@ -119,7 +119,7 @@ def evaluate(model: Any) -> None:
 @ranks(2)
 @ORIGINAL
 @STRATEGY
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_gradients_that_wait_outlive_an_evaluation_in_full_precision(
     world: World, strategy: str, original: bool, transport: str
 ) -> None:
@@ -213,7 +213,7 @@ def fail_in(where: str, model: Any) -> None:
 @ranks(2)
 @ORIGINAL
 @STRATEGY
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_model_is_saved_after_an_error_in_a_step(
     world: World, strategy: str, original: bool, transport: str, where: str

@@ -51,7 +51,7 @@ def sharded(api: str) -> Any:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_ranks_that_gather_different_modules_are_told(world: World, api: str, transport: str) -> None:
     with pytest.MonkeyPatch.context() as patch, debugging():
         patch.setenv("FULLSHARD_TRANSPORT", transport)

@@ -13,10 +13,11 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from fullshard._renamed import renamed_value
 from fullshard.comm.collective import CollectiveTransport
-from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
 from fullshard.comm.process_group import backend_name
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Transport
 from fullshard.device import is_host
 
@@ -27,7 +28,7 @@ _collective = cache(CollectiveTransport)
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
 
 #: The names that ``FULLSHARD_TRANSPORT`` may have.
-NAMES = (HostTransport.name, PointToPointTransport.name, CollectiveTransport.name)
+NAMES = (ShmTransport.name, PointToPointTransport.name, CollectiveTransport.name)
 
 
 def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -48,7 +49,7 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
 
 def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:
     """A transport, and why it is this one."""
-    wanted = os.environ.get("FULLSHARD_TRANSPORT", "")
+    wanted = renamed_value("FULLSHARD_TRANSPORT", os.environ.get("FULLSHARD_TRANSPORT", ""))
     if wanted not in ("", *NAMES):
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} names no transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
@@ -63,8 +64,8 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
         )
     if wanted == PointToPointTransport.name or process_group.size() == 1:
         return _point_to_point(), asked if wanted else "there is one rank"
-    shared = HostTransport.among(process_group, _point_to_point())
-    if isinstance(shared, HostTransport):
+    shared = ShmTransport.among(process_group, _point_to_point())
+    if isinstance(shared, ShmTransport):
         return shared, asked if wanted else "all of them share a host"
     if wanted:
         raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot serve this process group: {shared}; unset it")

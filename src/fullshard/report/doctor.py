@@ -38,7 +38,7 @@ from fullshard.meshes import default_mesh
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.findings import findings
 from fullshard.report.rank_observer import FOLDER, STEPS
-from fullshard.report.recording import RankRecording, as_rank
+from fullshard.report.rank_trace import RankTrace, as_rank
 from fullshard.schedule.unit import unit_of
 from fullshard.strangers import explain_strangers, strangers_in
 
@@ -328,7 +328,7 @@ def _is_fine(line: dict[str, Any]) -> bool:
 
 def _steps_of(rank_logs: Sequence[ProcessLog]) -> Iterator[Check]:
     """Checks of the recorded steps: whether a rank is slow."""
-    ranks = [_warm(as_rank(rank)) for each in rank_logs for line in each.of("recording") for rank in line["ranks"]]
+    ranks = [_warm(as_rank(rank)) for each in rank_logs for line in each.of("trace") for rank in line["ranks"]]
     ranks = [rank for rank in ranks if rank.steps() and rank.host == ranks[0].host]  # ranks of a host have one clock
     if not ranks:
         yield Check("steps", "not checked", "No step after the first one was recorded completely.")
@@ -339,8 +339,8 @@ def _steps_of(rank_logs: Sequence[ProcessLog]) -> Iterator[Check]:
         yield Check(finding.kind, result, finding.text, finding.advice)  # type: ignore[arg-type]
 
 
-def _warm(rank: RankRecording) -> RankRecording:
-    """The recording without the first step, in which much is prepared."""
+def _warm(rank: RankTrace) -> RankTrace:
+    """The trace without the first step, in which much is prepared."""
     rank.spans = [span for span in rank.spans if span.step > 0]
     return rank
 

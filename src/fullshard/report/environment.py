@@ -282,7 +282,7 @@ def _transport(process_group: dist.ProcessGroup, device: torch.device, every: Se
     may_share = is_host(device) and backend_name(process_group, device) == "gloo" and together
     advice = "Unset FULLSHARD_TRANSPORT. " if "FULLSHARD_TRANSPORT" in os.environ else ""
     advice += "The ranks share a host, and could share memory."
-    return judged("transport", transport.name == "host" or not may_share, text, advice)
+    return judged("transport", transport.name == "shm" or not may_share, text, advice)
 
 
 def _rounds(size: int) -> Iterator[list[tuple[int, int]]]:

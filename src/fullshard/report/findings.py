@@ -1,4 +1,4 @@
-"""Findings of a recording: which rank the others wait for, which groups are late, and what to try.
+"""Findings of a trace: which rank the others wait for, which groups are late, and what to try.
 
 Owns the comparison of ranks and the sentences. A communication cannot end before the last rank has started it. Until
 then the other ranks wait for that rank; after that, they wait for the bytes.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Literal, NamedTuple
 
-from fullshard.report.recording import RankRecording, Span, Work, own_work, shares
+from fullshard.report.rank_trace import RankTrace, Span, Work, own_work, shares
 from fullshard.report.text import percent, seconds_text
 
 Kind = Literal["slow rank", "late gathers", "late reductions", "copies", "outside", "optimizer", "prefetch", "balance"]
@@ -29,7 +29,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a recording shows.
+    """One thing that a trace shows.
 
     Args:
         kind: its kind.
@@ -66,7 +66,7 @@ class Waited(NamedTuple):
     length: float
 
 
-def waited(ranks: Sequence[RankRecording]) -> list[Waited]:
+def waited(ranks: Sequence[RankTrace]) -> list[Waited]:
     """The waits of all ranks: which rank waited, for which rank, and in which communication."""
     communications: dict[object, dict[int, int]] = {}
     wait_starts: dict[object, dict[int, int]] = {}
@@ -96,17 +96,15 @@ def _key(span: Span) -> tuple[object, ...]:
     return span.step, span.what, span.group, span.number
 
 
-def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
-    """What recordings show, the most important first. There is at least one finding.
+def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
+    """What traces show, the most important first. There is at least one finding.
 
     Args:
-        ranks: the recordings of all ranks of a job, or of some.
+        ranks: the traces of all ranks of a job, or of some.
     """
     complete = [rank for rank in ranks if rank.steps()]
     if not complete:
-        return [
-            Finding("balance", "No step was recorded completely: the recording ended before the first optimizer step.")
-        ]
+        return [Finding("balance", "No step was recorded completely: the trace ended before the first optimizer step.")]
     step = mean(shares(rank).step for rank in complete)
     waits = waited(complete)
     found = [
@@ -118,7 +116,7 @@ def findings(ranks: Sequence[RankRecording]) -> list[Finding]:
     return [*found, *_prefetch(complete)]
 
 
-def lateness(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> dict[int, float]:
+def lateness(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> dict[int, float]:
     """For each rank, how long the other ranks waited for it in an average step, in nanoseconds."""
     late = {rank.rank: 0.0 for rank in ranks}
     for wait in waits:
@@ -127,7 +125,7 @@ def lateness(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> dict[in
     return late
 
 
-def _slow_rank(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float) -> list[Finding]:
+def _slow_rank(ranks: Sequence[RankTrace], waits: Sequence[Waited], step: float) -> list[Finding]:
     late = lateness(ranks, waits)
     slow = max(late, key=late.__getitem__)
     others = max((length for rank, length in late.items() if rank != slow), default=0.0)
@@ -148,7 +146,7 @@ def _slow_rank(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: fl
     return [Finding("slow rank", text, advice, late[slow] / step, slow, most[0].group if most else "")]
 
 
-def _most_of(slow: int, ranks: Sequence[RankRecording]) -> tuple[Work, float] | None:
+def _most_of(slow: int, ranks: Sequence[RankTrace]) -> tuple[Work, float] | None:
     """The work of a slow rank that most exceeds the same work of the others, and the median of theirs."""
     works = {rank.rank: {(work.what, work.group): work for work in own_work(rank)} for rank in ranks}
     mine = works.pop(slow)
@@ -172,7 +170,7 @@ def _balance(waits: Sequence[Waited], step: float) -> Finding:
     return Finding("balance", f"{text}{_time(step)}.", advice, most / step)
 
 
-def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, what: str) -> list[Finding]:
+def _late(ranks: Sequence[RankTrace], waits: Sequence[Waited], step: float, what: str) -> list[Finding]:
     """Finds groups for whose gathered bytes, or reduced bytes, ranks wait."""
     by_group = Counter[str]()
     for wait in waits:
@@ -198,7 +196,7 @@ def _late(ranks: Sequence[RankRecording], waits: Sequence[Waited], step: float, 
     return [Finding("late reductions", text, advice, total / step, group=most[0][0])]
 
 
-def _parts(ranks: Sequence[RankRecording], step: float) -> list[Finding]:
+def _parts(ranks: Sequence[RankTrace], step: float) -> list[Finding]:
     """Finds what else takes a large share of a step."""
     found: list[Finding] = []
     each = [(rank.rank, shares(rank)) for rank in ranks]
@@ -221,7 +219,7 @@ def _parts(ranks: Sequence[RankRecording], step: float) -> list[Finding]:
     return found
 
 
-def _prefetch(ranks: Sequence[RankRecording]) -> list[Finding]:
+def _prefetch(ranks: Sequence[RankTrace]) -> list[Finding]:
     """Counts the gathers that were complete when they were needed."""
     gathers = there = 0
     for rank in ranks:

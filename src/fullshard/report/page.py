@@ -1,4 +1,4 @@
-"""The HTML page of a recording: one file that needs no network. Its pictures are readable without colours.
+"""The HTML page of a trace: one file that needs no network. Its pictures are readable without colours.
 
 Owns what is drawn and how. The pictures are SVG inside of the page, made by matplotlib. Without matplotlib the page has
 only tables.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.report.findings import Waited, findings, lateness, waited
-from fullshard.report.recording import LANES, RankRecording, Span, shares, tracks
+from fullshard.report.rank_trace import LANES, RankTrace, Span, shares, tracks
 from fullshard.report.text import counted, percent
 
 #: The most ranks that a picture or a table shows. Ranks that stand out come first.
@@ -54,16 +54,16 @@ svg { max-width: 100%; height: auto } .note { color: #444; font-size: 0.9em }
 """
 
 
-def write(ranks: Sequence[RankRecording], file: Path) -> None:
+def write(ranks: Sequence[RankTrace], file: Path) -> None:
     """Write the page into a file."""
     file.write_text(render(ranks))
 
 
-def render(ranks: Sequence[RankRecording]) -> str:
+def render(ranks: Sequence[RankTrace]) -> str:
     """The page as HTML."""
     whole = [rank for rank in ranks if rank.steps()]
     parts = [
-        f"<h1>Recording of {counted(len(ranks), 'rank')}</h1>",
+        f"<h1>Trace of {counted(len(ranks), 'rank')}</h1>",
         _summary(ranks),
         "<h2>What was found</h2>",
         "<ul>",
@@ -87,11 +87,11 @@ def render(ranks: Sequence[RankRecording]) -> str:
             parts += ["<h2>Who waits for whom</h2>", _picture(lambda: draw_waits(some, waits)), _note(_WAITS)]
         parts += ["<h2>Groups that were waited for longest</h2>", _groups_table(whole, waits)]
     body = "\n".join(parts)
-    head = f'<meta charset="utf-8"><title>fullshard: recording</title><style>{_CSS}</style>'
+    head = f'<meta charset="utf-8"><title>fullshard: trace</title><style>{_CSS}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _summary(ranks: Sequence[RankRecording]) -> str:
+def _summary(ranks: Sequence[RankTrace]) -> str:
     hosts, steps = len({rank.host for rank in ranks}), sorted({step for rank in ranks for step in rank.steps()})
     devices = ", ".join(sorted({rank.device for rank in ranks}))
     numbers = f" ({steps[0]} to {steps[-1]})" if len(steps) > 1 else ""
@@ -106,7 +106,7 @@ def _note(text: str) -> str:
     return f'<p class="note">{text}</p>'
 
 
-def _shown(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> list[RankRecording]:
+def _shown(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> list[RankTrace]:
     """The ranks, the interesting ones first: first the rank for which the others wait longest, then those that wait
     most."""
     late = lateness(ranks, waits)
@@ -115,7 +115,7 @@ def _shown(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> list[Rank
     return [first, *others]
 
 
-def _usual_step(rank: RankRecording) -> int:
+def _usual_step(rank: RankTrace) -> int:
     """The step of median length."""
     steps = rank.steps()
     by_length = sorted(steps, key=lambda step: steps[step][1] - steps[step][0])
@@ -147,7 +147,7 @@ def _figure(height: float, rows: int = 1, **options: Any) -> tuple[Any, Any]:
     return figure, axes
 
 
-def draw_step(rank: RankRecording, step: int) -> Any:
+def draw_step(rank: RankTrace, step: int) -> Any:
     """The lanes of a rank over a step, with its memory below."""
     begin, end = rank.steps()[step]
     spans = [span for span in rank.spans if span.end > begin and span.start < end]
@@ -191,7 +191,7 @@ def _bar(axis: Any, row: int, span: Span, begin: int, end: int) -> None:
         axis.text(middle, row, short, ha="center", va="center", fontsize="small", **box)
 
 
-def draw_shares(some: Sequence[RankRecording]) -> Any:
+def draw_shares(some: Sequence[RankTrace]) -> Any:
     """A bar for each rank, with the parts of its step."""
     figure, axis = _figure(1.3 + 0.34 * len(some))
     left = [0.0] * len(some)
@@ -206,7 +206,7 @@ def draw_shares(some: Sequence[RankRecording]) -> Any:
     return figure
 
 
-def draw_waits(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> Any:
+def draw_waits(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> Any:
     """A table of circles that show how long each rank waits for each other rank."""
     some = [rank.rank for rank in ranks]
     totals = Counter[tuple[int, int | None]]()
@@ -237,7 +237,7 @@ _WAITS = (
 )
 
 
-def _lanes_in_words(rank: RankRecording) -> str:
+def _lanes_in_words(rank: RankTrace) -> str:
     words = (
         "<b>pass</b>: forward, backward and step of the optimizer. <b>computation</b>: units, with those inside them. "
         "<b>gather</b>, <b>reduce</b>: from the start of a communication to its end. "
@@ -253,7 +253,7 @@ def _lanes_in_words(rank: RankRecording) -> str:
     return words
 
 
-def _shares_table(some: Sequence[RankRecording]) -> str:
+def _shares_table(some: Sequence[RankTrace]) -> str:
     rows = []
     for rank in some:
         of, peak = shares(rank), max((sizes for _, sizes in rank.memory), default=0)
@@ -263,7 +263,7 @@ def _shares_table(some: Sequence[RankRecording]) -> str:
     return _table(heads, rows)
 
 
-def _groups_table(ranks: Sequence[RankRecording], waits: Sequence[Waited]) -> str:
+def _groups_table(ranks: Sequence[RankTrace], waits: Sequence[Waited]) -> str:
     """The groups for which ranks waited longest: because a rank was late, and because bytes were missing."""
     totals: dict[tuple[str, str], list[float]] = {}
     for wait in waits:

@@ -2,7 +2,7 @@
 
 ``fullshard doctor`` starts a job with ``FULLSHARD_DOCTOR`` set to a directory. Each process that imports fullshard then
 calls :func:`start`. When its first module is sharded, the observer checks the environment and the initial values. In
-the first steps it reports the position of the rank and values that are not finite, and takes a recording. At the end it
+the first steps it reports the position of the rank and values that are not finite, and takes a trace. At the end it
 reports how the program ended. Whatever is found, the program continues. Owns the overrides that this needs.
 """
 
@@ -34,7 +34,7 @@ from fullshard.group.verify import verify_values
 from fullshard.optim import steps
 from fullshard.report.environment import Check, check_environment
 from fullshard.report.explain import explain
-from fullshard.report.record import Recording, record
+from fullshard.report.profile import Trace, profile
 from fullshard.report.watching import Overrides
 from fullshard.schedule import hooks
 from fullshard.schedule.schedule import Schedule
@@ -62,7 +62,7 @@ class RankObserver:
         self._original_begin_tree = Schedule.begin_tree
         self._schedule: Schedule | None = None
         self._detector: NanDetector | None = None
-        self._recording: Recording | None = None
+        self._trace: Trace | None = None
         self._has_checked_environment = self._differs = self._compared = False
         self._position = ""
         self._found_at: float | None = None  # time at which the first value that is not finite was found
@@ -87,17 +87,17 @@ class RankObserver:
         self.report("begin", pid=os.getpid(), ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def stop(self) -> None:
-        """Remove the overrides, and report the recording."""
+        """Remove the overrides, and report the trace."""
         if self._detector is not None:
             self._detector.remove()
         self._overrides.remove()
         setattr(Schedule, "begin_tree", self._original_begin_tree)  # noqa: B010
         with suppress(ValueError):
             hooks._listeners.remove(self._sharded)
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.stop()
-            self.report("recording", ranks=[asdict(rank) for rank in recording.ranks])
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.stop()
+            self.report("trace", ranks=[asdict(rank) for rank in trace.ranks])
             if self._found_at is None:
                 text = "All outputs, gradients and reduced gradients of the observed steps are finite."
                 self._report_check(Check("finite values", "ok", text))
@@ -163,7 +163,7 @@ class RankObserver:
         with suppress(ValueError, RuntimeError):  # no advice if the model cannot be explained
             for advice in explain(module).advice:
                 self._report_check(Check("sharding", "ok", str(advice)))
-        self._recording = record(module, self._steps)
+        self._trace = profile(module, self._steps)
 
     def _begin_pass(self, begin: Callable[..., None], kind: str) -> None:
         begin(kind)  # ranks wait for each other after this
@@ -171,7 +171,7 @@ class RankObserver:
         if position != self._position:
             self._position = position
             self.report("position", text=position)
-        if self._recording is not None and not self._recording.is_running:
+        if self._trace is not None and not self._trace.is_running:
             self.stop()
 
     def _find_strangers(self, find: Callable[..., Iterable[tuple[str, str]]], params: Any) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from fullshard.device import Mark, Pending
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import plain_name
 from fullshard.group.step import Action
-from fullshard.report.recording import Lane, RankRecording, Span
+from fullshard.report.rank_trace import Lane, RankTrace, Span
 from fullshard.report.watching import Point, StepObserver, TimedMark, from_others
 from fullshard.schedule.schedule import Schedule
 from fullshard.schedule.unit import Phase, Unit
@@ -84,7 +84,7 @@ class _Communication:
 
 
 class Recorder(StepObserver):
-    """Takes the recording of one rank."""
+    """Takes the trace of one rank."""
 
     def __init__(self, schedule: Schedule, model: nn.Module, steps: int, first_step: int) -> None:
         super().__init__(schedule)
@@ -119,12 +119,12 @@ class Recorder(StepObserver):
         for hook in self._hooks:
             hook.remove()
 
-    def finish(self) -> RankRecording:
+    def finish(self) -> RankTrace:
         """Return what was recorded, with times of this host's clock."""
         self.clock.end()
         time_of = self.clock.time_of
         spans = [span._replace(start=time_of(span.start), end=time_of(span.end)) for span in self._spans]
-        return RankRecording(
+        return RankTrace(
             dist.get_rank() if dist.is_initialized() else 0,
             socket.gethostname(),
             self.schedule.device.type,

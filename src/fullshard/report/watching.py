@@ -1,4 +1,4 @@
-"""The step observer, on which recordings and metrics are built: clock, memory, lanes, waits and optimizer steps.
+"""The step observer, on which traces and metrics are built: clock, memory, lanes, waits and optimizer steps.
 
 It overrides methods of single objects, and removes the overrides when it stops. Classes do not change. The one
 exception is the class of :data:`WAITS`: code that waits assigns an attribute there and calls no method.
@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard.comm.host import HostTransport
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.waits import WAITS, Wait, Waits
 from fullshard.device import Mark, Streams, is_host, streams_of
 from fullshard.group.param_group import ParamGroup
@@ -247,7 +247,7 @@ class StepObserver:
         """Observe all waits of this process. Several models may share one object for the ranks of a host, so that
         object keeps only a weak reference to the observer."""
         transports = {each for g in self.schedule.groups() for each in (g.transport, g.reduce_transport)}
-        for ranks in {each.local_ranks for each in transports if isinstance(each, HostTransport)}:
+        for ranks in {each.local_ranks for each in transports if isinstance(each, ShmTransport)}:
             self._elsewhere.around(ranks, "wait", partial(_observed_wait, weakref.ref(self)))
         weakref.finalize(self, self._elsewhere.remove)
         WAITS.__class__ = _ObservedWaits

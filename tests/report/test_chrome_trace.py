@@ -1,4 +1,4 @@
-"""The files of a recording that other programs open: Chrome's traces, and the page."""
+"""The files of a trace that other programs open: Chrome's traces, and the page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.report import page, trace
-from fullshard.report.recording import Span, tracks
+from fullshard.report import chrome_trace, page
+from fullshard.report.rank_trace import Span, tracks
 from tests.report.cases import MS, by_hand
 
 
@@ -37,7 +37,7 @@ def test_a_trace_has_the_structure_that_viewers_read() -> None:
     ranks = [by_hand(0), by_hand(1, computes=60)]
     ranks[0].spans += overlapping()
     by_phase = defaultdict(list)
-    for event in trace.events(ranks):
+    for event in chrome_trace.events(ranks):
         assert {"ph", "pid", "tid", "ts", "name"} <= event.keys()
         by_phase[event["ph"]].append(event)
     assert set(by_phase) == {"M", "X", "C", "s", "f"}
@@ -80,7 +80,7 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
 
 def test_memory_stands_where_the_spans_stand_that_began_with_it() -> None:
     rank = by_hand(0, steps=3)
-    events = trace.events([rank])
+    events = chrome_trace.events([rank])
     passes = [event["ts"] for event in events if (event["ph"], event["name"]) == ("X", "forward")]
     memory = [(event["ts"], event["args"]) for event in events if event["ph"] == "C"]
     assert passes == [0, 100_000, 200_000]  # microseconds

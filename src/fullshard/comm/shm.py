@@ -35,16 +35,16 @@ _AHEAD = 64  # reductions that a rank may be ahead of the slowest one
 #: ``_ENTRIES`` is the bytes that each rank has for the entries of all reductions that are under way.
 _ENTRY = 8
 _ENTRIES = 8 * _ENTRY * _AHEAD
-#: Reductions between two calls of :meth:`HostTransport.reset` have numbers of their own, so that ranks agree again.
+#: Reductions between two calls of :meth:`ShmTransport.reset` have numbers of their own, so that ranks agree again.
 _ROUND = 1 << 32
 
 
-class HostTransport(Transport):
+class ShmTransport(Transport):
     """Reduces in memory that ranks share, all of which map ``control``, and moves the rest by ``messages``. Made by
     :meth:`among`.
     """
 
-    name = "host"
+    name = "shm"
     gradient_buffers = 2
     adds_in_fp32 = True
     compares_reductions = True
@@ -57,7 +57,7 @@ class HostTransport(Transport):
         self.done = Counters(control, LINE * size, rank, size)
         starts = range(2 * LINE * size, control.address.nbytes, _ENTRIES)
         self.entries = [control.numbers(start, _ENTRIES // 8) for start in starts]
-        self.under_way: deque[_PendingHostReduction] = deque()
+        self.under_way: deque[_PendingShmReduction] = deque()
         self._slots: dict[int, Address] = {}  # this rank's, by where they begin in memory
         #: Files of slots that are gone, which a slow rank has yet to look for.
         self._files: deque[tuple[int, File | None]] = deque()
@@ -67,11 +67,11 @@ class HostTransport(Transport):
         self.scratch = Lease(torch.empty(2 * BLOCK * 8, dtype=torch.uint8, device="cpu"))
 
     @classmethod
-    def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> HostTransport | str:
+    def among(cls, process_group: dist.ProcessGroup, messages: PointToPointTransport) -> ShmTransport | str:
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:
             met = find_local_ranks(process_group)
-            made: HostTransport | str = "a rank could not map memory of another"
+            made: ShmTransport | str = "a rank could not map memory of another"
             if isinstance(met, str):
                 made = met
             elif met.map_together(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
@@ -139,7 +139,7 @@ class HostTransport(Transport):
             reading.shards = ()  # they are gradients now: the mark by which the slot is taken again must not keep them
             self.done.set(reading.number)
 
-    def _slot_of(self, rank: int, reading: _PendingHostReduction) -> Segment | None:
+    def _slot_of(self, rank: int, reading: _PendingShmReduction) -> Segment | None:
         """Where ``rank`` has the values to be added up; ``None`` for this one."""
         at = reading.number % _AHEAD * _ENTRY
         number, tag, subject, *address = self.entries[rank][at : at + 7]
@@ -192,11 +192,11 @@ class HostTransport(Transport):
             self._files.popleft()
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, HostTransport | str] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, ShmTransport | str] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
-class _PendingHostReduction(StillRead):
+class _PendingShmReduction(StillRead):
     """One reduction: the other ranks' buffers are read when it is finished, and this rank's until it was waited for."""
 
     route: _HostReduceRoute
@@ -222,7 +222,7 @@ class _HostReduceRoute:
 
     staging = sent = 0
 
-    def __init__(self, transport: HostTransport, request: Request) -> None:
+    def __init__(self, transport: ShmTransport, request: Request) -> None:
         self.transport, self.tag = transport, request.tag
         self._plans = [transfer.plan for transfer in request.transfers]
         self._fulls = [alias(transfer.full) for transfer in request.transfers]
@@ -243,7 +243,7 @@ class _HostReduceRoute:
         at = number % _AHEAD * _ENTRY
         transport.entries[local_ranks.rank][at : at + 7] = [number, self.tag, self.subject, *slot]
         transport.ready.set(number)
-        reading = _PendingHostReduction(self, number, shards, reduction.divisor)
+        reading = _PendingShmReduction(self, number, shards, reduction.divisor)
         transport.read_up_to(number - 1)  # the others are ready by now, as a rule, and may wait to write to their slots
         transport.under_way.append(reading)
         return reading

@@ -1,8 +1,8 @@
-"""Recordings of a few steps: when each rank gathered, computed, reduced and waited, and how much memory it used.
+"""Traces of a few steps: when each rank gathered, computed, reduced and waited, and how much memory it used.
 
-Owns what users call, and the gathering of all ranks' recordings on rank 0. :mod:`fullshard.report.recorder` takes the
-recording: while it runs, it overrides methods of the model's schedule, units and lanes (of these objects, not of their
-classes). Without a recording there are no overrides, and no cost.
+Owns what users call, and the gathering of all ranks' traces on rank 0. :mod:`fullshard.report.recorder` takes the
+trace: while it runs, it overrides methods of the model's schedule, units and lanes (of these objects, not of their
+classes). Without a trace there are no overrides, and no cost.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ import torch.nn as nn
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import decoded, encoded, gather_objects
 from fullshard.comm.waits import waiting
-from fullshard.report import page, trace
+from fullshard.report import chrome_trace, page
 from fullshard.report.findings import Finding, findings
+from fullshard.report.rank_trace import RankTrace, as_rank, read, write
 from fullshard.report.recorder import RUNNING, Recorder
-from fullshard.report.recording import RankRecording, as_rank, read, write
 from fullshard.schedule.unit import schedule_of
 
 #: Exchanges that compare the clocks of two hosts.
 _EXCHANGES = 16
 
 
-class Recording:
-    """What ranks did in a few steps. Made by :func:`record`, or read from a file by :meth:`load`.
+class Trace:
+    """What ranks did in a few steps. Made by :func:`profile`, or read from a file by :meth:`load`.
 
     Attributes:
-        ranks: the recording of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all.
+        ranks: the trace of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all.
     """
 
-    def __init__(self, ranks: list[RankRecording] | None = None) -> None:
+    def __init__(self, ranks: list[RankTrace] | None = None) -> None:
         self._ranks = ranks or []
         self._recorder: Recorder | None = None
         self._is_gathered = ranks is not None
 
     @property
-    def ranks(self) -> list[RankRecording]:
-        """The recording of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all."""
+    def ranks(self) -> list[RankTrace]:
+        """The trace of each rank. Before :meth:`gather` only this rank's; after it, on rank 0, those of all."""
         if self._recorder is not None and not self._recorder.is_running:
             self._ranks, self._recorder = [self._recorder.finish()], None
         return self._ranks
 
     @property
     def is_running(self) -> bool:
-        """Whether the recording still runs."""
+        """Whether steps are still recorded."""
         return self._recorder is not None and self._recorder.is_running
 
     def stop(self) -> None:
@@ -69,7 +69,7 @@ class Recording:
         self.stop()
 
     def gather(self) -> None:
-        """Gather the recordings of all ranks on rank 0, with times of rank 0's clock. Every rank must call it.
+        """Gather the traces of all ranks on rank 0, with times of rank 0's clock. Every rank must call it.
 
         Ranks of one host share a clock. The clock of another host is compared with rank 0's in a few exchanges. Each
         exchange bounds the difference from both sides. The ``clock_error`` of a rank is the error that remains
@@ -84,7 +84,7 @@ class Recording:
         self._ranks, self._is_gathered = every or [mine], True
 
     def findings(self) -> list[Finding]:
-        """What the recording shows, the most important first. After :meth:`gather`, rank 0 has the findings of all
+        """What the trace shows, the most important first. After :meth:`gather`, rank 0 has the findings of all
         ranks."""
         return findings(self.ranks)
 
@@ -102,29 +102,29 @@ class Recording:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         write(self.ranks, folder / "recording.json")
-        trace.write(self.ranks, folder / "trace.json")
+        chrome_trace.write(self.ranks, folder / "trace.json")
         page.write(self.ranks, folder / "report.html")
 
     @staticmethod
-    def load(directory: str | os.PathLike[str]) -> Recording:
-        """Read a recording from the directory into which :meth:`save` wrote it. Needs no process group.
+    def load(directory: str | os.PathLike[str]) -> Trace:
+        """Read a trace from the directory into which :meth:`save` wrote it. Needs no process group.
 
         Raises:
             FileNotFoundError: the directory has no ``recording.json``.
             ValueError: the file has a different version.
         """
-        return Recording(read(Path(directory, "recording.json")))
+        return Trace(read(Path(directory, "recording.json")))
 
 
-def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recording:
+def profile(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Trace:
     """Record what this rank does in the next training steps. Call it on every rank that you want to see.
 
     Call it between two steps. The first steps of a training differ from the others, so let a few pass before. The
-    recording ends by itself after ``steps`` training steps, or earlier with ``stop()`` or the end of a ``with``::
+    trace ends by itself after ``steps`` training steps, or earlier with ``stop()`` or the end of a ``with``::
 
-        with fullshard.record(model, steps=3, first_step=step) as recording:
+        with fullshard.profile(model, steps=3, first_step=step) as trace:
             train(model)
-        recording.save("recording")
+        trace.save("trace")
 
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
@@ -133,23 +133,23 @@ def record(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Recordin
         first_step: the number of the first recorded step, used in findings, trace and page.
 
     Returns:
-        the recording. On the CPU, memory is the resident memory of the process, which includes pages that ranks share.
+        the trace. On the CPU, memory is the resident memory of the process, which includes pages that ranks share.
         On accelerators it is what torch has allocated there.
 
     Raises:
         ValueError: ``model`` is not sharded, or ``steps`` is less than 1.
-        RuntimeError: another recording of the model runs, or the model is in a forward or backward.
+        RuntimeError: the model is being recorded already, or the model is in a forward or backward.
     """
-    schedule = schedule_of(model, "record")
+    schedule = schedule_of(model, "profile")
     if steps < 1:
-        raise ValueError(f"record expects at least 1 step, got {steps}")
+        raise ValueError(f"profile expects at least 1 step, got {steps}")
     if schedule in RUNNING:
-        raise RuntimeError(f"{type(model).__name__} is being recorded: stop the other recording first")
+        raise RuntimeError(f"{type(model).__name__} is being recorded: stop the other trace first")
     if not schedule.is_idle:
-        raise RuntimeError("a recording must begin between two steps, but a forward or backward is running")
-    recording = Recording()
-    recording._recorder = Recorder(schedule, model, steps, first_step)
-    return recording
+        raise RuntimeError("a trace must begin between two steps, but a forward or backward is running")
+    trace = Trace()
+    trace._recorder = Recorder(schedule, model, steps, first_step)
+    return trace
 
 
 def _clock_against_rank_0() -> tuple[int, int]:
@@ -173,8 +173,8 @@ def _clock_against_rank_0() -> tuple[int, int]:
     return (0, 0) if dist.get_rank() == 0 else ((least + most) // 2, (most - least) // 2 + 1)
 
 
-def _gather_to_rank_0(mine: RankRecording) -> list[RankRecording]:
-    """Returns the recordings of all ranks on rank 0, and an empty list elsewhere. Every rank must call it."""
+def _gather_to_rank_0(mine: RankTrace) -> list[RankTrace]:
+    """Returns the traces of all ranks on rank 0, and an empty list elsewhere. Every rank must call it."""
     if not dist.is_initialized():
         return [mine]
     data = encoded(zlib.compress(json.dumps(asdict(mine)).encode()), None)
@@ -182,7 +182,7 @@ def _gather_to_rank_0(mine: RankRecording) -> list[RankRecording]:
     padded = data.new_zeros(max(lengths))
     padded[: data.numel()] = data
     received = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else None
-    with waiting("the recordings of all ranks", None):
+    with waiting("the traces of all ranks", None):
         dist.gather(padded, received, dst=0)
     texts = (decoded(data[:length]) for data, length in zip(received or (), lengths, strict=False))
     return [as_rank(json.loads(zlib.decompress(text))) for text in texts]

@@ -1,4 +1,4 @@
-"""The data of a recording: spans of time by lane, memory over time, and the file that stores them.
+"""The data of a trace: spans of time by lane, memory over time, and the file that stores them.
 
 Owns the data, and what can be computed from the data of a single rank. :mod:`fullshard.report.recorder` takes the
 spans, and :mod:`fullshard.report.findings` interprets them.
@@ -65,8 +65,8 @@ class Span(NamedTuple):
 
 
 @dataclass
-class RankRecording:
-    """The recording of one rank.
+class RankTrace:
+    """The trace of one rank.
 
     Args:
         rank: the rank in the world.
@@ -88,11 +88,11 @@ class RankRecording:
     memory: list[tuple[int, int]] = field(default_factory=list)
     groups: dict[str, int] = field(default_factory=dict)
 
-    def shifted(self, offset: int) -> RankRecording:
-        """A copy of the recording with all times earlier by ``offset``."""
+    def shifted(self, offset: int) -> RankTrace:
+        """A copy of the trace with all times earlier by ``offset``."""
         spans = [span._replace(start=span.start - offset, end=span.end - offset) for span in self.spans]
         memory = [(when - offset, nbytes) for when, nbytes in self.memory]
-        return RankRecording(**{**vars(self), "spans": spans, "memory": memory})
+        return RankTrace(**{**vars(self), "spans": spans, "memory": memory})
 
     def of(self, lane: Lane, step: int | None = None) -> Iterator[Span]:
         """The spans of a lane, in all steps or in one."""
@@ -158,7 +158,7 @@ class Shares:
         return self.copying + self.waiting
 
 
-def shares(rank: RankRecording) -> Shares:
+def shares(rank: RankTrace) -> Shares:
     """How a rank spent the steps that were recorded completely; all zero if there is none."""
     sums = [0.0] * 6
     steps = rank.steps()
@@ -187,7 +187,7 @@ class Work(NamedTuple):
     length: float
 
 
-def own_work(rank: RankRecording) -> list[Work]:
+def own_work(rank: RankTrace) -> list[Work]:
     """How long a rank computed in each unit in an average step. Includes optimizer steps and the time outside of
     passes."""
     totals: dict[tuple[str, str], int] = {}
@@ -241,27 +241,27 @@ def _total(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def write(ranks: Sequence[RankRecording], file: Path) -> None:
+def write(ranks: Sequence[RankTrace], file: Path) -> None:
     """Write ``recording.json``. Its times are nanoseconds since the start of the first span."""
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
     shifted = [asdict(rank.shifted(origin)) for rank in ranks]
     file.write_text(json.dumps({"version": _VERSION, "fields": [*Span.__annotations__], "ranks": shifted}))
 
 
-def read(file: Path) -> list[RankRecording]:
+def read(file: Path) -> list[RankTrace]:
     """Read what :func:`write` wrote.
 
     Raises:
-        ValueError: the file is not a recording, or has a different version.
+        ValueError: the file is not a trace, or has a different version.
     """
     found = json.loads(file.read_text())
     if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise ValueError(f"{file} is not a recording of version {_VERSION}, which this release of fullshard reads")
+        raise ValueError(f"{file} is not a trace of version {_VERSION}, which this release of fullshard reads")
     return [as_rank(each) for each in found["ranks"]]
 
 
-def as_rank(found: dict[str, Any]) -> RankRecording:
-    """A rank's recording, from its JSON form."""
+def as_rank(found: dict[str, Any]) -> RankTrace:
+    """A rank's trace, from its JSON form."""
     spans = [Span(*span) for span in found["spans"]]
     memory = [(when, nbytes) for when, nbytes in found["memory"]]
-    return RankRecording(**{**found, "spans": spans, "memory": memory})
+    return RankTrace(**{**found, "spans": spans, "memory": memory})

@@ -1,4 +1,4 @@
-"""A recording as a Chrome trace, the format that https://ui.perfetto.dev and ``chrome://tracing`` open.
+"""A trace in Chrome's format, which https://ui.perfetto.dev and ``chrome://tracing`` open.
 
 A process of the trace is a rank, and a track is a lane. If spans of a lane overlap and are not nested, the lane has
 several tracks. Memory is a counter. An arrow leads from the end of each gather to the computation that needed it.
@@ -12,25 +12,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.recording import LANES, RankRecording, tracks
+from fullshard.report.rank_trace import LANES, RankTrace, tracks
 
 #: The most tracks of a lane.
 _TRACKS = 64
 
 
-def write(ranks: Sequence[RankRecording], file: Path) -> None:
+def write(ranks: Sequence[RankTrace], file: Path) -> None:
     """Write ``trace.json``."""
     file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(ranks)}))
 
 
-def events(ranks: Sequence[RankRecording]) -> list[dict[str, Any]]:
+def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
     """The events of a trace. Times are in microseconds from the first span."""
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
     numbers = count(1)
     return [event for rank in ranks for event in _of_rank(rank.shifted(origin), numbers)]
 
 
-def _of_rank(rank: RankRecording, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+def _of_rank(rank: RankTrace, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
     pid = rank.rank
     yield _metadata("process_name", pid, 0, name=f"rank {rank.rank} ({rank.host}, {rank.device})")
     yield _metadata("process_sort_index", pid, 0, sort_index=rank.rank)

@@ -1,4 +1,4 @@
-"""Recordings of ranks that train."""
+"""Traces of ranks that train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fullshard
 from fullshard.comm.waits import WAITS, Waits
-from fullshard.report.recording import Span, shares
+from fullshard.report.rank_trace import Span, shares
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
@@ -27,12 +27,12 @@ def of(spans: list[Span], lane: str, what: str) -> list[Span]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p", "collective"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
-    recording = recorded(world, sharded())
-    assert [rank.rank for rank in recording.ranks] == ([0, 1] if world.rank == 0 else [1])
-    for rank in recording.ranks:
+    trace = recorded(world, sharded())
+    assert [rank.rank for rank in trace.ranks] == ([0, 1] if world.rank == 0 else [1])
+    for rank in trace.ranks:
         assert list(rank.steps()) == [0, 1]
         groups = {"root", *(f"blocks.{number}" for number in range(4))}
         assert set(rank.groups) == groups
@@ -45,7 +45,7 @@ def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
         received = sum(span.nbytes for span in reduced) / sum(rank.groups.values())  # half of it, in two steps
         assert 1 <= received < 1.25 if transport == "collective" else received == 1  # which has padding
         gathered = of(rank.spans, "gather", "gather")
-        assert {span.group for span in gathered} == (set() if transport == "host" else groups)
+        assert {span.group for span in gathered} == (set() if transport == "shm" else groups)
         assert all(span.end >= span.start for span in rank.spans)
         assert all(held > 0 for _, held in rank.memory)
         for span in gathered:  # what was gathered is there before it is used
@@ -55,16 +55,16 @@ def test_each_rank_tells_what_it_did(world: World, transport: str) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("way", WAYS_TO_STEP)
-def test_a_recording_has_so_many_steps_of_training_by_the_numbers_of_the_user(world: World, way: str) -> None:
+def test_a_trace_has_so_many_steps_of_training_by_the_numbers_of_the_user(world: World, way: str) -> None:
     model = sharded()
     train = trained_by(model, way)
     train(0)
-    recording = fullshard.record(model, steps=2, first_step=100)
+    trace = fullshard.profile(model, steps=2, first_step=100)
     for seed in range(3):
-        assert recording.is_running == (seed < 2 or way == "some")  # which ends with the next forward
+        assert trace.is_running == (seed < 2 or way == "some")  # which ends with the next forward
         train(seed)
-    assert not recording.is_running
-    (rank,) = recording.ranks
+    assert not trace.is_running
+    (rank,) = trace.ranks
     assert list(rank.steps()) == [100, 101]
     stepped = {"one": 1, "two": 2, "some": 1, "in backward": len(list(model.parameters()))}[way]
     assert len(of(rank.spans, "pass", "optimizer")) == 2 * stepped
@@ -78,7 +78,7 @@ def test_a_recording_has_so_many_steps_of_training_by_the_numbers_of_the_user(wo
 
 
 @ranks(2)
-def test_nothing_is_left_of_a_recording(world: World) -> None:
+def test_nothing_is_left_of_a_trace(world: World) -> None:
     model = sharded()
     train = trained(model)
     train(0)
@@ -88,55 +88,55 @@ def test_nothing_is_left_of_a_recording(world: World) -> None:
     lanes = schedule.comm.lanes
     looked_at += [lanes.gather, lanes.reduce, lanes.all_reduce]
     before = [dict(vars(each)) for each in looked_at]
-    with fullshard.record(model, steps=5) as recording:
+    with fullshard.profile(model, steps=5) as trace:
         train(1)
         assert type(WAITS) is not Waits
         assert "run" in vars(lanes.gather)
-    assert not recording.is_running
+    assert not trace.is_running
     assert [set(vars(each)) for each in looked_at] == [set(each) for each in before]
     assert type(WAITS) is Waits
-    assert list(recording.ranks[0].steps()) == [0]
+    assert list(trace.ranks[0].steps()) == [0]
 
 
 @ranks(2)
 def test_recorded_training_is_as_without(world: World) -> None:
     models = sharded(), sharded()
-    recording = fullshard.record(models[0], steps=3)
+    trace = fullshard.profile(models[0], steps=3)
     for model in models:
         train = trained(model)
         for seed in range(3):
             train(seed + 10 * world.rank)
-    assert not recording.is_running
+    assert not trace.is_running
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one.to_local(), other.to_local())
 
 
 @ranks(2)
-@pytest.mark.parametrize("transport", ["host", "p2p"])
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 def test_the_findings_name_a_rank_that_sleeps_and_where(world: World, transport: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = transport
     model = sharded()
     if world.rank == 1:
         model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.25))
-    recording = recorded(world, model)
+    trace = recorded(world, model)
     if world.rank == 0:
-        found = {finding.kind: finding for finding in recording.findings()}
+        found = {finding.kind: finding for finding in trace.findings()}
         assert found["slow rank"].rank == 1
         assert found["slow rank"].group == "blocks.1"
 
 
 @ranks(2)
-def test_a_recording_is_saved_and_read_again(world: World, tmp_path: Path) -> None:
-    recording = recorded(world, sharded(), steps=1)
-    recording.save(tmp_path)
+def test_a_trace_is_saved_and_read_again(world: World, tmp_path: Path) -> None:
+    trace = recorded(world, sharded(), steps=1)
+    trace.save(tmp_path)
     dist.barrier()
-    read = fullshard.Recording.load(tmp_path)
+    read = fullshard.Trace.load(tmp_path)
     assert {"recording.json", "report.html", "trace.json"} == {file.name for file in tmp_path.iterdir()}
     assert [rank.rank for rank in read.ranks] == [0, 1]
     if world.rank == 0:
-        first = min(rank.spans[0].start for rank in recording.ranks)
-        assert read.ranks == [rank.shifted(first) for rank in recording.ranks]
-        assert [finding.kind for finding in read.findings()] == [finding.kind for finding in recording.findings()]
+        first = min(rank.spans[0].start for rank in trace.ranks)
+        assert read.ranks == [rank.shifted(first) for rank in trace.ranks]
+        assert [finding.kind for finding in read.findings()] == [finding.kind for finding in trace.findings()]
 
 
 @ranks(2)
@@ -153,8 +153,8 @@ def test_a_wrapped_model_that_recomputes_is_recorded(world: World) -> None:
     model = fullshard.FullyShardedDataParallel(
         nn.Sequential(*map(Recomputing, blocks), nn.Linear(6, 6)), use_orig_params=True
     )
-    recording = recorded(world, model, steps=1)
-    spans = recording.ranks[0].spans
+    trace = recorded(world, model, steps=1)
+    spans = trace.ranks[0].spans
     again = of(spans, "computation", "recomputation")
     assert len({span.group for span in again}) == 3
     (backward,) = of(spans, "pass", "backward")
@@ -180,24 +180,24 @@ def test_compiled_blocks_are_recorded(world: World, front_end: str) -> None:
 @ranks(2)
 def test_what_cannot_be_recorded_is_refused(world: World) -> None:
     with pytest.raises(ValueError, match="sharded or wrapped, got Linear"):
-        fullshard.record(nn.Linear(2, 2))
+        fullshard.profile(nn.Linear(2, 2))
     model = sharded()
     with pytest.raises(ValueError, match="at least 1 step, got 0"):
-        fullshard.record(model, steps=0)
-    with fullshard.record(model), pytest.raises(RuntimeError, match="is being recorded"):
-        fullshard.record(model)
-    fullshard.record(model).stop()
+        fullshard.profile(model, steps=0)
+    with fullshard.profile(model), pytest.raises(RuntimeError, match="is being recorded"):
+        fullshard.profile(model)
+    fullshard.profile(model).stop()
     assert groups_of(model)
 
 
 @ranks(1)
-def test_two_recordings_end_in_one_step(world: World) -> None:
+def test_two_traces_end_in_one_step(world: World) -> None:
     """torch goes through the hooks after a step, and raises if one of them is removed before another meanwhile."""
     one, other = sharded(), sharded()
     optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    recordings = [fullshard.record(one, steps=1), fullshard.record(other, steps=1)]
+    traces = [fullshard.profile(one, steps=1), fullshard.profile(other, steps=1)]
     later = register_optimizer_step_post_hook(lambda *args: None)
     (one(inputs()).sum() + other(inputs()).sum()).backward()
     optimizer.step()
     later.remove()
-    assert not any(recording.is_running for recording in recordings)
+    assert not any(trace.is_running for trace in traces)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fullshard.buffer.shared_memory import Segment
-from fullshard.comm.host import HostTransport
 from fullshard.comm.point_to_point import PointToPointTransport
+from fullshard.comm.shm import ShmTransport
 from fullshard.comm.transport import Reduction, StillRead, Transfer
 from fullshard.comm.waits import PeerFailureError
 from tests.comm.cases import ODD, Case, Section, complete, reduce, transfers_of
@@ -23,14 +23,14 @@ CASE = Case("even", (Section(torch.float32, (((8, 3), 0), ((5,), 0))),))
 OTHER = Case("even", (Section(torch.float32, ODD),))
 
 
-def make() -> HostTransport:
+def make() -> ShmTransport:
     assert dist.group.WORLD is not None
-    made = HostTransport.among(dist.group.WORLD, PointToPointTransport())
-    assert isinstance(made, HostTransport), made
+    made = ShmTransport.among(dist.group.WORLD, PointToPointTransport())
+    assert isinstance(made, ShmTransport), made
     return made
 
 
-def start(transport: HostTransport, transfers: list[Transfer], tag: int = 1) -> Any:
+def start(transport: ShmTransport, transfers: list[Transfer], tag: int = 1) -> Any:
     assert dist.group.WORLD is not None
     return reduce(transport, transfers, dist.group.WORLD, tag, Reduction())
 
@@ -241,9 +241,9 @@ def test_too_little_memory_for_a_slot_says_what_to_do(world: World) -> None:
 def test_it_goes_with_its_process_group(world: World) -> None:
     before = mappings(), open_files()
     pair = dist.new_group()
-    transport = HostTransport.among(pair, PointToPointTransport())
-    assert isinstance(transport, HostTransport)
-    assert HostTransport.among(pair, PointToPointTransport()) is transport
+    transport = ShmTransport.among(pair, PointToPointTransport())
+    assert isinstance(transport, ShmTransport)
+    assert ShmTransport.among(pair, PointToPointTransport()) is transport
     memory = transport.allocate(4096, torch.device("cpu"))
     memory.fill_(1)
     assert mappings() > before[0]
