@@ -1,4 +1,4 @@
-"""What ``fullshard.explain`` foretells beside what is measured, on this machine: the tables of ``docs/explain.md``.
+"""What ``fullshard.explain`` predicts beside what is measured: the tables of ``docs/how-to/explain.md``.
 
     python -m benchmarks.estimates             # the time of a step
     python -m benchmarks.estimates memory      # the peaks of its memory, as the kernel counts them

@@ -1,7 +1,7 @@
 """Pictures of a trace of two ranks, of which one is slow; and what it costs to look on.
 
-    python benchmarks/recording.py docs          # docs/recording-step.png, docs/recording-waits.png
-    python benchmarks/recording.py --cost        # a step with log_metrics and with profile, over one without
+    python benchmarks/recording.py docs/pictures   # recording-step.png, recording-waits.png
+    python benchmarks/recording.py --cost          # a step with log_metrics and with profile, over one without
 
 Two ranks train a small transformer and exchange messages (``p2p``), as ranks on different hosts do. For the pictures
 rank 1 sleeps in the forward of a block. The cost is the time in the functions that look on, measured in them, over the
@@ -56,7 +56,7 @@ def record(work: Work) -> fullshard.Trace:
 
 
 def draw(trace: fullshard.Trace, folder: Path) -> None:
-    """Write the pictures that docs/record.md shows."""
+    """Write the pictures that docs/how-to/profile.md shows."""
     rank = trace.ranks[0]
     steps = rank.steps()
     shortest = min(steps, key=lambda step: steps[step][1] - steps[step][0])

@@ -5,7 +5,7 @@
     python benchmarks/run.py                               everything, in some minutes on two cores
     python benchmarks/run.py communication host            two of the benchmarks
     FULL=1 python benchmarks/run.py                        more rounds, and four ranks on all of the work
-    python benchmarks/run.py --docs docs/performance.md    and put the tables into that page
+    python benchmarks/run.py --docs docs/explanation/performance.md    and put the tables into that page
     python benchmarks/run.py --quick                       sizes at which numbers mean nothing, to see that it runs
 """
 

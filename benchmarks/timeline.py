@@ -1,6 +1,6 @@
 """A picture of one step: which group is gathered, whole and reduced when, and the memory meanwhile.
 
-    python benchmarks/timeline.py docs/step.png
+    python benchmarks/timeline.py docs/pictures/step.png
 
 Two ranks train a small transformer, and exchange messages (``p2p``), as ranks on different hosts do. An observer of
 rank 0 writes down what happens to each group. A thread reads how much memory the process has; freed memory goes back

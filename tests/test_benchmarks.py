@@ -310,7 +310,7 @@ def test_tables_go_between_the_marks_of_a_page(results: dict[str, Any], tmp_path
 
 def test_the_page_has_a_place_for_every_part(results: dict[str, Any], tmp_path: Path) -> None:
     copy = tmp_path / "performance.md"
-    copy.write_text((Path(__file__).parent.parent / "docs" / "performance.md").read_text())
+    copy.write_text((Path(__file__).parent.parent / "docs" / "explanation" / "performance.md").read_text())
     assert page.update(copy, {**parts(results), "padding": ""}) == []
 
 

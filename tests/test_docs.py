@@ -128,7 +128,7 @@ def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("page", "changes"), [(README, 1), (ROOT / "docs" / "migration.md", 2)], ids=["README", "docs"]
+    ("page", "changes"), [(README, 1), (ROOT / "docs" / "how-to" / "migration.md", 2)], ids=["README", "docs"]
 )
 def test_the_code_that_moves_from_torch_runs_with_either(page: Path, changes: int) -> None:
     """An import of torch and one of fullshard that take its place: both have every name."""
@@ -179,8 +179,8 @@ def test_the_readme_has_both_commands() -> None:
 
 
 def headings_of_the_reference() -> list[str]:
-    """What stands in backticks in the headings of docs/api.md: names, most with their signatures."""
-    text = prose_of((ROOT / "docs" / "api.md").read_text())
+    """What stands in backticks in the headings of docs/reference/api.md: names, most with their signatures."""
+    text = prose_of((ROOT / "docs" / "reference" / "api.md").read_text())
     return re.findall(r"^#+ `(.+)`$", text, re.MULTILINE)
 
 

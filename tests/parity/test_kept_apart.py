@@ -257,7 +257,7 @@ def test_a_parameter_that_nobody_can_follow_is_refused_when_it_is_trained(
 @pytest.mark.parametrize("how", HOLDERS)
 @pytest.mark.parametrize("front_end", ["composable", "flat"])
 def test_a_frozen_parameter_that_nobody_can_follow_keeps_its_values(world: World, front_end: str, how: str) -> None:
-    """As docs/migration.md says: those that it had when it was sharded, whatever is loaded or written later."""
+    """As docs/how-to/migration.md says: those that it had when it was sharded, whatever is loaded or written later."""
     model = seeded(lambda: Hides(how)).requires_grad_(False)
     before = model(torch.ones(2, WIDTH))
     model = shard_whole(model, front_end)

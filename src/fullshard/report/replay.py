@@ -1,9 +1,9 @@
 """A predicted step of a sharded model: which exchanges it makes in which order, and how much memory they need.
 
-Works on facts alone, without the model. It follows the engine's rules for a step (``docs/architecture.md``) and uses
-the engine's own slots, staging and order, with memory on meta. Tests compare a replay with a real step. A replay begins
-in the state in which ``free_buffers()`` leaves a model. It runs one forward and one backward in the order of
-:class:`~fullshard.report.facts.ModelFacts`.
+Works on facts alone, without the model. It follows the engine's rules for a step
+(``docs/explanation/architecture.md``) and uses the engine's own slots, staging and order, with memory on meta. Tests
+compare a replay with a real step. A replay begins in the state in which ``free_buffers()`` leaves a model. It runs one
+forward and one backward in the order of :class:`~fullshard.report.facts.ModelFacts`.
 """
 
 from __future__ import annotations

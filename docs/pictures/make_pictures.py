@@ -1,4 +1,4 @@
-"""Writes what `docs/explain.md` shows, the tables and the picture: ``python docs/make_pictures.py``.
+"""Writes what `docs/how-to/explain.md` shows, the tables and the picture: ``python docs/pictures/make_pictures.py``.
 
 Needs matplotlib and transformers. Each table stands in the page after a line ``<!-- NAME -->``.
 """
@@ -14,7 +14,7 @@ from torch import nn
 import fullshard
 
 DOCS = Path(__file__).parent
-_EXAMPLE = runpy.run_path(str(DOCS.parent / "examples" / "model.py"))
+_EXAMPLE = runpy.run_path(str(DOCS.parents[1] / "examples" / "model.py"))
 
 
 def example() -> nn.Module:
