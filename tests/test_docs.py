@@ -86,6 +86,7 @@ def run_program(world: World, page: str, code: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The ranks communicate with gloo: the code is to find a machine without accelerators.
         patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.syspath_prepend(str(ROOT / "docs"))  # pages import their model from tiny_model
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
@@ -93,7 +94,9 @@ def run_program(world: World, page: str, code: str) -> None:
 def test_the_code_of_a_section_runs(rank_pool: RankPool, page: Path, heading: str) -> None:
     text = sections_of(page)[heading]
     size = int(found.group(1)) if (found := _RANKS.search(text)) else 2
-    outcomes = rank_pool.run(run_program, size, str(page.relative_to(ROOT)), code_of(text))
+    code = code_of(text)
+    fresh = "destroy_process_group" in code
+    outcomes = rank_pool.run(run_program, size, str(page.relative_to(ROOT)), code, fresh=fresh)
     if any(outcome.kind != "returned" for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
 
