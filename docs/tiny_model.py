@@ -1,4 +1,4 @@
-"""The model, the batches and the loss of the code in the pages: ``from tiny_model import Block, Model, batch, loss_of``."""
+"""The model, the batches and the loss of the code in the pages, which import them from ``tiny_model``."""
 
 import torch
 import torch.nn.functional as F
