@@ -8,7 +8,7 @@ from itertools import groupby
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import ExchangeTotal, Phase
-from fullshard.report.text import bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
+from fullshard.report.text import WIDTH, bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
 
 
 def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
@@ -100,17 +100,16 @@ def parameters_text(groups: Sequence[GroupFacts]) -> str:
 
 def memory_text(phases: Sequence[Phase]) -> str:
     """The bytes of each phase, and their parts."""
+    labels = [(phase.name, bytes_text(phase.nbytes)) for phase in phases]
+    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(*labels, strict=True))
     rows = []
-    for phase in phases:
+    for phase, label in zip(phases, labels, strict=True):
         found: dict[str, list[str]] = {}
         for what, count, size in phase.parts:
             found.setdefault(what, []).append(bytes_text(size) if count == 1 else f"{count} x {bytes_text(size)}")
         formula = " + ".join(f"{what} {' + '.join(sizes)}" for what, sizes in found.items())
-        rows.append([phase.name, bytes_text(phase.nbytes), formula])
-    widths = [max(len(row[at]) for row in rows) for at in range(2)]
-    lines = [f"{name:<{widths[0]}}  {total:>{widths[1]}}  {formula}".rstrip() for name, total, formula in rows]
-    indent = " " * (sum(widths) + 4)
-    return "\n".join(wrapped(line, indent) for line in lines)
+        rows.append([*label, wrapped(formula, "", room)])
+    return table((), rows, "lrl")
 
 
 def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
