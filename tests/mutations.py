@@ -875,8 +875,8 @@ MUTATIONS = (
     ),
     Mutation(
         "report/estimate.py",
-        "(1 + (in_backward and param.is_trainable))",
-        "(1 + in_backward)",
+        '(1 + (during == "backward" and param.is_trainable))',
+        '(1 + (during == "backward"))',
         "tests/report/test_estimate.py::test_a_frozen_weight_costs_no_gradient_of_its_own",
     ),
     Mutation(

@@ -123,7 +123,11 @@ def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
 
 def order_text(facts: ModelFacts) -> str:
     """The order in which the groups run, and whether it was recorded."""
-    known = "recorded" if facts.is_recorded else "of the modules; the first step records its own"
+    known = {
+        "step": "recorded in a step",
+        "batch": "of a forward of the batch",
+        "modules": "of the modules; the first step records its own",
+    }[facts.order_of]
     names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
     return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
 
@@ -138,13 +142,14 @@ def estimate_text(estimate: Estimate) -> str:
         times = [len(members) * key[0], len(members) * key[1], exchanges, exposed]
         rows.append([name, *map(seconds_text, times)])
     share = percent(estimate.exposed / max(estimate.step, 1e-12))
-    return "\n".join(
-        [
-            f"A step: {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} compute and "
-            f"{seconds_text(estimate.exposed)} ({share}) wait for communication",
-            f"(given: {given.bandwidth:.3g} bytes/s, {seconds_text(given.latency)} an exchange, "
-            f"{given.flops:.3g} FLOP/s, {given.tokens:,} tokens a rank)",
-            "",
-            table(["group", "forward", "backward", "exchanges", "exposed"], rows),
-        ]
-    )
+    lines = [
+        f"A step (forward and backward): {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} "
+        f"compute and {seconds_text(estimate.exposed)} ({share}) wait for communication",
+        f"{estimate.throughput:,.0f} {given.unit}/s on all ranks together; {percent(estimate.peak_share, 1)} of the "
+        f"peak FLOP/s",
+        f"Assumed: {given}",
+        "Not counted: the optimizer step, the input of data, the host's own work"
+        + ("" if estimate.is_counted else ", attention's products of activations, recomputation (give a batch)"),
+    ]
+    table_ = table(["group", "forward", "backward", "exchanges", "exposed"], rows)
+    return "\n".join([*map(wrapped, lines), "", table_])

@@ -30,6 +30,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
+def quantity_text(value: float, unit: str) -> str:
+    """A quantity with three digits, and a unit with a prefix that is a power of 1000."""
+    power = next((power for power in range(5) if abs(value) < 999.5 * 1000**power), 5)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
