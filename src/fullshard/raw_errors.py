@@ -20,7 +20,7 @@ from fullshard.watch.watch import explainers
 _REFUSALS = (
     "got mixed torch.Tensor and DTensor",
     "does not have a sharding strategy registered",
-    "in-place operations that require placement changes are not supported",
+    "Sharding propagation failed",
     "is not supported for tensor subclasses",
     "unsupported format string passed to DTensor",
     "access the data pointer on an invalid python storage",
