@@ -30,6 +30,7 @@ LAYERS = (
         "module",
         "overlaps",
         "misuse",
+        "raw_errors",
         "strangers",
         "finite",
         "skip_module",

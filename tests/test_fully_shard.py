@@ -65,6 +65,17 @@ def mlp() -> Any:
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_program_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    found = r"variables WORLD_SIZE, MASTER_ADDR, MASTER_PORT, .* torchrun --nproc-per-node=2 "
+    with pytest.raises(ValueError, match=found):
+        fullshard.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"there is no default process group: .* launcher such as torchrun"):
+        fullshard.FullyShardedDataParallel(nn.Linear(2, 2))
+
+
 @ranks(2)
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
 def test_a_container_without_forward(world: World, container: type[nn.Module]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -160,3 +161,24 @@ def test_a_model_is_copied_that_lost_a_module_with_a_tied_parameter(world: World
     model(TOKENS)
     gc.collect()
     assert torch.equal(copy.deepcopy(model)(TOKENS), expected)
+
+
+@ranks(2)
+def test_reading_a_number_of_which_a_rank_has_a_part_warns(world: World) -> None:
+    model = composable()
+    model(TOKENS).sum().backward()
+    weight, total = model.head.weight, nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    reads: list[Callable[[], object]] = [
+        weight.grad.norm().item,
+        weight.max().__float__,
+        weight.isnan().any().__bool__,
+    ]
+    for read in reads:
+        with pytest.warns(UserWarning, match=r"placed as .*Partial.*: the ranks read different numbers") as told:
+            read()
+        assert {each.filename for each in told} == {__file__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert total.item() > 0
+        assert weight.grad.norm().full_tensor().item() > 0
+        assert not torch.equal(weight, weight + 1)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import misuse as _misuse  # noqa: F401  its import registers hooks on units
 from fullshard import policies
+from fullshard import raw_errors as _raw_errors  # noqa: F401  its import registers advice on errors
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
 from fullshard.comm.waits import WAITS
@@ -37,7 +38,7 @@ from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.torch_private import replicated
+from fullshard.torch_private import BatchNorm, replicated
 from fullshard.wrap import repeated_blocks, targets
 
 #: Parameters, each with all its locations in modules.
@@ -105,7 +106,8 @@ def fully_shard(
             ranks. ``None`` is ``True``, and ``False`` for the root.
         shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
             mesh too. Dims need not divide evenly.
-        mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers.
+        mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
+            of their running statistics.
         offload_policy: what lives on the CPU between uses.
         ignored_params: parameters that are neither sharded nor reduced.
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
@@ -151,6 +153,7 @@ def fully_shard(
     _check_parameters(params, data if shard_placement_fn is None else None, device)  # else with its own mesh
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
+    mp_policy = _keep_batch_norm(mp_policy, params)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
@@ -298,6 +301,21 @@ def _check_parameters(params: _Found, data: DataMesh | None, device: torch.devic
                 f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
                 f"was distributed, give the whole mesh with dp_mesh_dims"
             )
+
+
+def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPrecisionPolicy:
+    """A policy with which batch norms compute in the dtype of their running statistics, as their kernels demand."""
+    kept = {
+        id(param)
+        for param, locations in params.items()
+        for statistics in (getattr(at.module, "running_mean", None) for at in locations)
+        if isinstance(locations[0].module, BatchNorm) and statistics is not None
+        if statistics.dtype == param.dtype != policy.param_dtype
+    }
+    if policy.param_dtype is None or not kept:
+        return policy
+    chosen = policy.param_dtype_override_fn or (lambda param: None)
+    return replace(policy, param_dtype_override_fn=lambda param: param.dtype if id(param) in kept else chosen(param))
 
 
 def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:

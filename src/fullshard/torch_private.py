@@ -84,6 +84,18 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     return _StorageInfo(path, offset, length)
 
 
+def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
+    """Call ``tell`` before ``item()``, ``float()`` or ``bool()`` reads a DTensor. Torch gives this rank's part, even of
+    a sum that the ranks have yet to add up, and has no public way to notice this."""
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        tell(args[0])
+        return op(local_of(args[0]))
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
+
+
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor by another of the same shape. The DTensor stays the same object."""
     tensor._local_tensor = local

@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +42,9 @@ from fullshard.watch.connections import StoreConnection, connected_sockets, quie
 from fullshard.watch.reports import Report, Reports, parting
 
 _log = logging.getLogger("fullshard")
+
+#: Functions that give advice on an error, or ``None``. It is printed with an error that ends this process.
+explainers: list[Callable[[BaseException], str | None]] = []
 
 _INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two checks; longer if more ranks a second would use the store
 _IN_FILE = (
@@ -459,6 +462,9 @@ def _follow_errors() -> None:
             _watch.show(error)
         if (lost := _lost_in(error)) is not None:
             _shorten(lost)
+        with suppress(Exception):  # the error itself is what matters
+            for note in filter(None, (explain(error) for explain in explainers)):
+                error.add_note(f"fullshard: {note}")
         before(kind, error, None if lost is error else trace)
 
     sys.excepthook = hook
