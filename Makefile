@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs-test fuzz bench \
+.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs docs-test fuzz bench \
 	bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -78,6 +78,10 @@ lint: $(VENV)/.installed-test ## ruff: rules and format
 types: $(VENV)/.installed-test ## mypy, strict
 	$(BIN)/mypy
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.installed-docs ## build the documentation site into site/
+	$(BIN)/mkdocs build --strict
+
 docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
@@ -91,7 +95,7 @@ bench-gpu: $(VENV)/.installed-bench ## the same with torch's FSDP2 on a GPU; say
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove the environments, the caches and what training wrote
-	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: it is newer than the files that say what to install.

@@ -94,8 +94,8 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding
 
     Each call makes one group of the parameters that no earlier call has taken, so call it on inner modules first. A
-    group is gathered in one collective before its module runs, and reduced in one after its backward. Every rank of the
-    mesh must make the same calls in the same order.
+    group is gathered in one collective before its module runs, and reduced in one after its backward.
+    ``fully_shard.state(module)`` returns the internal unit of a sharded module, or ``None``.
 
     Args:
         module: the module, or a list of modules that form one group and may run at different times.
@@ -108,7 +108,7 @@ def fully_shard(
             mesh too. Dims need not divide evenly.
         mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
             of their running statistics.
-        offload_policy: what lives on the CPU between uses.
+        offload_policy: what lives on the CPU between uses. Like ``mp_policy``, fullshard's or PyTorch's.
         ignored_params: parameters that are neither sharded nor reduced.
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
@@ -120,11 +120,16 @@ def fully_shard(
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
-        ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
-            share memory with other tensors, or differ between ranks (with ``check_values`` also in their values).
-        AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names.
+        ValueError: something that is not a module; a container without ``forward``; a module that PyTorch has sharded;
+            a mesh, divisor or placement that does not fit; a lazy parameter that is not initialized; a DTensor on the
+            same ranks; parameters that an outer module has taken, that share memory with other tensors, or that differ
+            between ranks (with ``check_values`` also in their values); a ``CPUOffloadPolicy`` without a CPU backend.
+        AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names; a shard dim that a
+            parameter does not have.
         RuntimeError: a mesh without process groups.
         TypeError: an argument of a wrong type.
+
+    Ranks: all ranks of the mesh alike, in the same order.
     """
     given = dict(locals())
     modules = _root_modules(module)
@@ -210,7 +215,12 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
     """Shard each repeated block of a model, and then the model: ``fully_shard`` in one line.
 
     :func:`fullshard.wrap.repeated_blocks` finds the blocks: the layers of a transformer, or the blocks in the stages of
-    a ResNet. Options and errors are those of :func:`fully_shard`. Every rank must call it.
+    a ResNet. Options and errors are those of :func:`fully_shard`.
+
+    Args:
+        model: the model, which is returned.
+
+    Ranks: all alike.
     """
     for block in repeated_blocks(model):
         if unit_of(block) is None:
