@@ -1,13 +1,13 @@
 # fullshard's commands. `make help` lists them; each makes the virtual environment it needs, once.
 #
-#   make train RANKS=2 STEPS=600 MODEL=base API=wrapper ARGS="--precision bf16"
+#   make train RANKS=2 STEPS=600 MODEL=small API=wrapper ARGS="--lr 3e-4"
 #   make test PYTHON=python3.12
 #   make test-torch TORCH=2.15.0 ARGS=tests/parity
 #   make train VENV="$VIRTUAL_ENV"      use an environment that is there already, and the torch that is in it
 
 PYTHON ?= python3
 VENV ?= .venv
-MODEL ?= small
+MODEL ?= base
 API ?= fully_shard
 RANKS ?=
 STEPS ?=
@@ -37,6 +37,7 @@ help: ## list the commands
 define start
 	@ranks="$(RANKS)"; \
 	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)'); \
+	echo "Starting $$ranks ranks ..."; \
 	threads=$$(($(CORES) / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node=$$ranks examples/$(1) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
