@@ -37,7 +37,10 @@ def defined_in(module: str) -> tuple[frozenset[str], frozenset[str]]:
     """The public names at the top of a module, and those of the methods of its classes."""
     found: tuple[set[str], set[str]] = set(), set()
     body = ast.parse((SOURCE / module).read_text()).body
-    for nodes, names in ((body, found[0]), ([n for c in body if isinstance(c, ast.ClassDef) for n in c.body], found[1])):
+    for nodes, names in (
+        (body, found[0]),
+        ([n for c in body if isinstance(c, ast.ClassDef) for n in c.body], found[1]),
+    ):
         for node in nodes:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
@@ -81,7 +84,9 @@ def test_a_module_has_a_file_of_tests_with_its_name(module: str) -> None:
     assert test.is_file(), f"src/fullshard/{module} has no {where}: write its tests there"
     imported, names = used_in(test)
     dotted = "fullshard." + module.removesuffix(".py").replace("/", ".")
-    assert dotted in imported or own_names(module) & names, f"{where} neither imports {dotted} nor names anything that it defines"
+    assert dotted in imported or own_names(module) & names, (
+        f"{where} neither imports {dotted} nor names anything that it defines"
+    )
     functions = [node.name for node in ast.walk(ast.parse(test.read_text())) if isinstance(node, ast.FunctionDef)]
     assert any(name.startswith("test_") for name in functions), f"{where} has no test"
 

@@ -26,7 +26,9 @@ def test_a_group_is_found_by_what_it_took_and_by_what_it_shows() -> None:
         assert weight is not model.weight
 
 
-@pytest.mark.parametrize("stranger", [None, torch.zeros(1), nn.Parameter(torch.zeros(1))], ids=["none", "tensor", "param"])
+@pytest.mark.parametrize(
+    "stranger", [None, torch.zeros(1), nn.Parameter(torch.zeros(1))], ids=["none", "tensor", "param"]
+)
 def test_what_no_group_took_has_no_owner(stranger: torch.Tensor | None) -> None:
     assert owner_of(stranger) is None
 
@@ -52,5 +54,7 @@ def test_what_is_gone_is_forgotten() -> None:
 def test_a_gradient_for_what_was_before_sharding_is_refused(world: World) -> None:
     before = nn.Parameter(torch.ones(3))
     refuse_gradients(before, "layer.weight")
-    with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'layer.weight' as it was before it was sharded"):
+    with pytest.raises(
+        RuntimeError, match=r"a gradient came to parameter 'layer.weight' as it was before it was sharded"
+    ):
         before.sum().backward()

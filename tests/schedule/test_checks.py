@@ -52,7 +52,9 @@ def test_ranks_that_sharded_in_another_order_are_told(world: World) -> None:
     check_first_forward([], groups)
     if world.rank:
         groups[0].tag, groups[1].tag = groups[1].tag, groups[0].tag
-    with pytest.raises(ValueError, match="the ranks did not shard their modules in the same order: rank 0 has the group"):
+    with pytest.raises(
+        ValueError, match="the ranks did not shard their modules in the same order: rank 0 has the group"
+    ):
         check_first_forward([], groups)
 
 
