@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.figures import Spread, exact, middle, ratio
 from benchmarks.goals import excess
+from fullshard.report.palette import BLACK, BLUE, ORANGE, SKY, VERMILION, WHITE, Look
 
 Results = dict[str, Any]
+T = TypeVar("T")
 
 _COLUMNS = 3
-_COLORS = {"fullshard": "tab:orange", "torch FSDP2": "tab:blue", "torch FSDP1": "tab:cyan", "DDP": "tab:gray"}
+#: By the beginning of a contender's name: its bars, and its lines.
+_LOOKS = {
+    "fullshard, ": Look(VERMILION, "\\"),
+    "fullshard": Look(ORANGE),
+    "torch FSDP2": Look(BLUE, "/"),
+    "torch FSDP1": Look(SKY, "x"),
+    "DDP": Look("#999999", "."),
+}
+_MARKERS = {"fullshard, ": "v--", "fullshard": "o-", "torch FSDP2": "s--", "torch FSDP1": "^-.", "DDP": "d:"}
 
 
 def draw(results: Results, file: Path) -> None:
@@ -37,7 +47,8 @@ def draw(results: Results, file: Path) -> None:
         axis.set_visible(False)
     figure.suptitle("fullshard beside torch's FSDP and DDP on the same work; smaller is better everywhere")
     figure.tight_layout(w_pad=2, h_pad=2, rect=(0, 0, 1, 0.985))
-    figure.savefig(file, dpi=120)
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):
+        figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
@@ -76,13 +87,10 @@ def _bars(title: str, unit: str, values: dict[str, Spread], line: float | None =
         middles = [values[name][0] for name in names]
         errors = [[m - values[n][1] for m, n in zip(middles, names, strict=True)]]
         errors += [[values[n][2] - m for m, n in zip(middles, names, strict=True)]]
-        axis.barh(
-            names,
-            middles,
-            xerr=errors if any(map(any, errors)) else None,
-            color=[_color(name) for name in names],
-            capsize=2,
-        )
+        xerr = errors if any(map(any, errors)) else None
+        bars = axis.barh(names, middles, xerr=xerr, capsize=2)
+        for bar, name in zip(bars, names, strict=True):
+            bar.set(**_of(name, _LOOKS, Look(WHITE)).bar)
         for row, name in enumerate(names):
             axis.annotate(
                 f"{values[name][0]:.{0 if values[name][0] >= 100 else 2}f}",
@@ -109,7 +117,10 @@ def _lines(found: Any) -> Callable[[Any], None]:
         counts = found["counts"]
         for name in next(iter(counts.values())):
             times = [1e6 * each[name]["seconds"][0] for each in counts.values()]
-            axis.plot(list(counts), times, "o-", label=name, color=_color(name))
+            look = _of(name, _LOOKS, Look(BLACK))
+            axis.plot(
+                list(counts), times, _of(name, _MARKERS, "o-"), label=name, color=look.color, markeredgecolor="black"
+            )
         axis.set_ylim(0, None)
         axis.set_xticks(list(counts))
         axis.set_title(f"host time, communication free, W={found['ranks']}", fontsize="medium")
@@ -121,5 +132,6 @@ def _lines(found: Any) -> Callable[[Any], None]:
     return draw_lines
 
 
-def _color(name: str) -> str:
-    return next((color for start, color in _COLORS.items() if name.startswith(start)), "lightgray")
+def _of(name: str, known: dict[str, T], default: T) -> T:
+    """What is known of the contender with which ``name`` begins."""
+    return next((value for start, value in known.items() if name.startswith(start)), default)

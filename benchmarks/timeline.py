@@ -28,6 +28,7 @@ from benchmarks import resident
 from benchmarks.models import Work
 from benchmarks.ranks import run_ranks
 from fullshard import fully_shard_blocks
+from fullshard.report.palette import BLUE, LANES, VERMILION
 from fullshard.schedule.step_log import Event
 
 WORK = Work("timeline", blocks=4, width=768, sequence=192)
@@ -100,11 +101,7 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
     figure, (above, below) = pyplot.subplots(
         2, 1, figsize=(10, 6), sharex=True, gridspec_kw={"height_ratios": [3, 2]}, layout="constrained"
     )
-    looks: dict[str, dict[str, Any]] = {
-        "gathered": {"color": "white", "hatch": "/////"},
-        "whole": {"color": "0.75"},
-        "reduced": {"color": "white", "hatch": "....."},
-    }
+    looks = {state: LANES[lane] for state, lane in (("gathered", "gather"), ("whole", "whole"), ("reduced", "reduce"))}
     rows = sorted(sizes)
     lanes = {"gathered": 0.28, "whole": 0.0, "reduced": -0.28}
     for bar in bars(step):
@@ -114,9 +111,7 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
             1e3 * (bar.end - bar.begin),
             0.26,
             1e3 * bar.begin,
-            edgecolor="black",
-            linewidth=0.7,
-            **looks[bar.state],
+            **looks[bar.state].bar,
         )
     labels = {
         "gathered": "gathered: from its start to its use",
@@ -124,17 +119,17 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
         "reduced": "gradients reduced: until they are there",
     }
     for state, look in looks.items():
-        above.barh([0], [0], edgecolor="black", linewidth=0.7, label=labels[state], **look)
+        above.barh([0], [0], label=labels[state], **look.bar)
     above.set_yticks(range(len(rows)), [name or "root" for name in rows])
     above.invert_yaxis()
     above.set_title("One step of two ranks that exchange messages, seen by rank 0", pad=20)
 
     times, held = zip(*step.memory, strict=True)
     below.plot(
-        [1e3 * when for when in times], [size / _MIB for size in held], "-", color="black", label="of the process"
+        [1e3 * when for when in times], [size / _MIB for size in held], "-", color=VERMILION, label="of the process"
     )
     changes, whole = _whole(step, sizes)
-    below.step(changes, whole, ":", color="black", where="post", label="of groups that are gathered or whole")
+    below.step(changes, whole, ":", color=BLUE, where="post", label="of groups that are gathered or whole")
     below.set(xlabel="time (ms)", ylabel="memory above\nthe shards (MiB)")
     below.set_ylim(0, 1.3 * max(held) / _MIB)  # room for the legend
     for name, begin, end in zip(("forward", "backward", "optimizer"), (0.0, *step.ends), step.ends, strict=False):
@@ -147,7 +142,8 @@ def draw(step: Step, sizes: dict[str, int], file: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     above.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.02), frameon=False, fontsize="small")
     below.legend(loc="upper left", frameon=False, fontsize="small", ncols=2)
-    figure.savefig(file, dpi=100)
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):
+        figure.savefig(file, dpi=100)
     pyplot.close(figure)
 
 

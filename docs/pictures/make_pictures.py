@@ -1,4 +1,6 @@
-"""Writes what `docs/how-to/explain.md` shows, the tables and the picture: ``python docs/pictures/make_pictures.py``.
+"""Draws ``memory.png`` and ``groups.png``, and writes the tables of `docs/how-to/explain.md`.
+
+    python docs/pictures/make_pictures.py
 
 Needs matplotlib and transformers. Each table stands in the page after a line ``<!-- NAME -->``.
 """
@@ -8,10 +10,13 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 import fullshard
+from fullshard.report.explain import Explanation
+from fullshard.report.palette import MEMORY
 
 PICTURES = Path(__file__).parent
 PAGE = PICTURES.parent / "how-to" / "explain.md"
@@ -33,6 +38,52 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
 
 
+def sharded_llama() -> nn.Module:
+    """The same with a group for each layer, one for the embedding and one for the head, as `explain` advises."""
+    model: Any = llama()
+    for module in (model.model.embed_tokens, *model.model.layers, model.lm_head):
+        fullshard.fully_shard(module)
+    return fullshard.fully_shard(model)
+
+
+def memory_of(explanation: Explanation) -> dict[str, float]:
+    """The memory of a rank at the peak of backward, in GiB, by part."""
+    found = dict.fromkeys(("parameters", "gradients", "optimizer", "other"), 0.0)
+    names = {"shards": "parameters", "gradients": "gradients", "optimizer state": "optimizer"}
+    backward = next(phase for phase in explanation.memory if phase.name.startswith("backward"))
+    for what, count, nbytes in backward.parts:
+        found[names.get(what, "other")] += count * nbytes / 2**30
+    return found
+
+
+def draw_memory(file: Path) -> None:
+    """Draws the memory of a rank: with DDP, which keeps everything whole, and sharded over more and more ranks."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    whole = memory_of(fullshard.explain(sharded_llama, ranks=1)) | {"other": 0.0}  # DDP gathers nothing
+    bars = {"DDP, on any\nnumber of ranks": whole}
+    bars |= {f"fullshard, {n} ranks": memory_of(fullshard.explain(sharded_llama, ranks=n)) for n in (8, 64)}
+    figure = Figure(figsize=(10, 2.5), layout="constrained")
+    axes: Any = figure.add_subplot()
+    labels = ("parameters", "gradients", "optimizer state (AdamW)", "whole layers, while they are in use")
+    left = [0.0] * len(bars)
+    for part, label in zip(whole, labels, strict=True):
+        sizes = [each[part] for each in bars.values()]
+        axes.barh([*bars], sizes, 0.62, left, label=label, **MEMORY[part].bar)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    for row, total in enumerate(left):
+        axes.text(total + 1, row, f"{total:.0f} GiB", va="center", fontweight="bold")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(left))
+    axes.set_xlabel("GiB on a rank at the peak of backward, without activations (Llama 3, 8 B parameters, float32)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper center", ncols=len(labels), frameon=False)
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):
+        figure.savefig(file, dpi=110)
+
+
 def shown(name: str, text: str, page: str) -> str:
     """``page`` with another text in the block that follows the line of ``name``."""
     changed, count = re.subn(rf"(<!-- {name} -->\n\n```\n).*?(```)", rf"\g<1>{text}\n\g<2>", page, flags=re.DOTALL)
@@ -47,6 +98,7 @@ def shortened(text: str) -> str:
 
 
 def main() -> None:
+    draw_memory(PICTURES / "memory.png")
     page = PAGE.read_text()
     small = fullshard.explain(example, ranks=4)
     small.picture(PICTURES / "groups.png")

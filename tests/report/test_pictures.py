@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import fullshard
+from fullshard.report import palette
 from fullshard.report.explain import Explanation, explain
-from fullshard.report.pictures import _parts
+from fullshard.report.pictures import _label, _parts
 
 
 def rows(param: nn.Parameter) -> Shard:
@@ -82,3 +85,53 @@ def test_each_part_has_the_number_of_its_rank_in_its_middle_and_all_is_seen(
     for bar in axes.patches:
         assert left <= bar.get_x() <= bar.get_x() + bar.get_width() <= right
         assert bottom <= bar.get_y() <= bar.get_y() + bar.get_height() <= top
+
+
+class Named(nn.Module):
+    """A parameter with a name that needs two lines, a frozen one, and one that is too narrow for a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"query_key_and_value": nn.Linear(10, 20, bias=False)})
+        self.mlp = nn.Linear(80, 8)
+        self.mlp.weight.requires_grad_(False)
+
+
+def test_names_say_the_module_and_frozen_parameters_look_different(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    explain(lambda: fullshard.fully_shard(Named()), ranks=2).picture(tmp_path / "groups.png")
+    (figure,) = drawn
+    (axes,) = figure.axes
+    texts = [text.get_text() for text in axes.texts]
+    assert "attention.query_key_and_value.\nweight\n20 x 10" in texts
+    assert "mlp.weight\n8 x 80" in texts
+    assert "too narrow for a name: mlp.bias (8)" in texts
+    looks = {(bar.get_facecolor(), bar.get_hatch()) for bar in axes.patches}
+    (legend,) = figure.legends
+    patches = dict(zip((text.get_text() for text in legend.texts), legend.get_patches(), strict=True))
+    assert list(patches) == ["trained", "frozen", "part of rank 0", "part of rank 1", "padding"]
+    assert {(patch.get_facecolor(), patch.get_hatch()) for patch in patches.values()} <= looks
+    assert len({(patch.get_facecolor(), patch.get_hatch()) for patch in patches.values()}) == len(patches)
+
+
+def test_names_break_only_after_dots_and_have_their_shape_where_it_fits() -> None:
+    name = "self_attn.q_proj.weight"
+    assert _label(name, "64 x 64", 30) == f"{name}\n64 x 64"
+    assert _label(name, "64 x 64", 18) == "self_attn.q_proj.\nweight\n64 x 64"
+    assert _label(name, "64 x 64", 11) == "self_attn.\nq_proj.\nweight"
+    assert _label(name, "64 x 64", 9) == ""
+
+
+def test_all_colours_are_distinct_in_grey_or_have_another_hatch() -> None:
+    for looks in (palette.TIME, palette.MEMORY, dict(enumerate(palette.RANKS))):
+        for one, other in combinations(looks.values(), 2):
+            assert one.hatch != other.hatch or abs(lightness(one) - lightness(other)) > 0.1
+
+
+def lightness(look: palette.Look) -> float:
+    """From 0 for black to 1 for white."""
+    red, green, blue = to_rgb(look.color)
+    return 0.299 * red + 0.587 * green + 0.114 * blue

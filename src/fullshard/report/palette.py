@@ -64,8 +64,8 @@ RANKS = (
     Look(ORANGE, "/"),
     Look(GREEN, "."),
     Look(YELLOW, "x"),
-    Look(PURPLE),
-    Look(BLUE, "/"),
-    Look(VERMILION, "."),
-    Look(GREY, "x"),
+    Look(PURPLE, "\\"),
+    Look(BLUE, "-"),
+    Look(VERMILION, "|"),
+    Look(GREY, "+"),
 )

@@ -1,30 +1,34 @@
 """Pictures of groups: where each parameter is in its group's buffer, which rank owns which part, and the padding.
 
-One bar is drawn for each group, or for several groups that are alike. Its upper half names the parameters in the order
-of their memory. Its lower half shows their owners: all ranks if they are few, by hatches and numbers, or else one rank.
-Padding is black, so the picture is readable without colours.
+One bar is drawn for each group, or for several groups that are alike. Its upper half has the parameters in the order of
+their memory, by their names inside of the group's module; frozen ones are grey. Names that do not fit stand below the
+bar. The lower half shows the owners: all ranks if they are few, or else one rank. Padding is black.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any
 
 from fullshard.report.facts import GroupFacts, ParameterFacts
+from fullshard.report.palette import BLACK, RANKS, WHITE, Look
 from fullshard.report.tables import name_of_run, runs
 from fullshard.report.text import bytes_text, percent, shape_text
 
-#: Shades of parameters and hatches of ranks, used in turn; and the most groups and ranks that a picture shows.
-_SHADES = ("#ffffff", "#e4e4e4", "#cccccc")
-_HATCHES = ("", "////", "....", "xxxx")
-_MOST, _MOST_RANKS = 24, 8
+_TRAINED, _FROZEN = Look("#DCEBF7"), Look("#D0D0D0", "\\")
+_PADDING = Look(BLACK)
+#: The most groups and ranks that a picture shows.
+_MOST, _MOST_RANKS = 24, len(RANKS)
 #: The most stripes that are drawn for a parameter that is cut along another dimension than the first.
 _STRIPES = 32
 #: The part of a bar's width that a letter needs. Below: the height of the upper and the lower half of a bar.
-_LETTER = 0.0072
+_LETTER = 0.0066
 _NAMES, _OWNERS = 0.36, 0.2
+#: The lines that fit into the upper half of a bar, and the letters in a line below a bar.
+_LINES, _BELOW = 3, 130
 
 
 def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[str]) -> None:
@@ -33,67 +37,82 @@ def draw_groups(title: str, groups: Sequence[GroupFacts], path: str | PathLike[s
     Raises:
         ImportError: matplotlib is missing.
     """
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     shown = runs(groups)
     more = len(shown) - _MOST
     shown = shown[:_MOST]
-    figure = Figure(figsize=(11, 1.6 + 0.95 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(11, 1.1 + 0.95 * len(shown)), layout="constrained")
     axes: Any = figure.add_subplot()
     for at, alike in enumerate(shown):
         _draw_group(axes, alike[0], len(shown) - 1 - at)
-        about = f"{name_of_run(alike)}\n{_about(alike[0])}"
+        about = f"{name_of_run(alike)}\n{alike[0].module}, {_about(alike[0])}"
         axes.text(-0.008, len(shown) - 1 - at, about, ha="right", va="center", fontsize=9)
     axes.set_xlim(0, 1.002)
-    axes.set_ylim(-0.6, len(shown) - 0.4)
+    axes.set_ylim(-0.6, len(shown) - 0.65)
     axes.axis("off")
-    axes.set_title(
+    figure.suptitle(
         f"{title}: each bar is the full buffer of one group"
         + (f" ({more} more kinds are not shown)" if more > 0 else ""),
         fontsize=11,
     )
-    every = all(group.ranks <= _MOST_RANKS for group in groups)
-    legend = [
-        Patch(facecolor=_SHADES[0], edgecolor="black", label="above: a parameter"),
-        Patch(
-            facecolor="white",
-            edgecolor="black",
-            hatch=_HATCHES[1],
-            label="below: its parts, by rank" if every else f"below: the part of rank {groups[0].rank}",
-        ),
-        Patch(facecolor="black", edgecolor="black", label="padding between parameters"),
-    ]
-    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
+    drawn = [alike[0] for alike in shown]
+    params = [param for group in drawn for param in group.parameters]
+    legend = [Patch(**_TRAINED.bar, label="trained")] if any(param.is_trainable for param in params) else []
+    legend += [] if all(param.is_trainable for param in params) else [Patch(**_FROZEN.bar, label="frozen")]
+    if all(group.ranks <= _MOST_RANKS for group in drawn):
+        ranks = max((group.ranks for group in drawn), default=0)
+        legend += [Patch(**RANKS[rank].bar, label=f"part of rank {rank}") for rank in range(ranks)]
+    else:
+        legend.append(Patch(**RANKS[0].bar, label=f"part of rank {drawn[0].rank}"))
+    legend.append(Patch(**_PADDING.bar, label="padding"))
+    columns = -(-len(legend) // -(-len(legend) // 8))  # at most 8, and rows of the same length
+    figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    with matplotlib.rc_context({"hatch.linewidth": 0.5}):
+        figure.savefig(path, dpi=130)
 
 
 def _about(group: GroupFacts) -> str:
     dtypes = "/".join(group.compute)
-    return f"{bytes_text(group.whole)} {dtypes}, {group.layout}\npadding {percent(group.padding_share, 2)} of shards"
+    return f"{bytes_text(group.whole)} {dtypes}\n{group.layout}, padding {percent(group.padding_share, 2)}"
 
 
 def _draw_group(axes: Any, group: GroupFacts, y: int) -> None:
     """Draws the bar of a group, from 0 to 1."""
-    edge = {"edgecolor": "black", "linewidth": 0.7}
-    axes.barh(y, 1, _NAMES + _OWNERS, color="black", **edge)
+    axes.barh(y, 1, _NAMES + _OWNERS, **_PADDING.bar)
     above, below = y + _OWNERS / 2, y - _NAMES / 2
-    for number, (param, start, width) in enumerate(_positions(group)):
-        shade = _SHADES[number % len(_SHADES)]
-        axes.barh(above, width, _NAMES, left=start, color=shade, **edge)
-        axes.barh(below, width, _OWNERS, left=start, color="white", **edge)
-        name = ".".join(param.name.split(".")[-2:])
-        shape = shape_text(param.shape)
-        room = width / _LETTER
-        lines = [line for line in (name, shape) if len(line) <= room] if len(name) <= room else []
-        axes.text(start + width / 2, above, "\n".join(lines), ha="center", va="center", fontsize=8)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    unnamed = []
+    for param, start, width in _positions(group):
+        look = _TRAINED if param.is_trainable else _FROZEN
+        axes.barh(above, width, _NAMES, left=start, **look.bar)
+        axes.barh(below, width, _OWNERS, left=start, **Look(WHITE).bar)
+        name = param.name.removeprefix(f"{group.name}." if group.name else "")
+        label = _label(name, shape_text(param.shape), round(width / _LETTER))
+        if not label:
+            unnamed.append(f"{name} ({shape_text(param.shape)}{'' if param.is_trainable else ', frozen'})")
+        back = {} if param.is_trainable or not label else {"bbox": box}
+        axes.text(start + width / 2, above, label, ha="center", va="center", fontsize=8, linespacing=1.1, **back)
         for rank, first, share in _parts(group, param):
             left, length = start + first * width, share * width
-            hatch = _HATCHES[rank % len(_HATCHES) if group.ranks <= _MOST_RANKS else 1]
-            axes.barh(below, length, _OWNERS, left=left, color="white", hatch=hatch, **edge)
-            if group.ranks <= _MOST_RANKS and length > 4 * _LETTER:
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            look = RANKS[rank if group.ranks <= _MOST_RANKS else 0]
+            axes.barh(below, length, _OWNERS, left=left, **look.bar)
+            if group.ranks <= _MOST_RANKS and length > 3 * _LETTER:
                 axes.text(left + length / 2, below, str(rank), ha="center", va="center", fontsize=8, bbox=box)
+    if unnamed:
+        text = textwrap.shorten(f"too narrow for a name: {', '.join(unnamed)}", _BELOW, placeholder=" ...")
+        axes.text(0, y - _NAMES / 2 - _OWNERS / 2 - 0.03, text, ha="left", va="top", fontsize=7.5)
+
+
+def _label(name: str, shape: str, room: int) -> str:
+    """The name and the shape of a parameter in lines of at most ``room`` letters; empty if they do not fit."""
+    broken = textwrap.wrap(name.replace(".", ". "), max(1, room), break_long_words=False)  # after dots
+    lines = [line.replace(". ", ".") for line in broken]
+    if len(lines) > _LINES or max(map(len, lines)) > room:
+        return ""
+    return "\n".join([*lines, shape] if len(lines) < _LINES and len(shape) <= room else lines)
 
 
 def _positions(group: GroupFacts) -> Iterator[tuple[ParameterFacts, float, float]]:
