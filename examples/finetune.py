@@ -1,8 +1,9 @@
 """Fine-tune a language model of transformers with LoRA, sharded: ``make finetune``, or torchrun on this file.
 
 The base model is made from a config with random weights, or read from a local directory (``--weights DIR``). PEFT adds
-the adapters. All of it is sharded, computed in bf16, recomputed in backward, and trained with gradient accumulation,
-clipping and an average of the trained weights. A run goes on from its checkpoint, on any number of ranks. At the end
+the adapters. All of it is sharded, recomputed in backward, and trained with gradient accumulation, clipping and an
+average of the trained weights, in bf16 if the device is faster in it. A run resumes from its checkpoint, on any number
+of ranks. At the end
 ``DIR/merged`` has the averaged weights, merged into the base: ``AutoModelForCausalLM.from_pretrained`` reads it.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ import torch.distributed.checkpoint.state_dict as states
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 import data
+import report
 from fullshard import MixedPrecisionPolicy, checkpoint, fully_shard_blocks
 
 SEED = 0
@@ -36,10 +41,35 @@ def build(weights: Path | None) -> peft.PeftModel:
     else:  # a token is a byte
         sizes: Any = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
         base = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    base.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     base.config.use_cache = False
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", modules_to_save=also, task_type="CAUSAL_LM")
-    return peft.get_peft_model(base, lora)
+    with warnings.catch_warnings():  # PEFT asks for this name of transformers, which is deprecated
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(base, lora)
+
+
+def fastest_dtype(device: torch.device) -> tuple[torch.dtype, str]:
+    """Time matrix products in fp32 and bf16. Returns the faster dtype, the same on every rank, and a sentence."""
+    seconds = []
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.ones(512, 512, dtype=dtype, device=device)
+        times = []
+        for _ in range(10):
+            clock = time.perf_counter()
+            (matrix @ matrix)[0, 0].item()  # waits for the device
+            times.append(time.perf_counter() - clock)
+        seconds.append(min(times))
+    speed = torch.tensor(seconds[0] / seconds[1], device=device)
+    dist.all_reduce(speed, dist.ReduceOp.MIN)  # of the slowest rank
+    dtype = torch.bfloat16 if speed > 1 else torch.float32
+    text = (
+        f"Computes in {dtype}: matrix products in bf16 are {speed:.1f} times as fast as in fp32 on this {device.type}"
+    )
+    if dtype is torch.float32 and device.type == "cpu":
+        has = [name for name, there in torch.cpu.get_capabilities().items() if "bf16" in name and there is True]
+        text += f", which has {', '.join(has) or 'no instructions for bf16'}"
+    return dtype, text + "."
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -87,8 +117,11 @@ def main() -> None:
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     say = print if rank == 0 else lambda *_, **__: None
+    disable_progress_bar()
+    dtype, sentence = fastest_dtype(device)
+    say(sentence, flush=True)
     corpus = data.standard_library()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = fully_shard_blocks(build(options.weights).to(device), mp_policy=policy)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.0)
@@ -97,21 +130,23 @@ def main() -> None:
     averaged.register_buffer("count", average.n_averaged)
     # Checkpoints hold what is trained. What is frozen comes from the seed or from --weights again.
     done = (checkpoint.load(options.directory, model, optimizer, state={"average": averaged}) or {"step": 0})["step"]
-    say(f"{sum(map(Tensor.numel, trained)):,} parameters are trained from step {done} on. Number of ranks: {ranks}.")
+    total = sum(map(Tensor.numel, model.parameters()))
+    say(f"Trains {sum(map(Tensor.numel, trained)):,} of {total:,} parameters on {ranks} ranks, from step {done} on.")
 
-    clock = time.perf_counter()
-    for step in range(done, options.steps):
-        batch = data.training_batch(corpus, SEED, step, options.batch_size, options.seq_len)
-        loss = step_of(model, batch.chunk(ranks)[rank].to(device).split(options.micro_batch))
-        norm: Any = nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model)
-        if (step + 1) % 10 == 0 or step + 1 == options.steps:
+    log = report.RunLog(options.directory, done, options.steps) if rank == 0 else None
+    with log or nullcontext():
+        for step in range(done, options.steps):
+            clock = time.perf_counter()
+            batch = data.training_batch(corpus, SEED, step, options.batch_size, options.seq_len)
+            loss = step_of(model, batch.chunk(ranks)[rank].to(device).split(options.micro_batch))
+            nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
             dist.all_reduce(loss)
-            speed = (step + 1 - done) * options.batch_size * options.seq_len / (time.perf_counter() - clock)
-            size = norm.full_tensor().item()
-            say(f"step {step + 1}/{options.steps}  loss {loss / ranks:.3f}  norm {size:.2f}  {speed:,.0f} tokens/s")
+            speed = options.batch_size * options.seq_len / (time.perf_counter() - clock)
+            if log:
+                log.add(step + 1, loss.item() / ranks, speed)
     if done < options.steps:
         kept = {"average": averaged}
         checkpoint.save(options.directory, model, optimizer, step=options.steps, trainable_only=True, state=kept)
@@ -121,7 +156,9 @@ def main() -> None:
         loss = loss_of(average, tokens.chunk(ranks)[rank].to(device))
     dist.all_reduce(loss)
     say(f"Validation loss of the averaged weights: {loss / ranks:.3f} nats a byte.")
-    say(f"The merged model is in {export(average, options)}.")
+    merged = export(average, options)
+    if rank == 0:
+        say(f"Written: the merged model in {merged}, and {report.draw(options.directory)}.")
     dist.destroy_process_group()
 
 

@@ -103,7 +103,7 @@ def shard(model: GPT, api: str) -> nn.Module:
 
 def new_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Make the optimizer, after sharding: its state is then sharded as the parameters are."""
-    return torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
