@@ -297,9 +297,9 @@ class _Step(DispatchMode):
             return NotImplemented  # first its class says which operations this is on its parts
         result = func(*args, **(kwargs or {}))
         formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
-        if formula is not None and self._unit in self._position:
-            flops = formula(*args, **(kwargs or {}), out_val=result)
-            self.flops[self.during, self._position[self._unit]] += flops
+        if formula is not None:
+            at = self._position.get(self._unit, 0)
+            self.flops[self.during, at] += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._count(tensor)
@@ -363,8 +363,15 @@ class _Step(DispatchMode):
         return output
 
     def _enter(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The backward of a unit begins."""
-        self._unit = unit
+        """The backward of a unit begins, unless that of a unit inside it just began at the same gradient."""
+        if unit not in self._outside(self._unit):
+            self._unit = unit
+
+    def _outside(self, unit: Unit) -> Iterator[Unit]:
+        """The units around a unit, from the inside out."""
+        while (around := self._around.get(unit)) is not None:
+            unit = around
+            yield unit
 
     def _leave(self, unit: Unit, grad: torch.Tensor) -> None:
         """The backward of a unit has ended, unless that of the unit before it began at the same gradient."""
