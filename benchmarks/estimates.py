@@ -2,6 +2,7 @@
 
     python -m benchmarks.estimates             # the time of a step
     python -m benchmarks.estimates memory      # the peaks of its memory, as the kernel counts them
+    python -m benchmarks.estimates activations # activations alone, of the model of examples/train.py
 
 Every number that an estimate is given is measured first, apart from the step: FLOP/s by the model without sharding on
 as many ranks at once, bandwidth and latency by tensors sent both ways between two ranks, or, where ranks share memory,
@@ -11,16 +12,21 @@ by the sum of two tensors.
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fullshard
+from benchmarks import resident
 from benchmarks.contenders import ours
 from benchmarks.memory import measure_contender
 from benchmarks.models import Work
@@ -36,6 +42,9 @@ _ROUNDS = 15
 _BYTES = 8 * 2**20
 
 
+_EXAMPLES = Path(__file__).parents[1] / "examples"
+#: Sequences and tokens of a batch of the example.
+_BATCHES = ((4, 129), (16, 129), (8, 513))
 #: Of blocks so large, and batches so small, that activations are next to nothing.
 _HELD = Work("held", blocks=4, width=1024, sequence=4, vocabulary=64)
 
@@ -43,6 +52,8 @@ _HELD = Work("held", blocks=4, width=1024, sequence=4, vocabulary=64)
 def main() -> None:
     if sys.argv[1:] == ["memory"]:
         return _memory()
+    if sys.argv[1:] == ["activations"]:
+        return _activations()
     rows = []
     for transport in ("p2p", "shm"):
         for work in _SIZES:
@@ -69,9 +80,51 @@ def _memory() -> None:
     for contender in run_ranks(ours, 2)[0]:
         found = measure_contender(contender, _HELD, 2)
         for phase in ("forward", "backward", "rest"):
-            said, seen = found[f"foretold_{phase}"], found[phase] - found["freed"]
-            rows.append([f"{contender.name}, {phase}", bytes_text(said), bytes_text(seen), f"{said / seen:.3f}"])
+            rows.append(_row(f"{contender.name}, {phase}", found[f"predicted_{phase}"], found[phase] - found["freed"]))
     print(table(["W=2", "predicted", "measured", "ratio"], rows))
+
+
+def _activations() -> None:
+    """The activations of an unsharded model, whose memory has nothing else in it that comes and goes."""
+    rows = []
+    for sequences, tokens in _BATCHES:
+        for checkpointed in (False, True):
+            ((predicted, measured),) = run_ranks(_measure_activations, 1, sequences, tokens, checkpointed)
+            name = f"{sequences} x {tokens - 1} tokens{', checkpointed' * checkpointed}"
+            rows += [_row(f"{name}, {phase}", predicted[phase], measured[phase]) for phase in predicted]
+    print(table(["example", "predicted", "measured", "ratio"], rows))
+
+
+def _row(name: str, predicted: float, measured: float) -> list[str]:
+    return [name, bytes_text(predicted), bytes_text(measured), f"{predicted / measured:.3f}"]
+
+
+def _measure_activations(sequences: int, tokens: int, checkpointed: bool) -> tuple[dict[str, float], dict[str, float]]:
+    resident.return_what_is_freed()
+    example = runpy.run_path(str(_EXAMPLES / "model.py"))
+
+    def build() -> nn.Module:
+        model: nn.Module = example["GPT"](example["MODELS"]["small"])
+        for block in model.blocks if checkpointed else ():  # type: ignore[union-attr]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        return model
+
+    batch = torch.zeros(sequences, tokens, dtype=torch.long)
+    found = fullshard.explain(fullshard.fully_shard_blocks(build()), batch=batch, loss=example["loss_of"]).activations
+    assert found is not None
+    model = build()
+    example["loss_of"](model, batch[:1]).backward()  # from now on there are gradients to add to
+    model.zero_grad(set_to_none=False)
+    resident.settle()
+    before = resident.bytes_now()
+    with resident.Peak() as forward:
+        loss = example["loss_of"](model, batch)
+    kept = resident.bytes_now()
+    with resident.Peak() as backward:
+        loss.backward()
+    measured = {"kept": kept, "forward": forward.bytes, "backward": backward.bytes}
+    predicted = {"kept": found.kept, "forward": found.forward, "backward": found.backward}
+    return predicted, {phase: nbytes - before for phase, nbytes in measured.items()}
 
 
 def _measure(work: Work, transport: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What sharding costs the host: time and calls for each group in a step, where communication is free.
 
-One process pretends to be a rank of many, and collectives do nothing. A chain of small blocks is run forward and
+One process simulates a rank of many, and collectives do nothing. A chain of small blocks is run forward and
 backward; what the same chain costs without sharding is subtracted, so that what is left is the library's own, and it is
 divided by the number of blocks.
 """
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.contenders import ALONE, FSDP1, FSDP2, LEAST, Contender, ours
 from benchmarks.figures import Spread, spread
 from benchmarks.models import Chain
-from benchmarks.ranks import run_pretending
+from benchmarks.ranks import run_simulated
 
 _WARM_UP = 4
 
@@ -44,7 +44,7 @@ class Host:
 
 def measure_host(world_size: int, counts: list[int], groups: int, rounds: int) -> dict[str, Any]:
     """For each number of parameters in a group, and each contender, its costs."""
-    return {"ranks": world_size, "counts": run_pretending(_measure, world_size, counts, groups, rounds)}
+    return {"ranks": world_size, "counts": run_simulated(_measure, world_size, counts, groups, rounds)}
 
 
 def _measure(counts: list[int], groups: int, rounds: int) -> dict[int, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """What sharding asks of a device in a step, in counts: launches, copies, allocations, waits of the host, collectives.
 
-Nothing is measured on a device. One process pretends to be a rank of many, with tensors of the CPU. fullshard takes
+Nothing is measured on a device. One process simulates a rank of many, with tensors of the CPU. fullshard takes
 them for those of a device with streams (``tests/pretend``) and for NCCL's; torch's FSDP2 has no such place to pretend,
 but calls the same operations on the CPU as on a device. A chain of blocks is run forward and backward, what the same
 chain does without sharding is subtracted, and the rest is divided by the number of blocks.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.contenders import ALONE, FSDP2, Contender
 from benchmarks.models import Block, Chain
-from benchmarks.ranks import run_pretending
+from benchmarks.ranks import run_simulated
 from benchmarks.traffic import Traffic, nbytes
 from fullshard import torch_private
 from fullshard.comm import collective
@@ -70,7 +70,7 @@ class Cost:
 
 def measure_launches(world_size: int, counts: list[int | str], groups: int) -> dict[str, Any]:
     """For each number of parameters in a group (or the name of a chain), and each contender, its :class:`Cost`."""
-    return {"ranks": world_size, "counts": run_pretending(_measure, world_size, world_size, counts, groups)}
+    return {"ranks": world_size, "counts": run_simulated(_measure, world_size, world_size, counts, groups)}
 
 
 def _measure(world_size: int, counts: list[int | str], groups: int) -> dict[int | str, dict[str, Any]]:

@@ -20,7 +20,7 @@ import fullshard
 from benchmarks import resident
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import TINY, Awkward, Block, Work
-from benchmarks.ranks import run_pretending, run_ranks
+from benchmarks.ranks import run_simulated, run_ranks
 from benchmarks.traffic import Traffic
 from fullshard.buffer.plan import ALIGNMENT, ParamShape, make_plan
 
@@ -40,8 +40,8 @@ class Phases:
         rest: between steps, after ``zero_grad()``.
         allocated: the same, by the count of ``malloc``.
         freed: the same, after buffers were given back where a library can.
-        foretold_forward, foretold_backward, foretold_rest: how much more than in ``freed`` these are by
-            ``fullshard.explain``, which knows no activations.
+        predicted_forward, predicted_backward, predicted_rest: how much more than in ``freed`` these are by
+            ``fullshard.explain``, activations included.
     """
 
     transport: str
@@ -51,9 +51,9 @@ class Phases:
     rest: float
     allocated: float
     freed: float
-    foretold_forward: float = math.nan
-    foretold_backward: float = math.nan
-    foretold_rest: float = math.nan
+    predicted_forward: float = math.nan
+    predicted_backward: float = math.nan
+    predicted_rest: float = math.nan
 
 
 def measure_memory(work: Work, world_size: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def measure_padding(world_sizes: list[int]) -> dict[str, Any]:
         ``world_sizes``, as a fraction of their parameters, by their size, for alignments that fp32 can have.
     """
     return {
-        "world_sizes": {size: run_pretending(_measure_padding, size) for size in world_sizes},
+        "world_sizes": {size: run_simulated(_measure_padding, size) for size in world_sizes},
         "flat": [_flat_padding(least, most, max(world_sizes)) for least, most in pairwise(_GROUP_SIZES)],
         "flat_world_size": max(world_sizes),
     }
@@ -103,21 +103,24 @@ def _contenders() -> list[Contender]:
 
 def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
     resident.return_what_is_freed()
-    _train(contender, TINY, prefetch)  # what a first step imports and keeps is not the model's
+    tiny, *_ = _train(contender, TINY, prefetch)  # what a first step imports and keeps is not the model's
+    is_explained = contender.library in ("fullshard", "wrapper")
+    if is_explained:
+        fullshard.explain(tiny, batch=TINY.batch(0, 0))
+    del tiny
     resident.settle()
     before, allocated_before = resident.bytes_now(), resident.bytes_allocated()
     model, optimizer, steps = _train(contender, work, prefetch)
     resident.settle()
     rest, allocated = resident.bytes_now() - before, resident.bytes_allocated() - allocated_before
-    if contender.library in ("fullshard", "wrapper"):
+    batch = work.batch(dist.get_rank(), steps)
+    predicted: list[int] = []
+    if is_explained:
         model.free_buffers()  # type: ignore[operator]
+        at_rest, *phases, _ = fullshard.explain(model, optimizer_bytes=0, batch=batch).memory
+        predicted = [phase.nbytes - at_rest.nbytes for phase in phases]
     resident.settle()
     freed = resident.bytes_now() - before
-    foretold: list[int] = []
-    if contender.library in ("fullshard", "wrapper"):
-        at_rest, *phases, _ = fullshard.explain(model, optimizer_bytes=0).memory
-        foretold = [phase.nbytes - at_rest.nbytes for phase in phases]
-    batch = work.batch(dist.get_rank(), steps)
     with resident.Peak() as forward:
         loss = model(batch)
     with resident.Peak() as backward:
@@ -131,7 +134,7 @@ def _measure(contender: Contender, work: Work, prefetch: int | None) -> Phases:
         rest,
         allocated,
         freed,
-        *foretold,
+        *predicted,
     )
 
 

@@ -1,6 +1,6 @@
 """What a step of an optimizer costs where parameters are DTensors: its CPU time over that of a step on plain tensors.
 
-One process pretends to be a rank of two, for a step communicates nothing. Many small parameters are sharded by
+One process simulates a rank of two, for a step communicates nothing. Many small parameters are sharded by
 fullshard and by torch; a third model has as many plain ones, of the size of a shard. All run a backward in each round,
 and only the step is timed.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders import FSDP2, ours
-from benchmarks.ranks import run_pretending
+from benchmarks.ranks import run_simulated
 
 PLAIN = "plain tensors"
 _RANKS = 2
@@ -36,7 +36,7 @@ _HOW: dict[str, dict[str, bool]] = {
 
 def measure_optimizer(count: int, width: int, rounds: int) -> dict[str, Any]:
     """CPU seconds of a step for each optimizer and contender, by round; none where torch cannot do it."""
-    runs = [run_pretending(_measure, _RANKS, count, width, rounds) for _ in range(_PROCESSES)]
+    runs = [run_simulated(_measure, _RANKS, count, width, rounds) for _ in range(_PROCESSES)]
     kinds = {
         kind: {name: {"cpu": [taken for run in runs for taken in run[kind][name]["cpu"]]} for name in contenders}
         for kind, contenders in runs[0].items()

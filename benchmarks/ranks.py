@@ -1,4 +1,4 @@
-"""Processes to measure in: some ranks with gloo, or one that believes to be a rank of many.
+"""Processes to measure in: some ranks with gloo, or one that simulates a rank of many.
 
 Owns their start, their process group, the way their results come back, and the count of the CPU time they took. What
 they run is a module-level function. Every call gets fresh processes; they are forked from a server that has imported
@@ -35,7 +35,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     return _run(function, world_size, "gloo", world_size, *args)
 
 
-def run_pretending(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
+def run_simulated(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
     """Run ``function(*args)`` in one fresh process that is rank 0 of ``world_size``, where communication is free.
 
     What collectives deliver is undefined there, so only costs may be looked at.

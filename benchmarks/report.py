@@ -288,7 +288,7 @@ def _micro(seconds: Spread) -> Spread:
 
 def _launches(found: Any) -> Iterator[str]:
     yield (
-        "For each group in a forward and a backward, less what modules do that are not sharded. Counted on a pretended "
+        "For each group in a forward and a backward, less what modules do that are not sharded. Counted on a simulated "
         "device, not measured on one. *Launches*: operations that look at elements, without collectives; an operation "
         "on lists of tensors is one. *Kernels*: the same, where an operation on lists whose tensors do not lie alike "
         "counts for each of them. *Copied*: bytes that copies read and write, and fills write. *Allocated*: memory "

@@ -65,7 +65,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
     stored = {"1 GiB": (64, 2048), "5,000 small tensors": (5000, 64)}
     stored = {"small": (4, 64)} if quick else stored
     small: list[int | str]
-    pretended, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER, LARGE_TRANSFORMER])
+    simulated, small = ([2], [4, TRANSFORMER]) if quick else ([2, 8, 64], [4, 8, 32, TRANSFORMER, LARGE_TRANSFORMER])
     ranks = [2] if quick else [2, 3, 4, 6, 8] if full else [2, 3, 6]
     return {
         "communication": {
@@ -80,7 +80,7 @@ def plan(quick: bool, full: bool) -> dict[str, dict[str, Callable[[], Any]]]:
         "group": {"group": lambda: measure_group(2, communication.width, rounds)},
         "exchanges": {"exchanges": lambda: measure_exchanges(exchanged, ranks, rounds)},
         "host": {"host": lambda: [measure_host(size, [1, 4, 8, 32], 2 if quick else 8, 4 * rounds) for size in sizes]},
-        "launches": {"launches": lambda: [measure_launches(size, small, 8) for size in pretended]},
+        "launches": {"launches": lambda: [measure_launches(size, small, 8) for size in simulated]},
         "optimizer": {"optimizer": lambda: measure_optimizer(*((8, 8, 2) if quick else (200, 64, 4 * rounds)))},
         "memory": {"memory": lambda: measure_memory(blocks, 2), "peaks": lambda: measure_peaks(communication, 2)},
         "padding": {"padding": lambda: measure_padding([8, 64, 1024])},

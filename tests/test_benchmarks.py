@@ -134,11 +134,11 @@ def test_memory_is_told_apart_by_phase(memory: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is the kernel's count, on Linux")
 @pytest.mark.parametrize("phase", ["forward", "backward", "rest"])
-def test_the_memory_of_a_step_is_what_was_foretold(memory: dict[str, Any], phase: str) -> None:
+def test_the_memory_of_a_step_is_what_was_predicted(memory: dict[str, Any], phase: str) -> None:
     for name, found in memory["contenders"].items():
-        if not math.isnan(found[f"foretold_{phase}"]) and found["transport"] != "collective":
-            above = (found[phase] - found["freed"] - found[f"foretold_{phase}"]) / memory["group_bytes"]
-            assert above == pytest.approx(0, abs=0.3), f"{name}: {above:.2f} groups more than was foretold"
+        if not math.isnan(found[f"predicted_{phase}"]) and found["transport"] != "collective":
+            above = (found[phase] - found["freed"] - found[f"predicted_{phase}"]) / memory["group_bytes"]
+            assert above == pytest.approx(0, abs=0.3), f"{name}: {above:.2f} groups more than was predicted"
 
 
 def test_figures_cost_less_than_a_hundredth_of_a_step() -> None:

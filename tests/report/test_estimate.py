@@ -1,13 +1,17 @@
-"""What an estimate counts as computing."""
+"""What an estimate counts as computing, and how long it lets exchanges take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard
+from fullshard.report.estimate import Hardware
 from fullshard.report.explain import explain
 
 WIDTH, TOKENS = 32, 10
@@ -36,3 +40,97 @@ def test_a_frozen_weight_costs_no_gradient_of_its_own(frozen: tuple[int, ...]) -
         assert row.forward == PRODUCT
         assert row.backward == (1 if number in frozen else 2) * PRODUCT
     assert found.computing == sum(row.forward + row.backward for row in found.groups)
+
+
+def hardware(**given: Any) -> Hardware:
+    return Hardware(**{"bandwidth": 1e9, "peak_flops": 1e12, "count": 100} | given)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "transport", "steps"),
+    [("ring", "collective", 1023), ("tree", "collective", 10), ("ring", "p2p", 1023), ("tree", "p2p", 1023)],
+)
+def test_latency_grows_with_the_ranks_as_in_the_algorithm(algorithm: Any, transport: str, steps: int) -> None:
+    given = hardware(latency=5e-6, algorithm=algorithm)
+    assert given.seconds(10**9, 1024, 1, transport) == pytest.approx(steps * 5e-6 + 1)
+    assert given.seconds(10**9, 1024, 1, transport, passes=2) == pytest.approx(2 * steps * 5e-6 + 1)
+
+
+def test_two_ranks_have_one_step_in_each_algorithm() -> None:
+    for algorithm in ("ring", "tree"):
+        assert hardware(latency=1.0, algorithm=algorithm).seconds(0, 2, 1, "collective") == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "ranks", "stride", "bandwidth"),
+    [
+        ("ring", 8, 1, 1e9),  # on one node
+        ("ring", 64, 1, 0.4e9),  # one of the 8 ranks sends to the next node
+        ("ring", 8, 8, 0.4e9 / 8),  # replicas: each rank of a node in a ring of its own
+        ("ring", 8, 4, 0.4e9 / 4),  # two ranks of each ring on a node: four rings
+        ("tree", 64, 1, 0.4e9 / (8 * 56 / 63)),  # each rank sends to 56 of the 63 others on other nodes
+        ("tree", 8, 1, 1e9),
+    ],
+)
+def test_the_ranks_of_a_node_share_its_bandwidth(algorithm: Any, ranks: int, stride: int, bandwidth: float) -> None:
+    given = hardware(algorithm=algorithm, node_bandwidth=0.4e9, ranks_per_node=8)
+    assert given.seconds(10**9, ranks, stride, "collective") == pytest.approx(1e9 / bandwidth)
+    fast = hardware(algorithm=algorithm, node_bandwidth=1e12, ranks_per_node=8)
+    assert fast.seconds(10**9, ranks, stride, "collective") == 1, "no rank sends more than its own bandwidth"
+
+
+def test_messages_to_other_nodes_share_its_bandwidth() -> None:
+    given = hardware(node_bandwidth=0.4e9, ranks_per_node=8)
+    assert given.seconds(10**9, 64, 1, "p2p") == pytest.approx(8 * 56 / 63 / 0.4)
+
+
+def hybrid() -> nn.Module:
+    """Two nodes of four ranks: sharded inside of a node, replicated over both."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    return fullshard.fully_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh=mesh)
+
+
+def test_only_the_all_reduce_of_a_hybrid_group_leaves_the_node() -> None:
+    found = explain(hybrid, ranks=8)
+    (group,) = found.groups
+    assert (group.stride, group.replica_stride) == (1, 4)
+    fast = found.estimate(bandwidth=1e3, peak_flops=1e15, tokens=1)
+    slow = found.estimate(bandwidth=1e3, peak_flops=1e15, tokens=1, node_bandwidth=1e2, ranks_per_node=4)
+    all_reduced = 2 * (4 * WIDTH * WIDTH // 4) / 2  # bytes: twice the shard, of which half is sent
+    assert fast.exchanges == pytest.approx((2 * 3 * 4 * WIDTH * WIDTH / 4 + all_reduced) / 1e3)
+    assert slow.exchanges - fast.exchanges == pytest.approx(all_reduced / (1e2 / 4) - all_reduced / 1e3)
+
+
+def test_throughput_and_the_share_of_the_peak_follow_from_the_step() -> None:
+    found = explain(layers(()), ranks=4)
+    estimate = found.estimate(bandwidth=1e9, peak_flops=1e6, efficiency=0.5, tokens=TOKENS)
+    assert estimate.flops == 3 * 3 * PRODUCT
+    assert estimate.computing == pytest.approx(3 * 3 * PRODUCT / 0.5e6)
+    assert estimate.throughput == pytest.approx(4 * TOKENS / estimate.step)
+    assert estimate.peak_share == pytest.approx(0.5 * estimate.computing / estimate.step)
+    assert not estimate.is_counted
+
+
+def test_the_flops_of_a_batch_are_those_of_the_estimate() -> None:
+    found = explain(layers(()), ranks=4, batch=torch.ones(TOKENS, WIDTH))
+    estimate = found.estimate(bandwidth=1e9, peak_flops=1e6)
+    assert estimate.is_counted
+    assert estimate.flops == (3 * 3 - 1) * PRODUCT  # no gradient of the batch is needed
+    assert (estimate.given.count, estimate.given.unit) == (TOKENS, "samples")
+    assert {row.name: row.backward * 1e6 for row in estimate.groups}["0"] == pytest.approx(PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "estimate\\(\\) needs tokens, because explain\\(\\) was given no batch"),
+        ({"tokens": 1, "efficiency": 40}, "efficiency is a share of peak_flops, above 0 and at most 1, got 40"),
+        ({"tokens": 1, "latency": -1}, "latency must not be negative"),
+        ({"tokens": 1, "node_bandwidth": 1e9}, "node_bandwidth and ranks_per_node belong together"),
+        ({"tokens": 1, "node_bandwidth": 0, "ranks_per_node": 8}, "node_bandwidth must be positive, got 0"),
+        ({"tokens": 1, "algorithm": "star"}, "algorithm must be 'ring' or 'tree', got 'star'"),
+    ],
+)
+def test_hardware_that_makes_no_sense_is_refused(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        explain(layers(()), ranks=4).estimate(bandwidth=1e9, peak_flops=1e12, **given)

@@ -82,6 +82,34 @@ def test_settings_change_what_is_predicted(world: World, way: str) -> None:
     check(model, world)
 
 
+@ranks(2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_that_need_no_buffer_are_reduced_too(world: World, transport: str) -> None:
+    """A large matrix alone in its group: with collectives its gradient is reduced from where autograd made it."""
+    os.environ |= {"FULLSHARD_TRANSPORT": transport, "FULLSHARD_CHECKS": "0"}
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    for layer in model:
+        fullshard.fully_shard(layer)
+    fullshard.fully_shard(model)
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 1024)).sum().backward()
+
+    predicted = {each.kind: each for each in explain(model).traffic}
+    assert sum(each.count for kind, each in predicted.items() if kind.startswith("reduce")) == 3
+    step()
+    step()
+    with Traffic(world.size) as traffic:
+        step()
+    sent = sum(each.nbytes for kind, each in predicted.items() if "shared memory" not in kind)
+    assert sent == round(traffic.asked)
+    phases = {phase.name: phase.nbytes for phase in explain(model).memory}
+    SHARED.drop()
+    if transport != "shm":
+        assert phases["between steps"] - phases["at rest"] == model.free_buffers()  # type: ignore[operator]
+
+
 @ranks(4)
 @pytest.mark.parametrize("way", ["hybrid", "post-forward mesh", "NO_SHARD"])
 @pytest.mark.slow

@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
-
 from fullshard import tree
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
@@ -36,16 +34,6 @@ from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, p
 Pass = Literal["forward", "backward"]
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
-
-_aten: Any = torch.ops.aten
-#: Formulas for FLOPs. Torch has none for attention on the CPU, which computes what it computes on other devices.
-_FORMULAS: dict[Any, Any] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 
 
 @dataclass(frozen=True)
@@ -148,6 +136,20 @@ def _starts(output: object) -> list[torch.Tensor]:
     """The tensors at which backward begins: the scalars among those that require gradients, or else all of these."""
     trained = [each for each in tree.reachable_tensors(output) if each.requires_grad]
     return [each for each in trained if each.ndim == 0] or trained
+
+
+@cache
+def _formulas() -> dict[Any, Any]:
+    """Torch's formulas for FLOPs by operation. Torch has none for attention on the CPU, which computes what it computes
+    on other devices."""
+    from torch.utils.flop_counter import flop_registry  # takes 50 ms to import
+
+    aten: Any = torch.ops.aten
+    name = "_scaled_dot_product_flash_attention"
+    return flop_registry | {
+        getattr(aten, f"{name}_for_cpu{which}"): flop_registry[getattr(aten, name + which)]
+        for which in ("", "_backward")
+    }
 
 
 class _Fakes:
@@ -276,6 +278,7 @@ class _Step(DispatchMode):
         self.flops: Counter[tuple[Pass, int]] = Counter()
         self.order: list[int] = []
         self._device = units[0].device.type
+        self._formulas = _formulas()
         self._alive = 0
         self._sizes: dict[int, int] = {}  # of each storage that is alive
         sizes = [len(unit.groups) for unit in units]
@@ -296,10 +299,10 @@ class _Step(DispatchMode):
         if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # first its class says which operations this is on its parts
         result = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
-        if formula is not None and self._unit in self._position:
-            flops = formula(*args, **(kwargs or {}), out_val=result)
-            self.flops[self.during, self._position[self._unit]] += flops
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
+        if formula is not None:
+            at = self._position.get(self._unit, 0)
+            self.flops[self.during, at] += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
                 self._count(tensor)
@@ -363,8 +366,15 @@ class _Step(DispatchMode):
         return output
 
     def _enter(self, unit: Unit, grad: torch.Tensor) -> None:
-        """The backward of a unit begins."""
-        self._unit = unit
+        """The backward of a unit begins, unless that of a unit inside it just began at the same gradient."""
+        if unit not in self._outside(self._unit):
+            self._unit = unit
+
+    def _outside(self, unit: Unit) -> Iterator[Unit]:
+        """The units around a unit, from the inside out."""
+        while (around := self._around.get(unit)) is not None:
+            unit = around
+            yield unit
 
     def _leave(self, unit: Unit, grad: torch.Tensor) -> None:
         """The backward of a unit has ended, unless that of the unit before it began at the same gradient."""

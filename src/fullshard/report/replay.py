@@ -241,7 +241,7 @@ class Replay:
         """Accept the first gradient of a group. Small gradients wait, and are copied into the buffer when the unit's
         backward ends."""
         group = self._groups[at]
-        if not group.gradient or at in self._unreduced:
+        if not group.reduced or at in self._unreduced:  # a buffer for gradients that are all zero-copy has no bytes
             return
         self._unreduced.add(at)
         self._zero_copy.add(at)

@@ -1,0 +1,69 @@
+"""Whether a step fits into the memory of a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fullshard
+from fullshard.report.explain import explain
+from fullshard.report.fit import bytes_of
+
+
+def linear() -> nn.Module:
+    return fullshard.fully_shard(nn.Linear(1024, 1024, bias=False))
+
+
+#: Bytes of the weight and of a rank's shard.
+WEIGHT, SHARD = 4 * 2**20, 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5tb", 1.5e12), ("24000 MiB", 24000 * 2**20), (10**9, 10**9)],
+)
+def test_sizes_have_decimal_or_binary_units(text: str | int, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "80 gigs", "-1GB", "0", "1.2.3GB", "inf", "nan"])
+def test_a_size_without_meaning_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as '80GB'"):
+        bytes_of(text)
+
+
+def test_a_step_fits_to_the_byte() -> None:
+    batch = torch.empty(256, 1024, device="meta")
+    found = explain(linear, ranks=4, batch=batch, device_memory="1GB")
+    needed = max(phase.nbytes for phase in found.memory)
+    assert found.fit is not None
+    assert found.fit.needed == needed > 4 * SHARD + 2 * WEIGHT + 256 * 1024 * 4
+    assert found.fit.fits
+    assert "yes, with" in str(found)
+    exact, short = (explain(linear, ranks=4, batch=batch, device_memory=size).fit for size in (needed, needed - 1))
+    assert exact is not None
+    assert short is not None
+    assert (exact.fits, exact.missing, short.fits, short.missing) == (True, 0, False, 1)
+    assert "no, short by 1 B" in str(short)
+
+
+def test_what_is_not_counted_is_said() -> None:
+    assert "Not counted: activations, temporary memory" in str(explain(linear, ranks=4, device_memory="80GB"))
+    batch = torch.empty(256, 1024, device="meta")
+    assert "Not counted: temporary memory" in str(explain(linear, ranks=4, batch=batch, device_memory="80GB"))
+    assert explain(linear, ranks=4).fit is None, "the memory of the CPU is not the ranks' own"
+
+
+def test_offloaded_parameters_take_no_memory_of_the_device() -> None:
+    def offloaded() -> nn.Module:
+        policy = fullshard.CPUOffloadPolicy(pin_memory=False)
+        return fullshard.fully_shard(nn.Linear(1024, 1024, bias=False), offload_policy=policy)
+
+    kept, off = (explain(build, ranks=4, device_memory="80GB") for build in (linear, offloaded))
+    assert kept.fit is not None
+    assert off.fit is not None
+    assert off.memory[0].parts == (("shards on the CPU", 1, SHARD), ("optimizer state on the CPU", 1, 2 * SHARD))
+    assert off.memory[0].nbytes == kept.memory[0].nbytes
+    assert off.memory[0].on_device == 0
+    assert 3 * SHARD <= kept.fit.needed - off.fit.needed <= 4 * SHARD  # and the gradients
