@@ -390,6 +390,53 @@ def test_a_registered_method_may_call_forward_many_times(world: World, fsdp: Lib
     assert_close(kept(model.scale.grad), reference.scale.grad, "gradient of a step after it")
 
 
+class Halves(nn.Module):
+    """Its forward calls a method that programs call too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.full((6,), 2.0))
+        self.fails = False
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.blocks[0](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.scale * self.blocks[1](self.encode(x))
+        if self.fails:
+            raise ArithmeticError("in forward")
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshard", [None, True])
+def test_forward_may_call_a_registered_method(world: World, reshard: bool | None) -> None:
+    """Torch frees the parameters when the method ends, before the forward has: with True it reads freed memory."""
+    model, reference = seeded(Halves), seeded(Halves)
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model, reshard_after_forward=reshard)
+    fullshard.register_fsdp_forward_method(model, "encode")
+    pair = Twins(world, model, reference)
+    for seed in range(2):
+        assert_close(model.encode(inputs(seed)), reference.encode(inputs(seed)), "encoded")
+        pair.step()
+
+
+@ranks(2)
+def test_a_registered_method_does_not_go_on_with_a_forward_that_failed(world: World) -> None:
+    model: Any = fullshard.fully_shard(seeded(Halves))
+    fullshard.register_fsdp_forward_method(model, "encode")
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        model(inputs(0))
+    with pytest.raises(RuntimeError, match=r"call reset_iter_state\(\)"):
+        model.encode(inputs(0))
+    model.reset_iter_state()
+    assert_close(model.encode(inputs(0)), seeded(Halves).encode(inputs(0)), "encoded")
+
+
 @ranks(1)
 @BOTH
 def test_registering_a_method_does_nothing_on_other_modules(world: World, fsdp: Library) -> None:

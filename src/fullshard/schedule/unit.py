@@ -18,6 +18,7 @@ forward.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -194,14 +195,19 @@ class Unit:
     def run_method(
         self, module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered."""
-        args, kwargs = self.pre_forward(module, args, kwargs)
-        was_in_method, self._in_method = self._in_method, True
+        """Run a method as if it were ``forward``: the forwards that it calls find the parameters gathered. If the
+        forward itself calls it, they are gathered already."""
+        before = self._in_method
+        is_inside = before or (self.phase is Phase.FORWARD and _is_in_forward(module))
         try:
+            self._in_method = is_inside
+            args, kwargs = self.pre_forward(module, args, kwargs)
+            self._in_method = True
             output = method(*args, **kwargs)
+            self._in_method = is_inside
+            return self.post_forward(module, args, output)
         finally:
-            self._in_method = was_in_method
-        return self.post_forward(module, args, output)
+            self._in_method = before
 
     def end_forward(self, schedule: Schedule) -> None:
         """Runs when the forward of the modules has ended, at the latest with that of the whole tree."""
@@ -441,3 +447,13 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
             f"{who} expects a root that was sharded or wrapped, got {type(model).__name__}: call it after fully_shard"
         )
     return unit.schedule or unit.start()
+
+
+def _is_in_forward(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` is among the callers, and not one that an error ended."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
