@@ -40,7 +40,9 @@ def locked(path: Path) -> Iterator[None]:
         os.close(opened)
 
 
-@pytest.mark.parametrize(("of", "keep", "steps"), [(4, 1, [4]), (4, 3, [2, 3, 4]), (3, 1, [3, 4]), (4, 9, [1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("of", "keep", "steps"), [(4, 1, [4]), (4, 3, [2, 3, 4]), (3, 1, [3, 4]), (4, 9, [1, 2, 3, 4])]
+)
 def test_the_newest_are_kept_and_newer_ones_are_not_touched(
     tmp_path: Path, of: int, keep: int, steps: list[int]
 ) -> None:

@@ -25,7 +25,9 @@ class Barrier:
         self.calls.append(("give up",))
 
 
-def group(transport: object, barrier: Barrier, unsharded: bool = False, mapped: bool = True, shares: bool = True) -> Any:
+def group(
+    transport: object, barrier: Barrier, unsharded: bool = False, mapped: bool = True, shares: bool = True
+) -> Any:
     """A group whose ranks share memory, as far as passes use it."""
     reads = list[bool]()
     published = list[bool]()
