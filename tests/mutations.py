@@ -602,7 +602,7 @@ MUTATIONS = (
         "watch/reports.py",
         "if report.host == self._mine.host:\n            return report.written",
         "if report.host:\n            return report.written",
-        "tests/watch/test_watch.py::test_the_clocks_of_other_hosts_do_not_count",
+        "tests/watch/test_reports.py::test_the_clocks_of_other_hosts_do_not_count",
     ),
     Mutation(
         "buffer/shared.py",

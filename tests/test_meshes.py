@@ -15,10 +15,28 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fullshard
 from fullshard.buffer.plan import ALIGNMENT
+from fullshard.meshes import data_mesh, group_of
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, fake_world, ranks
 from tests.harness.compare import each_block, kept
 from tests.harness.models import MLP, Transformer, seeded
+
+
+def test_a_mesh_of_two_dims_without_names_and_one_of_three_are_refused() -> None:
+    with fake_world(8) as world:
+        with pytest.raises(AssertionError, match="needs mesh_dim_names"):
+            data_mesh(world.mesh(2, 4))
+        with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh"):
+            data_mesh(world.mesh(2, 2, 2, names=("a", "b", "c")))
+
+
+def test_the_process_group_of_some_ranks_is_made_once() -> None:
+    with fake_world(4):
+        assert group_of(range(4)) is None
+        made = group_of([1, 0])
+        assert made is group_of([0, 1])
+        assert made is not None
+        assert made.size() == 2
 
 
 @pytest.mark.parametrize("size", [8, 64, 100, 1024])

@@ -12,8 +12,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fullshard
+from fullshard.overlaps import refuse_overlaps
 from tests.harness import World, ranks
 from tests.harness.wrapper import wrap
+
+
+def test_strides_that_pass_each_other_share_no_byte() -> None:
+    module = nn.Module()
+    memory = torch.zeros(8)
+    module.even, module.odd = nn.Parameter(memory[::2]), nn.Parameter(memory[1::2])
+    assert {each.name for each in refuse_overlaps([module], {module.even})} == {"even"}
+    module.both = nn.Parameter(memory[:2])
+    with pytest.raises(ValueError, match="'even' and 'both' are two tensors in one memory"):
+        refuse_overlaps([module], set())
 
 
 class Tied(nn.Module):

@@ -81,9 +81,8 @@ def test_an_error_of_one_rank_is_raised_on_all_and_says_whose_it_is(world: World
 def test_only_what_is_corrupt_for_all_that_failed_is_corrupt(world: World, both: bool) -> None:
     everyone = Ranks(None)
     mine = CorruptCheckpointError("bits") if world.rank == 0 else ValueError("bad") if both else None
-    with pytest.raises(
-        CheckpointError, match="rank 0: bits" + ("; rank 1: ValueError: bad" if both else "$")
-    ) as raised:
+    says = "rank 0: bits; rank 1: ValueError: bad" if both else "rank 0: bits$"
+    with pytest.raises(CheckpointError, match=says) as raised:
         everyone.attempt(lambda: fails(mine))
     assert (type(raised.value) is CorruptCheckpointError) is not both
 

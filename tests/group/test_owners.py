@@ -26,22 +26,18 @@ def test_a_group_is_found_by_what_it_took_and_by_what_it_shows() -> None:
         assert weight is not model.weight
 
 
-@pytest.mark.parametrize(
-    "stranger", [None, torch.zeros(1), nn.Parameter(torch.zeros(1))], ids=["none", "tensor", "param"]
-)
+@pytest.mark.parametrize("stranger", [None, torch.zeros(1), nn.Parameter(torch.zeros(1))], ids=type)
 def test_what_no_group_took_has_no_owner(stranger: torch.Tensor | None) -> None:
     assert owner_of(stranger) is None
 
 
 def test_what_is_gone_is_forgotten() -> None:
     """An object of later may have the same id."""
-    gc.collect()
-    before = set(owners._owners)
     with fake_world(2):
         model = nn.Linear(4, 4)
         weight = model.weight
         fullshard.fully_shard(model)
-        assert len(set(owners._owners) - before) >= 3
+        assert owner_of(weight) is not None
         del model
         gc.collect()
         assert owner_of(weight) is None  # its group is gone
@@ -54,7 +50,5 @@ def test_what_is_gone_is_forgotten() -> None:
 def test_a_gradient_for_what_was_before_sharding_is_refused(world: World) -> None:
     before = nn.Parameter(torch.ones(3))
     refuse_gradients(before, "layer.weight")
-    with pytest.raises(
-        RuntimeError, match=r"a gradient came to parameter 'layer.weight' as it was before it was sharded"
-    ):
+    with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'layer.weight' as it was before"):
         before.sum().backward()

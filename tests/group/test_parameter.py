@@ -13,11 +13,25 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fullshard
+from fullshard.group.parameter import plain_name
 from tests.fully_shard.cases import BOTH, Library, Twins, assert_close, groups_of, inputs, local, shard_mlp, twins
 from tests.harness import World, ranks
 from tests.harness.compare import each_block, kept, whole
 from tests.harness.models import MLP, MixedDtypes, OddParameters, seeded
 from tests.harness.wrapper import wrap_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("a.weight", "a.weight"),
+        (".weight", "weight"),
+        ("_fsdp_wrapped_module.a._checkpoint_wrapped_module.weight", "a.weight"),
+        ("_fsdp_wrapped_module_of_mine.weight", "_fsdp_wrapped_module_of_mine.weight"),
+    ],
+)
+def test_names_are_without_wrappers(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
 
 
 @ranks(2)

@@ -10,14 +10,13 @@ from fullshard.group.step import BEGIN, END, FINALIZE, Kind, Log, Pass, Step
 def test_passes_nest_as_a_backward_inside_of_a_forward_does() -> None:
     step = Step()
     seen = [step.now]
-    kinds: list[tuple[str, Kind]] = [
-        ("begin", "forward"),
-        ("begin", "backward"),
-        ("end", "backward"),
-        ("end", "forward"),
-    ]
-    for what, kind in kinds:
-        (step.begin_pass if what == "begin" else step.end_pass)(kind)
+    for call, kind in (
+        (step.begin_pass, "forward"),
+        (step.begin_pass, "backward"),
+        (step.end_pass, "backward"),
+        (step.end_pass, "forward"),
+    ):
+        call(kind)  # type: ignore[arg-type]
         seen.append(step.now)
     assert seen == [Pass.NONE, Pass.FORWARD, Pass.NESTED, Pass.FORWARD, Pass.NONE]
 

@@ -7,8 +7,20 @@ import torch
 import torch.nn as nn
 
 import fullshard
+from fullshard.group.verify import compare, first_difference
 from tests.harness import World, ranks
 from tests.harness.models import MLP, MixedDtypes, seeded
+
+
+def test_the_first_difference_names_both_ranks_and_what_one_of_them_lacks() -> None:
+    assert first_difference({3: ["a", "b"], 5: ["a", "b"], 7: ["a", "c"]}) == (3, "b", 7, "c")
+    assert first_difference({0: ["a"], 1: ["a", "b"]}) == (0, "nothing", 1, "b")
+
+
+@ranks(2)
+def test_the_largest_tag_is_agreed_on(world: World) -> None:
+    assert compare(["same"], world.rank + 5, torch.distributed.group.WORLD, "differ") == 6
+    assert compare(["alone"], world.rank, None, "differ") == world.rank
 
 
 def altered(model: nn.Module, rank: int) -> str:

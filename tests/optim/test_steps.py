@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fullshard import FullyShardedDataParallel as FSDP
+from fullshard.optim.steps import _groups_of
 from tests.fully_shard.cases import groups_of, inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.compare import whole
@@ -20,6 +21,17 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "p2p", "collective"])
 
 def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+@ranks(2)
+def test_the_groups_of_an_optimizer_are_those_of_its_parameters(world: World) -> None:
+    model = shard_mlp()
+    assert {*_groups_of(sgd(model.parameters()))} == {*groups_of(model)}
+    assert _groups_of(sgd(seeded(MLP).parameters())) == []
+    optimizer = sgd(model.blocks[0].parameters())
+    assert _groups_of(optimizer) == groups_of(model.blocks[0])
+    optimizer.add_param_group({"params": [*model.blocks[1].parameters()]})
+    assert _groups_of(optimizer) == [*groups_of(model.blocks[0]), *groups_of(model.blocks[1])]
 
 
 def train(model: Any, *optimizers: torch.optim.Optimizer, steps: int = 3) -> None:

@@ -13,10 +13,25 @@ from torch import Tensor, nn
 
 import fullshard
 from fullshard.group.full_buffer import RELEASED
+from fullshard.schedule.unit import schedule_of, unit_of, units_in
 from tests.fully_shard.cases import BOTH, Library, assert_close, inputs, twins
 from tests.harness import World, ranks
 from tests.harness.compare import kept
 from tests.harness.models import seeded
+
+
+@ranks(2)
+def test_the_units_of_a_model_are_found_by_their_modules(world: World) -> None:
+    first, second, third = (nn.Linear(4, 4) for _ in range(3))
+    model = nn.Sequential(first, second, third)
+    fullshard.fully_shard([first, second])
+    assert unit_of(first) is unit_of(second)
+    assert unit_of(third) is None
+    with pytest.raises(ValueError, match="expects a root that was sharded or wrapped, got Sequential"):
+        schedule_of(model, "profile()")
+    fullshard.fully_shard(model)
+    assert units_in(model) == [unit_of(model), unit_of(first)]
+    assert schedule_of(model, "profile()").units == [unit_of(model), unit_of(first)]
 
 
 @dataclass

@@ -12,9 +12,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +24,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.comm.local_ranks import host_id
 from fullshard.comm.waits import WAITS, PeerFailureError, Position, Wait, waiting
-from fullshard.watch import connections, reports, watch
-from fullshard.watch.connections import NoAnswerError, StoreConnection, quiet_seconds
-from fullshard.watch.reports import Report, Reports
+from fullshard.watch import watch
+from fullshard.watch.connections import StoreConnection
+from fullshard.watch.reports import Report
 from fullshard.watch.watch import Watch, call_of_torch, waiting_for_thread
 from tests.harness import World, ranks
 from tests.harness.faults import Fault
-
-
-@pytest.fixture
-def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-
-
-@pytest.fixture
-def watcher(store: Any) -> Any:
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Watch(store)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_an_error_at_a_prompt_ends_no_rank(watcher: Watch) -> None:
@@ -80,33 +65,6 @@ def test_a_rank_whose_connections_are_gone_still_reports(watcher: Watch, monkeyp
     assert (watcher._mine.waits, watcher._mine.quiet) == ("a gather", 50.0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when something came")
-def test_a_connection_says_when_something_came() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
-        there, _ = server.accept()
-        with there:
-            time.sleep(0.3)
-            before = quiet_seconds(here)
-            there.send(b"something")
-            here.recv(20)
-            assert before > 0.25 > quiet_seconds(here)
-
-
-def test_nothing_is_asked_of_a_store_that_has_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """The client of torch would print where in C++ it failed, in a program that is right."""
-    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    asked = StoreConnection(dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False), rank=0)
-    asked.set("key", "value")
-    assert asked.get("key") == "value"
-    del server
-    gc.collect()
-    time.sleep(0.1)
-    for _ in range(2):
-        with pytest.raises(NoAnswerError):
-            asked.set("key", "value")
-    assert "TCPStore" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("has_gone", [True, False])
 def test_a_rank_is_said_to_have_crashed_only_where_it_could_have_told_its_end(
     watcher: Watch, monkeypatch: pytest.MonkeyPatch, has_gone: bool
@@ -136,13 +94,6 @@ def test_ranks_of_which_nothing_is_known_are_named_where_the_store_has_gone(
     said = watcher.explain(None)
     assert "Rank 2 (process" in said
     assert "Nothing is known of ranks [0], which may have ended first" in said
-
-
-def test_connections_to_a_store_do_not_multiply(watcher: Watch, store: Any) -> None:
-    """One process has many default process groups, one after the other."""
-    before = len(os.listdir("/proc/self/fd"))
-    watches = [Watch(store) for _ in range(8)]
-    assert len(os.listdir("/proc/self/fd")) - before <= 3 * len(watches)  # of each both ends, and one to look at
 
 
 def test_a_process_group_that_was_destroyed_is_not_kept(watcher: Watch) -> None:
@@ -216,20 +167,6 @@ def test_an_error_from_a_lost_rank_is_not_the_first_of_the_job(watcher: Watch) -
     assert watcher.shown == ("RuntimeError: the save failed", False)
 
 
-class BusyStore:
-    """A store that answers when it is told to."""
-
-    def __init__(self) -> None:
-        self.answers, self.asked = threading.Event(), 0
-
-    def clone(self) -> BusyStore:
-        return self
-
-    def set(self, key: str, value: str) -> None:
-        self.asked += 1
-        self.answers.wait()
-
-
 def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """One raised from the loss of a rank, and one that was handled when the rank was lost."""
     printed: list[str] = []
@@ -265,27 +202,6 @@ def test_an_error_of_the_user_keeps_its_traceback(monkeypatch: pytest.MonkeyPatc
     for said in printed:
         assert "PeerFailureError: lost rank 1" in said
         assert "connection closed" not in said
-
-
-def test_a_store_that_is_silent_for_a_while_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its process may be busy, or stopped by a debugger. Nobody waits for it meanwhile, and the log says so once."""
-    monkeypatch.setattr(connections, "_ANSWER", 0.1)
-    store = BusyStore()
-    connection = StoreConnection(store, rank=3)
-    for _ in range(3):
-        with pytest.raises(NoAnswerError):
-            connection.set("key", "value")
-    assert store.asked == 1
-    store.answers.set()
-    while connection._silent_since is not None:
-        time.sleep(0.01)
-    connection.set("key", "value")
-    assert store.asked == 2
-    assert ["has not answered rank 3" in caplog.messages[0], "answers rank 3 again" in caplog.messages[1]] == [True] * 2
-    assert len(caplog.messages) == 2
-    connection.close()
 
 
 def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Watch) -> None:
@@ -340,67 +256,11 @@ def test_a_host_that_does_not_answer_ends_a_wait(watcher: Watch, monkeypatch: py
         assert watcher._judge({1: other}, 70) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was answered")
-def test_the_other_host_answers_though_its_process_does_not() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
-        connections.probe(here)
-        assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        time.sleep(0.2)  # nobody accepts the connection
-        assert connections.unanswered_seconds(here) == 0.0
-
-
-def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
-    """A program may destroy its process group and make another one, over the same store."""
-    connection = StoreConnection(store, 0)
-    other, key = Report(1, 99, "there", ended=watch._LEFT), "fullshard/0/"
-    Reports(connection, other, key, 1.0).write()
-    assert 1 in watcher._reports.read([1])
-    later = Watch(store, watcher)
-    assert 1 not in later._reports.read([1])
-    Reports(connection, Report(1, 99, "there", number=2), key, 1.0).write()
-    assert 1 in later._reports.read([1])
-
-
 def test_a_rank_tells_its_connections_before_anything_is_wrong(watcher: Watch) -> None:
     """If it is killed, and a process that it forked lives on, nobody else closes them."""
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
         watcher._check_wait()
         assert any(each[0].endswith(f":{here.getsockname()[1]}") for each in watcher._mine.connections)
-
-
-def test_a_report_from_before_a_restart_is_not_read(
-    watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torchrun starts all ranks anew over the store in which the failed attempt left how it ended."""
-    ended = Report(1, 99, host_id(), ended="ValueError: a bad batch")
-    Reports(StoreConnection(store, 0), ended, "fullshard/0/", 1.0).write()
-    assert 1 in watcher._reports.read([1])
-    monkeypatch.setattr(reports, "_BEGUN", time.monotonic() + 1)
-    assert 1 not in Watch(store)._reports.read([1])
-
-
-def test_the_clocks_of_other_hosts_do_not_count(watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was set wrong made the ranks of its host invisible to others, or those of an attempt before visible."""
-    theirs = Reports(StoreConnection(store, 0), Report(1, 99, "another host"), "fullshard/0/", 1.0)
-    for clock in ("time", "monotonic"):
-        monkeypatch.setattr(reports.time, clock, lambda: 0.0)
-    theirs.write()
-    monkeypatch.undo()
-    assert 1 in watcher._reports.read([1])
-    watcher._check_wait()
-    later = Watch(store)._reports  # of an attempt that finds the reports of this one
-    assert 1 not in later.read([1])
-    assert 1 not in later.read([1])
-    theirs.write()
-    assert 1 in later.read([1])
-
-
-def test_both_threads_may_ask_whether_the_store_has_gone(store: Any) -> None:
-    """The one that trains looks for the reason of an error while the other watches."""
-    asked = StoreConnection(dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False), rank=0)
-    with ThreadPoolExecutor(4) as pool:
-        assert not any(pool.map(lambda _: [asked.has_gone for _ in range(3000)].count(True), range(4)))
-    asked.close()
 
 
 def test_a_verdict_is_over_with_the_wait_that_it_was_about(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,11 +371,3 @@ def test_a_rank_inside_of_torch_is_not_said_to_wait_for_nobody(watcher: Watch) -
     assert watcher._others({1: there}) == expected
     there.inside = ""
     assert watcher._others({1: there}) == "Rank 1 is between the passes of step 2, and waits for nobody"
-
-
-def test_the_last_report_of_a_killed_rank_is_said_to_be_old(watcher: Watch) -> None:
-    """It tells where it is once a second, in which it may have trained some steps."""
-    process = subprocess.Popen(["true"])
-    process.wait()
-    lost = watcher._lost([Report(1, process.pid, host_id(), doing="in the forward of step 2")]) or ""
-    assert lost.endswith("it was last seen in the forward of step 2, up to 1 s before")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 import fullshard
 from fullshard.wrapper.optim_methods import OptimStateMethods
+from fullshard.wrapper.optim_state import shown_parameters
 from tests.checkpoint.cases import (
     OPTIMIZERS,
     OURS,
@@ -61,6 +62,17 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> Any:
     return OptimStateMethods.rekey_optim_state_dict(
         optimizer.state_dict(), OURS.settings.OptimStateKeyType.PARAM_NAME, model, optim=optimizer
     )
+
+
+@ranks(2)
+@both_ways
+def test_what_an_optimizer_has_is_known_by_the_original_names(world: World, use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    shown = shown_parameters(model)
+    assert list(shown) == list(model.parameters())
+    names = [[original.name for original in originals] for originals in shown.values()]
+    assert sorted(name for each in names for name in each) == sorted(name for name, _ in MLP().named_parameters())
+    assert {len(each) for each in names} == ({1} if use_orig_params else {1, 2})
 
 
 # -- as torch --------------------------------------------------------------------------------------------------------

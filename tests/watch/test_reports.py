@@ -1,0 +1,62 @@
+"""Which reports of other ranks are believed: none of an earlier process group or attempt, whatever the clocks say."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from fullshard.comm.local_ranks import host_id
+from fullshard.watch import reports, watch
+from fullshard.watch.connections import StoreConnection
+from fullshard.watch.reports import Report, Reports
+from fullshard.watch.watch import Watch
+
+
+def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
+    """A program may destroy its process group and make another one, over the same store."""
+    connection = StoreConnection(store, 0)
+    other, key = Report(1, 99, "there", ended=watch._LEFT), "fullshard/0/"
+    Reports(connection, other, key, 1.0).write()
+    assert 1 in watcher._reports.read([1])
+    later = Watch(store, watcher)
+    assert 1 not in later._reports.read([1])
+    Reports(connection, Report(1, 99, "there", number=2), key, 1.0).write()
+    assert 1 in later._reports.read([1])
+
+
+def test_a_report_from_before_a_restart_is_not_read(
+    watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun starts all ranks anew over the store in which the failed attempt left how it ended."""
+    ended = Report(1, 99, host_id(), ended="ValueError: a bad batch")
+    Reports(StoreConnection(store, 0), ended, "fullshard/0/", 1.0).write()
+    assert 1 in watcher._reports.read([1])
+    monkeypatch.setattr(reports, "_BEGUN", time.monotonic() + 1)
+    assert 1 not in Watch(store)._reports.read([1])
+
+
+def test_the_clocks_of_other_hosts_do_not_count(watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was set wrong made the ranks of its host invisible to others, or those of an attempt before visible."""
+    theirs = Reports(StoreConnection(store, 0), Report(1, 99, "another host"), "fullshard/0/", 1.0)
+    for clock in ("time", "monotonic"):
+        monkeypatch.setattr(reports.time, clock, lambda: 0.0)
+    theirs.write()
+    monkeypatch.undo()
+    assert 1 in watcher._reports.read([1])
+    watcher._check_wait()
+    later = Watch(store)._reports  # of an attempt that finds the reports of this one
+    assert 1 not in later.read([1])
+    assert 1 not in later.read([1])
+    theirs.write()
+    assert 1 in later.read([1])
+
+
+def test_the_last_report_of_a_killed_rank_is_said_to_be_old(watcher: Watch) -> None:
+    """It tells where it is once a second, in which it may have trained some steps."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    lost = watcher._lost([Report(1, process.pid, host_id(), doing="in the forward of step 2")]) or ""
+    assert lost.endswith("it was last seen in the forward of step 2, up to 1 s before")

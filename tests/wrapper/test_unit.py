@@ -1,0 +1,104 @@
+"""What a wrapped module does only as the root: casts, full precision in evaluation; and reductions by a user's hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import FullyShardedDataParallel, MixedPrecision
+from fullshard.schedule.unit import unit_of
+from fullshard.wrapper.unit import WrappedUnit, keep_precision
+from tests.harness import World, ranks
+
+BF16 = torch.bfloat16
+
+
+class Seen(nn.Module):
+    """Notes the dtypes of its input, its weight and its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(4))
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.dtypes = [x.dtype, self.linear.weight.dtype, self.table.dtype]
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+def wrapped(**precision: Any) -> tuple[Any, Seen, WrappedUnit]:
+    inner = Seen()
+    model = FullyShardedDataParallel(inner, mixed_precision=MixedPrecision(**precision), use_orig_params=True)
+    unit = unit_of(model)
+    assert isinstance(unit, WrappedUnit)
+    return model, inner, unit
+
+
+@ranks(2)
+def test_the_root_casts_inputs_and_buffers_as_it_is_told(world: World) -> None:
+    model, inner, unit = wrapped(param_dtype=BF16, buffer_dtype=torch.float16)
+    model(torch.ones(1, 4))
+    assert inner.dtypes == [BF16, BF16, torch.float16]
+    assert unit.buffer_dtypes == {(inner, "table"): torch.float32}
+    assert repr(unit) == "the wrapped Seen"
+    model, inner, _ = wrapped(param_dtype=BF16, cast_root_forward_inputs=False)
+    model(torch.ones(1, 4))
+    assert inner.dtypes == [torch.float32, BF16, torch.float32]
+
+
+@ranks(2)
+def test_evaluation_is_in_full_precision_if_the_environment_asks_for_it(world: World) -> None:
+    model, inner, _ = wrapped(param_dtype=BF16, buffer_dtype=BF16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        seen = []
+        for training in (True, False, True):
+            model.train(training)
+            model(torch.ones(1, 4))
+            seen.append(inner.dtypes)
+    assert seen == [[BF16] * 3, [torch.float32] * 3, [BF16] * 3]
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_hook_of_the_user_reduces_in_place_of_us(world: World, strategy: str) -> None:
+    from fullshard import ShardingStrategy
+
+    model = FullyShardedDataParallel(
+        nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], use_orig_params=True
+    )
+    unit: Any = unit_of(model)
+
+    def hook(full: torch.Tensor, *reduced: torch.Tensor) -> None:
+        for output in reduced or (full,):
+            output.fill_(7)
+
+    unit.reduce_by(hook)
+    model(torch.ones(1, 4)).sum().backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    assert grads
+    assert all(grad.eq(7).all() for grad in grads)
+
+
+@ranks(2)
+def test_a_forward_that_failed_is_forgotten_by_the_next_one(world: World) -> None:
+    model, _, unit = wrapped()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 5))
+    assert not unit.failed or unit.schedule is not None
+    assert model(torch.ones(1, 4)).shape == (1, 4)
+    assert not unit.failed
+
+
+def test_a_module_keeps_its_precision_in_a_model_of_low_precision() -> None:
+    inner = nn.LayerNorm(4)
+    keep_precision(inner)
+    seen = list[torch.dtype]()
+    inner.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    assert inner(torch.ones(2, 4, dtype=BF16)).dtype == BF16
+    assert inner(torch.ones(2, 4)).dtype == torch.float32
+    assert seen == [torch.float32] * 2
