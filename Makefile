@@ -50,8 +50,7 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA on RANKS ranks
 	$(call start,finetune.py)
 
-hosts: ## train the example on two hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
-	@[ -d "$(VENV)" ] || { echo "make hosts: run make train first, which makes the environment $(VENV)." >&2; exit 2; }
+hosts: $(VENV)/.installed-train ## train the example on two hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
 	@rm -rf runs/hosts
 	$(BIN)/python -m tests.hosts --ranks $(or $(RANKS),1) $(if $(RATE),--rate $(RATE)) $(if $(DELAY),--delay $(DELAY)) \
 		-- examples/train.py --checkpoint-dir runs/hosts --steps $(or $(STEPS),20) $(ARGS)

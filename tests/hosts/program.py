@@ -40,7 +40,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"rank {rank} step {step} loss {loss.item():.9g}", flush=True)
+        print(f"rank {rank} step {step} loss {loss.item():.9g}\n", end="", flush=True)  # one write: ranks share a pipe
         if options.checkpoints is not None:
             checkpoint.save(options.checkpoints, sharded, optimizer, step=step + 1, replicas=options.replicas)
         time.sleep(options.seconds)
