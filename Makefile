@@ -15,6 +15,8 @@ PROGRAMS ?= 500
 FIRST ?= 0
 ARGS ?=
 TORCH ?=
+RATE ?=
+DELAY ?=
 
 BIN := $(VENV)/bin
 # In our own environment every tool has a pinned version. In someone else's nothing that is there already is replaced.
@@ -24,7 +26,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs docs-test fuzz bench \
+.PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types docs docs-test fuzz bench \
 	bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -48,6 +50,11 @@ train: $(VENV)/.installed-train ## train a small language model on RANKS ranks (
 
 finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA on RANKS ranks
 	$(call start,finetune.py)
+
+hosts: $(VENV)/.installed-train ## train the example on two hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
+	@rm -rf runs/hosts
+	$(BIN)/python -m tests.hosts --ranks $(or $(RANKS),1) $(if $(RATE),--rate $(RATE)) $(if $(DELAY),--delay $(DELAY)) \
+		-- examples/train.py --checkpoint-dir runs/hosts --steps $(or $(STEPS),20) $(ARGS)
 
 # Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.
 # Files are compiled once, and not again in each of the ranks, whatever the environment says.

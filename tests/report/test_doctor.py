@@ -117,6 +117,16 @@ def told(rank: int, *lines: dict[str, Any]) -> ProcessLog:
     return ProcessLog([{"rank": str(rank), "time": 1.0 + rank, **line} for line in (*known, *lines)])
 
 
+def test_of_ranks_that_cannot_connect_the_interface_is_to_be_named() -> None:
+    """As gloo takes the address of a host's own name, which may be that of lo."""
+    text = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: remote=[127.0.1.1]:35244"
+    line = {"kind": "error", "is_first": True, "position": "before its first module", "text": text}
+    for logs, errors in (([told(0, line)], ""), ([], text)):
+        (check, *_) = [each for each in judge(logs, 1, errors=errors) if each.name == "job"]
+        assert "connectFullMesh" in check.text
+        assert check.advice.startswith("Set GLOO_SOCKET_IFNAME to the interface that connects the hosts")
+
+
 def test_of_errors_the_first_that_is_its_own_is_named() -> None:
     own = {"kind": "error", "text": "ValueError: bad batch", "position": "in the forward of step 3", "is_first": True}
     lost = {"kind": "error", "text": "PeerFailureError: rank 0 lost rank 1", "position": "there", "is_first": False}

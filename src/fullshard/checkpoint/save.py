@@ -309,7 +309,13 @@ class _Writing:
         outline = _Outline(name, self.boxes, kinds, [(each, len(data)) for each, data in self.values], self.paths)
         if outline != _Last.outline:
             _Last.outline, _Last.between, _Last.key = outline, outline.laid_out()[2], uuid.uuid4().hex
-        writer = BlockWriter(self.partial / name)
+        try:
+            writer = BlockWriter(self.partial / name)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{socket.gethostname()} does not see {self.partial}, which rank {self.leader} has made: "
+                f"{self.directory} must be on a disk that all hosts share"
+            ) from error
         try:
             for _, data in self.values:
                 writer.write(data)

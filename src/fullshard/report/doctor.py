@@ -50,6 +50,11 @@ _LINES, _SHOWN, _FRAMES = 100, 20, 2
 _GRACE, _POLL = 20.0, 0.2
 #: torchrun's line about a process that failed: its exit status, and its pid.
 _DIED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+#: What gloo says if ranks cannot connect to each other, and what to do: often the name of a host has the address of lo.
+_UNCONNECTED = re.compile("connectFullMesh|failed to connect")
+_NETWORK = (
+    "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts (ip addr), and let firewalls pass all ports."
+)
 _ORDER = ("error", "warning", "not checked", "ok")
 
 
@@ -361,7 +366,8 @@ def _end_of(every: Sequence[ProcessLog], status: int, ending: str, errors: str) 
         if own:
             first = own[0]
             text = f"Rank {first['rank']} failed first, {first['position']}: {first['text']}"
-            yield Check("job", "error", text, "Correct this first: the errors of other ranks follow from it.")
+            advice = "Correct this first: the errors of other ranks follow from it."
+            yield Check("job", "error", text, _NETWORK if _UNCONNECTED.search(text) else advice)
         elif silent:
             died = {pid: status for status, pid in _DIED.findall(errors)}  # the others were ended because of them
             here = [each for each in silent if str(each.lines[0].get("pid")) in died]
@@ -376,7 +382,7 @@ def _end_of(every: Sequence[ProcessLog], status: int, ending: str, errors: str) 
             before = errors.partition("failed (exitcode: ")[0].rpartition("\n")[0]  # torchrun's lines follow from it
             last = raised[0]["text"] if raised else "\n".join((before or errors).strip().splitlines()[-_SHOWN:])
             text = f"The job failed (exit status {status}): {last}"
-            yield Check("job", "error", text, "See its output above.")
+            yield Check("job", "error", text, _NETWORK if _UNCONNECTED.search(errors) else "See its output above.")
     elif not status or ending == "done":
         yield Check("job", "ok", "It ran." if ending != "done" else "It ran, and was ended after its steps.")
 

@@ -1,0 +1,187 @@
+"""What two hosts do that are one machine: they train as one host does, and name a host that was lost in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.hosts import ADDRESSES, NAMES, ROOT, Host, TwoHosts, wait_for_line, why_impossible
+
+needs_hosts = pytest.mark.skipif(bool(why_impossible()), reason=why_impossible())
+PROGRAM = "tests/hosts/program.py"
+#: For longer than a test takes.
+LONG = (PROGRAM, "--steps=1000000", "--seconds=0.2")
+#: Seconds after which docs/how-to/several-hosts.md promises an error, and some for a busy machine.
+KILLED, CUT, SLACK = 10.0, 75.0, 15.0
+
+
+def losses_of(printed: str) -> dict[tuple[int, int], float]:
+    """The losses that ranks printed, by rank and step."""
+    found = re.findall(r"^rank (\d+) step (\d+) loss (\S+)$", printed, re.MULTILINE)
+    return {(int(rank), int(step)): float(loss) for rank, step, loss in found}
+
+
+def finish(running: Sequence[subprocess.Popen[str]]) -> str:
+    """What processes print until they end well."""
+    printed = "".join(each.communicate(timeout=180)[0] for each in running)
+    assert [each.returncode for each in running] == [0] * len(running), printed
+    return printed
+
+
+def on_one_host(host: Host, *program: str, ranks: int = 2) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
+    return finish([host.start(*command)])
+
+
+def end_of(running: subprocess.Popen[str], seconds: float) -> str:
+    """What a job prints until it fails, which it must in so many seconds."""
+    begin = time.monotonic()
+    printed = wait_for_line(running, "PeerFailureError", seconds + SLACK)
+    assert time.monotonic() - begin < seconds + SLACK
+    return printed
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_two_hosts_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
+    with TwoHosts() as hosts:
+        whole = on_one_host(hosts[0], PROGRAM, "--steps=6")
+        options = [PROGRAM, f"--checkpoints={tmp_path}"]
+        printed = finish([host.torchrun(*options, "--steps=3") for host in hosts])
+        later = on_one_host(hosts[1], *options, "--steps=6")
+    assert "2 ranks use the transport 'shm': all of them share a host" in whole
+    assert "2 ranks use the transport 'p2p': rank 1 runs on another host than rank 0. FULLSHARD_TRANSPORT=" in printed
+    expected = losses_of(whole)
+    assert losses_of(printed).keys() == {(rank, step) for rank in range(2) for step in range(3)}
+    assert losses_of(later).keys() == {(rank, step) for rank in range(2) for step in range(3, 6)}
+    assert losses_of(printed) | losses_of(later) == pytest.approx(expected, rel=1e-5)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_checkpoints_on_local_disks_are_refused_by_name(tmp_path: Path) -> None:
+    with TwoHosts(local=[tmp_path]) as hosts:
+        running = [host.torchrun(PROGRAM, f"--checkpoints={tmp_path / 'saves'}") for host in hosts]
+        printed = [each.communicate(timeout=120)[0] for each in running]
+        on_one_host(hosts[0], PROGRAM, f"--checkpoints={tmp_path / 'saves'}", "--steps=1")
+        running = [host.torchrun(PROGRAM, f"--checkpoints={tmp_path / 'saves'}") for host in hosts]
+        resumed = [each.communicate(timeout=120)[0] for each in running]
+    for text in printed:
+        assert re.search(r"CheckpointError: rank 1: host-b does not see \S+, which rank 0 has made: ", text)
+        assert f"{tmp_path / 'saves'} must be on a disk that all hosts share" in text
+    for text in resumed:
+        assert re.search(r"CheckpointError: .*rank 1: ", text)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_replicas_are_on_two_hosts_of_which_one_may_lose_them(tmp_path: Path) -> None:
+    """The replica of a step that no checkpoint on the shared disk has."""
+    saves, replicas = tmp_path / "saves", Path("/dev/shm/job")
+    options = [PROGRAM, f"--checkpoints={saves}", f"--replicas={replicas}"]
+    with TwoHosts() as hosts:
+        finish([host.torchrun(*options, "--steps=3") for host in hosts])
+        hosts[1].run("rm", "-r", str(replicas))  # as on a new host
+        printed = finish([host.torchrun(*options, "--steps=4") for host in hosts])
+    assert losses_of(printed).keys() == {(0, 3), (1, 3)}
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_host_are_named() -> None:
+    with TwoHosts() as hosts:
+        running = [host.torchrun(*LONG) for host in hosts]
+        wait_for_line(running[0], "rank 0 step 3")
+        hosts[1].kill()
+        printed = end_of(running[0], KILLED)
+        running[0].communicate(timeout=60)
+    assert re.search(r"PeerFailureError: rank 0 lost .* Rank 1 on host-b has said nothing for \d+ s: it may", printed)
+    assert running[0].returncode != 0
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_host_that_had_the_store_are_named() -> None:
+    """With static rendezvous: with c10d torchrun may end its ranks before they can say anything."""
+    with TwoHosts() as hosts:
+        static = ["--rdzv-backend=static", f"--master-addr={NAMES[0]}", "--master-port=29400"]
+        running = [host.torchrun(*LONG, options=[*static, f"--node-rank={at}"]) for at, host in enumerate(hosts)]
+        wait_for_line(running[1], "rank 1 step 3")
+        hosts[0].kill()
+        printed = end_of(running[1], KILLED)
+    assert re.search(r"PeerFailureError: rank 1 lost .* Rank 0 on host-a may have ended: the store has gone", printed)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_network_that_is_cut_is_named_on_both_sides() -> None:
+    with TwoHosts() as hosts:
+        running = [host.torchrun(*LONG) for host in hosts]
+        for rank, each in enumerate(running):
+            wait_for_line(each, f"rank {rank} step 3")
+        hosts[1].disconnect()
+        printed = [end_of(each, CUT) for each in running]
+    for here, there, rank, text in zip(NAMES, reversed(NAMES), (1, 0), printed, strict=True):
+        assert f"{there}, the host of rank {rank}, has not answered {here} for 6" in text
+        assert "it is down, or the network between them is" in text
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_names_of_the_loopback_interface_need_the_name_of_the_network() -> None:
+    """Debian's /etc/hosts gives a host's own name the address 127.0.1.1, which gloo takes."""
+    known = [{NAMES[at]: "127.0.1.1", NAMES[1 - at]: ADDRESSES[1 - at]} for at in range(2)]
+    with TwoHosts(known=known) as hosts:
+        doctor = [sys.executable, "-m", "fullshard", "doctor", "--"]
+        running = [host.torchrun(PROGRAM, before=doctor) for host in hosts]
+        printed, _ = running[1].communicate(timeout=120)  # rank 0 still waits for the connection
+        assert "Set GLOO_SOCKET_IFNAME to the interface that connects the hosts" in printed
+    with TwoHosts(known=known) as hosts:
+        finish([host.torchrun(PROGRAM, environment={"GLOO_SOCKET_IFNAME": "eth0"}) for host in hosts])
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_make_hosts_trains_the_example(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.hosts", "--rate=10gbit", "--", "examples/train.py", "--steps=2"]
+    command += [f"--checkpoint-dir={tmp_path}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^host-a \| .*loss \d", ended.stdout, re.MULTILINE)
+
+
+@needs_hosts
+def test_nothing_is_left_of_hosts_whose_process_was_killed() -> None:
+    code = "import time; from tests.hosts.hosts import TwoHosts\nwith TwoHosts() as hosts:\n"
+    code += " print(*(host.process for host in hosts), flush=True); time.sleep(600)"
+    making = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert making.stdout is not None
+    processes = [int(each) for each in making.stdout.readline().split()]
+    assert all(Path(f"/proc/{process}").exists() for process in processes)
+    making.send_signal(signal.SIGKILL)
+    making.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become somebody else")
+def test_without_root_one_sentence_says_what_to_do() -> None:
+    source = (
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); import tests.hosts.__main__ as hosts; os.seteuid(65534); "
+        f"sys.exit(hosts.main(['examples/train.py']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "make hosts: making network namespaces needs root: run it with sudo, or as root in a virtual machine.\n"
+    )
