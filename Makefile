@@ -1,13 +1,13 @@
 # fullshard's commands. `make help` lists them; each makes the virtual environment it needs, once.
 #
-#   make train RANKS=2 STEPS=600 MODEL=base API=wrapper ARGS="--precision bf16"
+#   make train RANKS=2 STEPS=600 MODEL=small API=wrapper ARGS="--lr 3e-4"
 #   make test PYTHON=python3.12
 #   make test-torch TORCH=2.15.0 ARGS=tests/parity
 #   make train VENV="$VIRTUAL_ENV"      use an environment that is there already, and the torch that is in it
 
 PYTHON ?= python3
 VENV ?= .venv
-MODEL ?= small
+MODEL ?= base
 API ?= fully_shard
 RANKS ?=
 STEPS ?=
@@ -24,7 +24,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs-test fuzz bench \
+.PHONY: help train finetune test quick test-all test-torch frameworks lint types docs docs-test fuzz bench \
 	bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -37,6 +37,7 @@ help: ## list the commands
 define start
 	@ranks="$(RANKS)"; \
 	[ -n "$$ranks" ] || ranks=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count() or 2)'); \
+	echo "Starting $$ranks ranks ..."; \
 	threads=$$(($(CORES) / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads} $(BIN)/python -m torch.distributed.run --standalone \
 		--nproc-per-node=$$ranks examples/$(1) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
@@ -78,6 +79,10 @@ lint: $(VENV)/.installed-test ## ruff: rules and format
 types: $(VENV)/.installed-test ## mypy, strict
 	$(BIN)/mypy
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.installed-docs ## build the documentation site into site/
+	$(BIN)/mkdocs build --strict
+
 docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
@@ -91,7 +96,7 @@ bench-gpu: $(VENV)/.installed-bench ## the same with torch's FSDP2 on a GPU; say
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove the environments, the caches and what training wrote
-	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv .venv-torch-* .venv-frameworks runs build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for each set of extras: it is newer than the files that say what to install.

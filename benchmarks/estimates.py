@@ -85,9 +85,16 @@ def _measure(work: Work, transport: str) -> dict[str, Any]:
     models = [lambda step, each=each: _train(each, work, rank, step) for each in (alone, model)]
     computing, measured, large, small = _quarters([*models, exchange(_BYTES), exchange(4096)])
     bandwidth = _BYTES / max(1e-9, large - small)
-    given = {"flops": 6 * matrices * tokens / computing, "bandwidth": bandwidth, "latency": small}
-    estimate = explanation.estimate(tokens=tokens, **given)
-    return {**given, "computing": computing, "estimated": estimate.step, "measured": measured}
+    flops = 6 * matrices * tokens / computing
+    estimate = explanation.estimate(tokens=tokens, bandwidth=bandwidth, peak_flops=flops, latency=small)
+    return {
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "latency": small,
+        "computing": computing,
+        "estimated": estimate.step,
+        "measured": measured,
+    }
 
 
 def _quarters(do: list[Callable[[int], object]]) -> list[float]:

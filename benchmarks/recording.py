@@ -57,11 +57,11 @@ def record(work: Work) -> fullshard.Trace:
 
 def draw(trace: fullshard.Trace, folder: Path) -> None:
     """Write the pictures that docs/how-to/profile.md shows."""
-    rank = trace.ranks[0]
-    steps = rank.steps()
+    rank, slow = trace.ranks
+    steps = slow.steps()
     shortest = min(steps, key=lambda step: steps[step][1] - steps[step][0])
-    page.draw_step(rank, shortest).savefig(folder / "recording-step.png", dpi=100)
-    page.draw_waits(trace.ranks, waited(trace.ranks)).savefig(folder / "recording-waits.png", dpi=100)
+    page.draw_step([slow, rank], shortest).write_image(folder / "recording-step.png", width=1000)
+    page.draw_waits(trace.ranks, waited(trace.ranks)).write_image(folder / "recording-waits.png", width=1000)
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """The text that the model learns: the source of Python's own standard library, so that nothing is downloaded.
 
 Files are split into training and validation text by a hash of their path, so that no file is in both and the split
-is the same on every machine. A batch is a function of the seed and the step alone: a run that is resumed, and a run on
-another number of ranks, sees the bytes that an uninterrupted run would have seen.
+is the same on every machine. A batch depends on the seed and the step alone: a run that is resumed, or that continues
+on another number of ranks, trains on the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from settings import Refusal
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 VALIDATION_SHARE = 0.05
@@ -44,7 +42,9 @@ def standard_library() -> Corpus:
         (validation if _share(name) < VALIDATION_SHARE else training).extend(text)
         fingerprint.update(text)
     if not validation:
-        raise Refusal(f"Found {len(names)} .py files under {root}, the standard library: too little text to train on.")
+        raise RuntimeError(
+            f"Found {len(names)} .py files under {root}, the standard library: too little text to train on."
+        )
     return Corpus(
         torch.frombuffer(training, dtype=torch.uint8),
         torch.frombuffer(validation, dtype=torch.uint8),

@@ -27,7 +27,8 @@ class ModelConfig:
 
 MODELS = {
     "small": ModelConfig(layers=4, heads=4, width=256, hidden=704),
-    "base": ModelConfig(layers=12, heads=8, width=512, hidden=1408),
+    # Wide, with few layers: with the short batches of train.py, the state is larger than the activations.
+    "base": ModelConfig(layers=4, heads=12, width=768, hidden=2112),
 }
 
 

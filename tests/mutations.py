@@ -25,12 +25,12 @@ ROOT = Path(__file__).parent.parent
 NEAREST = {
     "device.py": ("tests/pretend",),
     "module.py": ("tests/pretend", "tests/fully_shard"),
-    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transports.py"),
+    "buffer/plan.py": ("tests/buffer/test_plan.py", "tests/comm/test_rounds.py", "tests/comm/test_transport.py"),
     "buffer/messages.py": (
         "tests/buffer/test_messages.py",
-        "tests/fully_shard/test_gradient_views.py",
+        "tests/group/test_gradient_views.py",
         "tests/comm/test_collective.py",
-        "tests/comm/test_transports.py",
+        "tests/comm/test_transport.py",
     ),
     "buffer/": ("tests/buffer", "tests/fully_shard/test_shared_memory.py", "tests/fully_shard/test_forks.py"),
     "group/gradients.py": (
@@ -44,15 +44,15 @@ NEAREST = {
     ),
     "schedule/": (
         "tests/parity/test_sharding.py",
-        "tests/fully_shard/test_order.py",
+        "tests/schedule/test_schedule.py",
         "tests/fully_shard/test_decisions.py",
-        "tests/fully_shard/test_outputs.py",
+        "tests/schedule/test_unit.py",
         "tests/parity/test_finalization.py",
         "tests/fully_shard/test_shared_memory.py",
     ),
     "comm/shm.py": (
         "tests/comm/test_shm.py",
-        "tests/comm/test_transports.py",
+        "tests/comm/test_transport.py",
         "tests/fully_shard/test_shared_memory.py",
     ),
     "comm/local_ranks.py": (
@@ -60,10 +60,10 @@ NEAREST = {
         "tests/fully_shard/test_shared_memory.py",
         "tests/fully_shard/test_shared_memory_failures.py",
     ),
-    "comm/": ("tests/comm/test_rounds.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transports.py"),
+    "comm/": ("tests/comm/test_rounds.py", "tests/comm/test_point_to_point.py", "tests/comm/test_transport.py"),
     "watch/": ("tests/watch", "tests/faults"),
-    "wrapper/state_dict.py": ("tests/checkpoint/test_state_dict.py", "tests/checkpoint"),
-    "wrapper/optim_": ("tests/checkpoint/test_optim_state_odd.py", "tests/checkpoint"),
+    "wrapper/state_dict.py": ("tests/wrapper/test_load_state_dict.py", "tests/wrapper", "tests/checkpoint"),
+    "wrapper/optim_": ("tests/wrapper/test_optim_state_odd.py", "tests/wrapper", "tests/checkpoint"),
     "wrapper/flat.py": ("tests/parity/test_wrapper_flat.py", "tests/parity/test_wrapper_original.py", "tests/wrapper"),
     "wrapper/": ("tests/parity/test_wrapper_gradients.py", "tests/wrapper", "tests/parity/test_wrapper_precision.py"),
     "group/": ("tests/pretend", "tests/parity"),
@@ -164,7 +164,7 @@ MUTATIONS = (
         "buffer/plan.py",
         "return is_cut and chunk * self.world_size == param.numel",
         "return is_cut",
-        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
         "buffer/messages.py",
@@ -298,7 +298,7 @@ MUTATIONS = (
         "schedule/unit.py",
         "base.register_hook(hook)",
         "pass",
-        "tests/fully_shard/test_outputs.py::test_an_operation_in_place_on_an_output_that_is_a_view",
+        "tests/schedule/test_unit.py::test_an_operation_in_place_on_an_output_that_is_a_view",
     ),
     Mutation(
         "schedule/unit.py",
@@ -316,13 +316,13 @@ MUTATIONS = (
         "schedule/order.py",
         "islice(reversed(self.finished), at, None)",
         "islice(self.finished, at, None)",
-        "tests/fully_shard/test_order.py::test_backward_gathers_one_group_ahead",
+        "tests/schedule/test_schedule.py::test_backward_gathers_one_group_ahead",
     ),
     Mutation(
         "schedule/step_log.py",
         "said = self.steps, len(self.kind), hash(",
         "said = 0, len(self.kind), hash(",
-        "tests/fully_shard/test_consistency.py::test_a_micro_batch_left_out_is_found_with_collectives",
+        "tests/schedule/test_step_log.py::test_a_micro_batch_left_out_is_found_with_collectives",
     ),
     Mutation(
         "schedule/schedule.py",
@@ -658,7 +658,7 @@ MUTATIONS = (
         "comm/point_to_point.py",
         "foreach_copy(*planned.before)",
         "pass",
-        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
         "comm/point_to_point.py",
@@ -676,7 +676,7 @@ MUTATIONS = (
         "comm/point_to_point.py",
         "large = min(large, capacity)",
         "large = 2 * capacity",
-        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters[W2-large-even-p2p-rounds]",
+        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters[W2-large-even-p2p-rounds]",
     ),
     Mutation(
         "comm/point_to_point.py",
@@ -688,7 +688,7 @@ MUTATIONS = (
         "comm/point_to_point.py",
         "self._scratch + number % DEPTH * self._turn for",
         "self._scratch for",
-        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
         "comm/point_to_point.py",
@@ -700,19 +700,19 @@ MUTATIONS = (
         "comm/point_to_point.py",
         "foreach_copy(*self._own)",
         "pass",
-        "tests/comm/test_transports.py::test_every_rank_gathers_all_parameters",
+        "tests/comm/test_transport.py::test_every_rank_gathers_all_parameters",
     ),
     Mutation(
         "comm/point_to_point.py",
         "start += align(leaving.packed_bytes)",
         "start += 0",
-        "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
+        "tests/comm/test_transport.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),
     Mutation(
         "comm/point_to_point.py",
         "offset += (block.shard_start - piece.shard_start) * self._dtypes[piece.section].itemsize",
         "pass",
-        "tests/comm/test_transports.py::test_every_rank_gets_the_mean_of_what_it_owns",
+        "tests/comm/test_transport.py::test_every_rank_gets_the_mean_of_what_it_owns",
     ),
     Mutation(
         "comm/rounds.py",
@@ -767,13 +767,13 @@ MUTATIONS = (
         "wrapper/state_dict.py",
         "device, copy=True, memory_format",
         "device, memory_format",
-        "tests/checkpoint/test_optim_state_odd.py::test_nothing_is_shared_with_the_optimizer",
+        "tests/wrapper/test_optim_state_odd.py::test_nothing_is_shared_with_the_optimizer",
     ),
     Mutation(
         "wrapper/optim_state.py",
         "wholes[index].to(dtypes[index])",
         "wholes[index]",
-        "tests/checkpoint/test_optim_state_odd.py::test_dtypes_that_differ_within_a_unit",
+        "tests/wrapper/test_optim_state_odd.py::test_dtypes_that_differ_within_a_unit",
     ),
     Mutation(
         "wrapper/flat.py",
@@ -875,8 +875,8 @@ MUTATIONS = (
     ),
     Mutation(
         "report/estimate.py",
-        "(1 + (in_backward and param.is_trainable))",
-        "(1 + in_backward)",
+        '(1 + (during == "backward" and param.is_trainable))',
+        '(1 + (during == "backward"))',
         "tests/report/test_estimate.py::test_a_frozen_weight_costs_no_gradient_of_its_own",
     ),
     Mutation(

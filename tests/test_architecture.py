@@ -30,6 +30,7 @@ LAYERS = (
         "module",
         "overlaps",
         "misuse",
+        "raw_errors",
         "strangers",
         "finite",
         "skip_module",
@@ -44,7 +45,10 @@ LAYERS = (
 )
 
 #: What parts of the library need beside torch.
-DEPENDENCIES = {"checkpoint": ("xxhash", "rich", "safetensors"), "report": ("matplotlib",)}
+DEPENDENCIES = {
+    "checkpoint": ("xxhash", "safetensors", "tqdm"),
+    "report": ("jinja2", "matplotlib", "plotly", "tabulate"),
+}
 
 #: Where `nn.Module` keeps what is registered with it: parameters are shown by an update of these in place.
 REGISTERED = {"_parameters", "_buffers", "_modules"}

@@ -23,8 +23,8 @@ from fullshard.group.full_buffer import RELEASED
 from tests.harness import World, ranks
 from tests.harness.models import seeded
 from tests.harness.wrapper import wrap
-from tests.test_bad_input import mlp, refused
 from tests.test_bad_input_in_use import BATCH, sharded_mlp
+from tests.test_fully_shard import mlp, refused
 
 # -- optimizers ------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Mistakes that show when a sharded model is used: between the ranks, in the setters, and before its first step.
 
 Each is refused where it is made, on every rank and within seconds, with a message that names the parameter or
-module. Mistakes in a call of `fully_shard` by itself are in `test_bad_input`.
+module. Mistakes in a call of `fully_shard` by itself are in `test_fully_shard`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 import fullshard
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
-from tests.test_bad_input import mlp, refused
+from tests.test_fully_shard import mlp, refused
 
 BATCH = torch.ones(2, 6)
 

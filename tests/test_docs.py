@@ -1,4 +1,4 @@
-"""What the README and the pages in docs/ say: code runs, links lead somewhere, signatures are true, no name is missing.
+"""What the README and the pages in docs/ say: code runs, links lead somewhere, and docstrings say what users need.
 
 A page is read as text with code in it: blocks marked ``python``, and set-up between ``<!-- python`` and ``-->`` that
 readers of the rendered page do not see. What stands before the first ``##`` heading belongs to every section of the
@@ -8,20 +8,30 @@ their numbers, so that a traceback names the line of the page.
 
 from __future__ import annotations
 
+import ast
+import builtins
+import enum
+import functools
 import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import griffe
 import pytest
 import torch
 import torch.distributed.fsdp
 
 import fullshard
+import fullshard.checkpoint
 import fullshard.wrap
+from fullshard import cli, interop  # noqa: F401  the reference shows interop
+from fullshard.report import environment
 from tests.harness import RankPool, World, failure_report
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +96,7 @@ def run_program(world: World, page: str, code: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The ranks communicate with gloo: the code is to find a machine without accelerators.
         patch.setattr(torch.accelerator, "is_available", lambda: False)
+        patch.syspath_prepend(str(ROOT / "docs"))  # pages import their model from tiny_model
         exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
@@ -93,7 +104,9 @@ def run_program(world: World, page: str, code: str) -> None:
 def test_the_code_of_a_section_runs(rank_pool: RankPool, page: Path, heading: str) -> None:
     text = sections_of(page)[heading]
     size = int(found.group(1)) if (found := _RANKS.search(text)) else 2
-    outcomes = rank_pool.run(run_program, size, str(page.relative_to(ROOT)), code_of(text))
+    code = code_of(text)
+    fresh = "destroy_process_group" in code
+    outcomes = rank_pool.run(run_program, size, str(page.relative_to(ROOT)), code, fresh=fresh)
     if any(outcome.kind != "returned" for outcome in outcomes):
         pytest.fail(failure_report(outcomes), pytrace=False)
 
@@ -178,65 +191,143 @@ def test_the_readme_has_both_commands() -> None:
     assert "\nmake test\n" in text
 
 
-def headings_of_the_reference() -> list[str]:
-    """What stands in backticks in the headings of docs/reference/api.md: names, most with their signatures."""
-    text = prose_of((ROOT / "docs" / "reference" / "api.md").read_text())
-    return re.findall(r"^#+ `(.+)`$", text, re.MULTILINE)
+def public_object(path: str) -> Any:
+    return functools.reduce(getattr, path.split(".")[1:], fullshard)
 
 
-def described() -> set[str]:
-    return {heading.partition("(")[0] for heading in headings_of_the_reference()}
+def methods(cls: object, with_inherited: bool = True) -> list[str]:
+    """The public methods and properties of a class, with those of its bases that are ours."""
+    bases = [] if not isinstance(cls, type) else cls.__mro__ if with_inherited else [cls]
+    kinds = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
+    named = {
+        name: each for base in bases if base.__module__.startswith("fullshard") for name, each in vars(base).items()
+    }
+    return [name for name, each in named.items() if not name.startswith("_") and isinstance(each, kinds)]
 
 
-@pytest.mark.parametrize("name", fullshard.__all__)
-def test_every_public_name_is_described(name: str) -> None:
-    assert name in described()
+@functools.cache
+def documented() -> dict[str, str]:
+    """What the reference shows, by its path, with the options of its directive: objects, and methods of classes."""
+    found: dict[str, str] = {}
+    directive = re.compile(r"^::: ([\w.]+)$(?:\n    options: (.*)$)?", re.MULTILINE)
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for path, options in directive.findall(page.read_text()):
+            assert path not in found, f"{path} has two directives"
+            found[path] = options
+            shown = re.search(r"\bmembers: (false|\[.*?\])", options)
+            for name in methods(public_object(path), "inherited_members: false" not in options):
+                if shown is None or name in re.findall(r"\w+", shown[1]):
+                    found[f"{path}.{name}"] = options
+    return found
 
 
-@pytest.mark.parametrize("name", fullshard.wrap.__all__)
-def test_every_name_of_wrap_is_described(name: str) -> None:
-    assert f"fullshard.wrap.{name}" in described()
+def functions() -> list[str]:
+    """Documented functions and methods."""
+    return [path for path in documented() if isinstance(public_object(path), FunctionType)]
 
 
-@pytest.mark.parametrize("name", fullshard.optim.__all__)
-def test_every_name_of_optim_is_described(name: str) -> None:
-    assert f"fullshard.optim.{name}" in described()
+def constructed() -> list[str]:
+    """Documented classes of which users make instances."""
+    found = [path for path in documented() if isinstance(public_object(path), type)]
+    kept = [path for path in found if "merge_init_into_class: false" not in documented()[path]]
+    return [path for path in kept if not issubclass(public_object(path), (Exception, enum.Enum))]
 
 
-@pytest.mark.parametrize("name", fullshard.checkpoint.__all__)
-def test_every_name_of_checkpoint_is_described(name: str) -> None:
-    assert f"fullshard.checkpoint.{name}" in described()
+def docstrings_of(path: str) -> str:
+    """The docstring of an object, and for a method that of its class, which says what methods have in common."""
+    owner = public_object(path.rpartition(".")[0])
+    texts = [public_object(path).__doc__, owner.__doc__ if isinstance(owner, type) else None]
+    return "\n\n".join(map(inspect.cleandoc, filter(None, texts)))
 
 
-@pytest.mark.parametrize("name", [name for name in vars(fullshard.FSDPModule) if not name.startswith("_")])
-def test_every_method_of_a_sharded_module_is_described(name: str) -> None:
-    assert name in described()
+def errors_of(function: Any) -> set[str]:
+    """The errors that a function raises: itself, in private functions of its file, by checks of its arguments, or while
+    it looks for a module's unit."""
+    function = inspect.unwrap(function)
+    known, found = {**vars(builtins), **function.__globals__}, set()
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            names = [node.exc.func if isinstance(node.exc, ast.Call) else node.exc]
+        elif not isinstance(node, ast.Call):
+            continue
+        else:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            names = {"expect": node.args[4:] or [ast.Name("TypeError")], "as_setting": [ast.Name("TypeError")]}.get(
+                called, []
+            )
+            inner = known.get(called)
+            places = (function.__module__ if called.startswith("_") else "", "fullshard.schedule.unit")
+            if isinstance(inner, FunctionType) and inner.__module__ in places:
+                found |= errors_of(inner)
+        raised = [(name, known.get(name)) for name in map(ast.unparse, names)]
+        found |= {name for name, each in raised if isinstance(each, type) and issubclass(each, BaseException)}
+    return found
 
 
-def methods_of_the_wrapper() -> set[str]:
-    """Those that it adds to ``nn.Module`` or changes."""
-    wrapper = fullshard.FullyShardedDataParallel
-    own = {name for cls in wrapper.__mro__ if cls.__module__.startswith("fullshard") for name in vars(cls)}
-    return {name for name in own if not name.startswith("_") and callable(getattr(wrapper, name))}
+@pytest.mark.parametrize("package", ["fullshard", "fullshard.wrap", "fullshard.optim", "fullshard.checkpoint"])
+def test_every_public_name_is_in_the_reference(package: str) -> None:
+    names = {f"{package}.{name}" for name in sys.modules[package].__all__}
+    assert names - documented().keys() == set()
 
 
-@pytest.mark.parametrize("name", sorted(methods_of_the_wrapper()))
-def test_every_method_of_the_wrapper_is_described(name: str) -> None:
-    assert f"FullyShardedDataParallel.{name}" in described()
+@pytest.mark.parametrize("path", ["fullshard.FSDPModule", "fullshard.FullyShardedDataParallel"])
+def test_every_method_of_a_front_end_is_in_the_reference(path: str) -> None:
+    assert {f"{path}.{name}" for name in methods(public_object(path))} - documented().keys() == set()
 
 
-@pytest.mark.parametrize("heading", [heading for heading in headings_of_the_reference() if "(" in heading])
-def test_signatures_are_those_of_the_code(heading: str) -> None:
-    """Names, kinds and defaults of arguments; the policies have defaults that are constructed."""
-    name, _, arguments = heading.partition("(")
-    path, _, last = name.rpartition(".")
-    place: Any = fullshard if hasattr(fullshard, last) else fullshard.FSDPModule
-    if path:
-        place = getattr(fullshard, path.removeprefix("fullshard."))
-    scope: dict[str, Any] = {}
-    exec(f"def described({arguments}: ...", vars(fullshard), scope)
-    expected = inspect.signature(scope["described"]).parameters.values()
-    parameters = [each for each in inspect.signature(getattr(place, last)).parameters.values() if each.name != "self"]
-    assert [(each.name, each.kind, each.default) for each in expected] == [
-        (each.name, each.kind, each.default) for each in parameters
-    ]
+@pytest.mark.parametrize("path", documented())
+def test_what_the_reference_shows_has_a_docstring(path: str) -> None:
+    found = public_object(path)
+    text = vars(found).get("__doc__") if isinstance(found, type) else found.__doc__
+    assert text
+    assert not text.startswith(f"{path.rpartition('.')[2]}("), "this is what dataclass writes"
+
+
+@pytest.mark.parametrize("path", [*functions(), *constructed()])
+def test_a_docstring_names_every_parameter(path: str) -> None:
+    text = docstrings_of(path)
+    for name, parameter in inspect.signature(public_object(path)).parameters.items():
+        if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            assert re.search(rf"\b{name}\b", text), f"{path} does not say what {name} is"
+
+
+@pytest.mark.parametrize("path", [*functions(), *constructed()])
+def test_a_docstring_names_every_error(path: str) -> None:
+    found = public_object(path)
+    made_by = [found] if path in functions() else [vars(found).get("__init__"), vars(found).get("__post_init__")]
+    raised = set().union(*(errors_of(each) for each in made_by if isinstance(each, FunctionType) and _is_ours(each)))
+    sections = griffe.Docstring(docstrings_of(path)).parse("google", warnings=False)
+    named = {str(each.annotation) for section in sections if section.kind.value == "raises" for each in section.value}
+    assert raised - named == set()
+
+
+def _is_ours(function: FunctionType) -> bool:
+    return os.path.exists(inspect.getfile(inspect.unwrap(function)))  # not what dataclass writes
+
+
+@pytest.mark.parametrize("path", functions())
+def test_a_docstring_says_which_ranks_call(path: str) -> None:
+    assert re.search(r"^Ranks: ", docstrings_of(path), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", documented())
+def test_what_is_returned_does_not_read_as_a_type(path: str) -> None:
+    """The site takes words before a colon in *Returns* for the name of a type."""
+    for line in re.findall(r"^Returns:\n +(.*)$", docstrings_of(path), re.MULTILINE):
+        assert ":" not in line
+
+
+def test_the_reference_has_every_environment_variable() -> None:
+    table = (ROOT / "docs" / "reference" / "environment.md").read_text()
+    source = "".join(file.read_text() for file in (ROOT / "src").rglob("*.py"))
+    read = set(re.findall(r"\"((?:FULLSHARD|FSDP)_[A-Z_]+[A-Z])\"", source))
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == read - set(environment._OURS)
+
+
+def test_the_reference_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.search(r"\{([\w,]+)\}", capsys.readouterr().out)
+    assert commands is not None
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    assert re.findall(r"^\| `fullshard (\w+)", page, re.MULTILINE) == commands[1].split(",")

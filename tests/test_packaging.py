@@ -121,7 +121,7 @@ def test_the_metadata_is_valid_and_says_what_is_supported(metadata: bytes) -> No
     assert all(python in found.requires_python for python in pythons)
     assert f"{pythons[0].major}.{pythons[0].minor - 1}" not in found.requires_python, "the oldest is not named"
     needed = {each.name for each in found.requires_dist or () if each.marker is None}
-    assert needed == {"torch", "xxhash"}
+    assert needed == {"tabulate", "torch", "tqdm", "xxhash"}
 
 
 def pythons_of(classifiers: list[str] | tuple[()]) -> list[Version]:
@@ -319,13 +319,13 @@ print(f"{fully_shard.__module__}\\n", end="")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of a new environment in which the wheel was installed by name, where only torch was before.
 
-    Torch, xxhash, and what they need, are links to what is installed here. pip is given no index: it ends with an error
-    if the wheel needs anything else.
+    Torch, the other dependencies, and what they need, are links to what is installed here. pip is given no index: it
+    ends with an error if the wheel needs anything else.
     """
     folder = tmp_path_factory.mktemp("bare")
     there = folder / "there"
     there.mkdir()
-    for distribution in needed_by("torch", "xxhash"):
+    for distribution in needed_by(*(Requirement(each).name for each in PROJECT["project"]["dependencies"])):
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             link = there / top
             if not link.exists():

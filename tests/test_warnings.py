@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch.nn.utils import clip_grad_norm_
 
 import fullshard
 from fullshard import FullyShardedDataParallel as FSDP
@@ -42,6 +43,22 @@ def use_a_deprecated_method() -> None:
     FSDP.full_optim_state_dict(model, torch.optim.SGD(model.parameters()))
 
 
+def trained(strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> Any:
+    model = FSDP(nn.Linear(2, 2), sharding_strategy=strategy, use_orig_params=True)
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def clip_parts() -> None:
+    clip_grad_norm_(trained().parameters(), 1.0)
+
+
+def step_on_parts(optimizer_class: Any) -> None:
+    model = trained()
+    optimizer = optimizer_class(model.parameters())
+    optimizer.step(lambda: model(torch.ones(1, 2)).sum())
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "were added after fully_shard": add_a_parameter,
     "left uninitialized by to_empty": leave_a_buffer_empty,
@@ -54,6 +71,10 @@ CASES: dict[str, Callable[[], Any]] = {
         sharding_strategy=ShardingStrategy.NO_SHARD,
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
     ),
+    "each rank computes a different norm": clip_parts,
+    "LBFGS sums over whole parameters": lambda: step_on_parts(torch.optim.LBFGS),
+    "Adafactor sums over whole parameters": lambda: step_on_parts(torch.optim.Adafactor),
+    "the ranks read different numbers": lambda: fullshard.fully_shard(nn.Linear(2, 2)).weight.norm().item(),
     "is never run itself": lambda: FSDP(nn.ModuleList([nn.Linear(2, 2)])),
 }
 
@@ -67,3 +88,15 @@ def test_it_points_here(world: World, what: str) -> None:
     ours = [each for each in caught if not each.filename.startswith(torch.__path__[0])]
     assert any(re.search(what, str(each.message)) for each in ours)
     assert all(each.filename == __file__ for each in ours), [each.filename for each in ours]
+
+
+@ranks(2)
+def test_nothing_is_said_where_each_rank_has_whole_gradients_or_clips_by_the_wrapper(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained().clip_grad_norm_(1.0)
+        sharded = fullshard.fully_shard(nn.Linear(2, 2))
+        sharded(torch.ones(1, 2)).sum().backward()
+        clip_grad_norm_(sharded.parameters(), 1.0)
+        warnings.filterwarnings("ignore", "NO_SHARD")
+        clip_grad_norm_(trained(ShardingStrategy.NO_SHARD).parameters(), 1.0)

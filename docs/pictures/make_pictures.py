@@ -13,8 +13,9 @@ from torch import nn
 
 import fullshard
 
-DOCS = Path(__file__).parent
-_EXAMPLE = runpy.run_path(str(DOCS.parents[1] / "examples" / "model.py"))
+PICTURES = Path(__file__).parent
+PAGE = PICTURES.parent / "how-to" / "explain.md"
+_EXAMPLE = runpy.run_path(str(PICTURES.parents[1] / "examples" / "model.py"))
 
 
 def example() -> nn.Module:
@@ -46,12 +47,12 @@ def shortened(text: str) -> str:
 
 
 def main() -> None:
-    page = (DOCS / "explain.md").read_text()
+    page = PAGE.read_text()
     small = fullshard.explain(example, ranks=4)
-    small.picture(DOCS / "groups.png")
+    small.picture(PICTURES / "groups.png")
     page = shown("example", str(small), page)
     page = shown("llama", shortened(str(fullshard.explain(llama, ranks=100_000))), page)
-    (DOCS / "explain.md").write_text(page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

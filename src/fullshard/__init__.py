@@ -18,13 +18,7 @@ from fullshard.compat.patch import is_patched, patch, unpatch
 from fullshard.finite import NanDetector, NanError, detect_nan
 from fullshard.full_params import summon_full_params
 from fullshard.fully_shard import fully_shard, fully_shard_blocks
-from fullshard.module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from fullshard.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from fullshard.policies import (
     AllGather,
     Comm,
@@ -35,6 +29,7 @@ from fullshard.policies import (
     ReduceScatter,
     ShardPlacementResult,
 )
+from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.skip_module import skip_module
 from fullshard.watch import watch as _watch  # noqa: F401
 from fullshard.wrapper.flat import FlatParameter

@@ -27,13 +27,18 @@ from fullshard.schedule.unit import schedule_of
 
 
 class NanError(ArithmeticError):
-    """A value is NaN or infinite."""
+    """A value is NaN or infinite. It names the rank, the module or parameter, the step, and the first index.
+
+    A rank that raises it in a step ends the step of the other ranks too.
+    """
 
 
 class NanDetector:
     """Checks for values that are not finite, until it is removed or its ``with`` block ends.
 
     Made by :func:`detect_nan`.
+
+    Ranks: each for itself.
     """
 
     def __init__(self, model: nn.Module, schedule: Schedule) -> None:
@@ -65,19 +70,23 @@ def detect_nan(model: nn.Module) -> NanDetector:
     Every step checks all of them, and waits for the device: use it to find an error, on all ranks or on one.
     Values that are infinite on purpose (masks of -inf, gradients before a scaler checks them) are reported too.
 
+    ::
+
+        with fullshard.detect_nan(model):
+            train(model)
+
     Args:
         model: the root, sharded by ``fully_shard`` or wrapped.
 
     Returns:
-        an object with ``remove()``, which is a context manager too::
-
-            with fullshard.detect_nan(model):
-                train(model)
+        an object with ``remove()``, which is a context manager too.
 
     Raises:
         ValueError: ``model`` is not sharded.
         NanError: in a later forward or backward, on the ranks that find one; it names the rank, the module or
             parameter, the step, and the first index. Errors on other ranks say that they lost this one.
+
+    Ranks: each for itself.
     """
     return NanDetector(model, schedule_of(model, "detect_nan"))
 

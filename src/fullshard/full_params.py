@@ -77,9 +77,11 @@ def summon_full_params(
 ) -> Iterator[None]:
     """A context in which the sharded modules in ``module`` show full parameters, plain tensors in their original dtype.
 
-    Every rank must enter and leave it. Forward and backward must not run inside.
+    They have memory of their own; parameters of tensor parallelism are DTensors. Forward and backward must not run
+    inside.
 
     Args:
+        module: a model, sharded by either front end.
         recurse: whether to include the sharded modules inside of ``module``.
         writeback: whether to keep what is written to the full parameters and gradients: each rank copies its part back.
         rank0_only: whether only the first of the ranks that shard together shows full parameters, and the others
@@ -89,7 +91,10 @@ def summon_full_params(
 
     Raises:
         ValueError: ``writeback`` with ``rank0_only``, or ``with_grads`` with ``offload_to_cpu``.
-        RuntimeError: it was called in a forward or backward, or in another such context with the same parameters.
+        RuntimeError: it was called in a forward or backward, or in another such context with the same parameters, or
+            parameters are on meta.
+
+    Ranks: all alike, entering and leaving.
     """
     if writeback and rank0_only:
         raise ValueError("writeback with rank0_only would leave the ranks with different parameters: choose one")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import misuse as _misuse  # noqa: F401  its import registers hooks on units
 from fullshard import policies
+from fullshard import raw_errors as _raw_errors  # noqa: F401  its import registers advice on errors
 from fullshard.comm.process_group import backend_name
 from fullshard.comm.select import select_transport
 from fullshard.comm.waits import WAITS
@@ -37,7 +38,7 @@ from fullshard.overlaps import refuse_overlaps
 from fullshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, as_setting
 from fullshard.schedule.hooks import attach
 from fullshard.schedule.unit import Unit, unit_of
-from fullshard.torch_private import replicated
+from fullshard.torch_private import BatchNorm, replicated
 from fullshard.wrap import repeated_blocks, targets
 
 #: Parameters, each with all its locations in modules.
@@ -93,8 +94,8 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding
 
     Each call makes one group of the parameters that no earlier call has taken, so call it on inner modules first. A
-    group is gathered in one collective before its module runs, and reduced in one after its backward. Every rank of the
-    mesh must make the same calls in the same order.
+    group is gathered in one collective before its module runs, and reduced in one after its backward.
+    ``fully_shard.state(module)`` returns the internal unit of a sharded module, or ``None``.
 
     Args:
         module: the module, or a list of modules that form one group and may run at different times.
@@ -105,8 +106,9 @@ def fully_shard(
             ranks. ``None`` is ``True``, and ``False`` for the root.
         shard_placement_fn: for each parameter ``None``, a ``Shard(dim)``, or a ``ShardPlacementResult`` that names a
             mesh too. Dims need not divide evenly.
-        mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers.
-        offload_policy: what lives on the CPU between uses.
+        mp_policy: dtypes of gathers, reductions, inputs, outputs and buffers. Parameters of batch norms keep the dtype
+            of their running statistics.
+        offload_policy: what lives on the CPU between uses. Like ``mp_policy``, fullshard's or PyTorch's.
         ignored_params: parameters that are neither sharded nor reduced.
         dp_mesh_dims: the data-parallel dims of ``mesh``. All parameters are DTensors on that mesh.
         auto_wrap_policy: chooses submodules to shard before ``module``, with the same options or those that it
@@ -118,11 +120,16 @@ def fully_shard(
         ``module`` itself, whose class is now ``FSDP<Name>``, a subclass of :class:`FSDPModule` and of its former class.
 
     Raises:
-        ValueError: a container without ``forward``; a mesh, divisor or placement that does not fit; parameters that
-            share memory with other tensors, or differ between ranks (with ``check_values`` also in their values).
-        AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names.
+        ValueError: something that is not a module; a container without ``forward``; a module that PyTorch has sharded;
+            a mesh, divisor or placement that does not fit; a lazy parameter that is not initialized; a DTensor on the
+            same ranks; parameters that an outer module has taken, that share memory with other tensors, or that differ
+            between ranks (with ``check_values`` also in their values); a ``CPUOffloadPolicy`` without a CPU backend.
+        AssertionError: ``fully_shard`` was applied to the module before; a 2-D mesh without names; a shard dim that a
+            parameter does not have.
         RuntimeError: a mesh without process groups.
         TypeError: an argument of a wrong type.
+
+    Ranks: all ranks of the mesh alike, in the same order.
     """
     given = dict(locals())
     modules = _root_modules(module)
@@ -151,6 +158,7 @@ def fully_shard(
     _check_parameters(params, data if shard_placement_fn is None else None, device)  # else with its own mesh
     extents = refuse_overlaps(modules, params)
     move_to_device(params, managed_modules(modules), device, mp_policy.buffer_dtype)
+    mp_policy = _keep_batch_norm(mp_policy, params)
     unit = Unit(modules, device, replace(mp_policy, param_dtype_override_fn=None), reshard_after_forward is None)
     unit.ignored, unit.extents = {id(param) for param in ignored}, extents
     for own_mesh, sharded in _by_mesh(params, data, shard_placement_fn).items():
@@ -207,7 +215,12 @@ def fully_shard_blocks(model: nn.Module, **options: Unpack[ShardOptions]) -> Sha
     """Shard each repeated block of a model, and then the model: ``fully_shard`` in one line.
 
     :func:`fullshard.wrap.repeated_blocks` finds the blocks: the layers of a transformer, or the blocks in the stages of
-    a ResNet. Options and errors are those of :func:`fully_shard`. Every rank must call it.
+    a ResNet. Options and errors are those of :func:`fully_shard`.
+
+    Args:
+        model: the model, which is returned.
+
+    Ranks: all alike.
     """
     for block in repeated_blocks(model):
         if unit_of(block) is None:
@@ -298,6 +311,21 @@ def _check_parameters(params: _Found, data: DataMesh | None, device: torch.devic
                 f"if a module that contains it was sharded before, apply fully_shard to the inner modules first; if it "
                 f"was distributed, give the whole mesh with dp_mesh_dims"
             )
+
+
+def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPrecisionPolicy:
+    """A policy with which batch norms compute in the dtype of their running statistics, as their kernels demand."""
+    kept = {
+        id(param)
+        for param, locations in params.items()
+        for statistics in (getattr(at.module, "running_mean", None) for at in locations)
+        if isinstance(locations[0].module, BatchNorm) and statistics is not None
+        if statistics.dtype == param.dtype != policy.param_dtype
+    }
+    if policy.param_dtype is None or not kept:
+        return policy
+    chosen = policy.param_dtype_override_fn or (lambda param: None)
+    return replace(policy, param_dtype_override_fn=lambda param: param.dtype if id(param) in kept else chosen(param))
 
 
 def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fullshard.group.owners import owner_of
 from fullshard.module import FSDPModule
 from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
@@ -97,6 +98,23 @@ def _registry(old: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     return {**(old(module) or {}), "fully_shard": None} if is_ours else old(module)
 
 
+def _clip(
+    old: Callable[..., None], parameters: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any
+) -> None:
+    """Clip gradients, and warn if they are this rank's parts of the gradients of wrapped modules, with a norm of their
+    own."""
+    for param in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        group, _ = owner_of(param) or (None, 0)
+        if group is not None and group.is_flat and group.data.shard_group is not None:
+            warn(
+                "clip_grad_norm_ of torch.nn.utils was given parameters of a FullyShardedDataParallel, of which each "
+                "rank has only a part: each rank computes a different norm and scales its gradients differently. Call "
+                "the method of the wrapped model: model.clip_grad_norm_(max_norm)"
+            )
+            break
+    old(parameters, *args, **kwargs)
+
+
 #: Names that some releases lack: before 2.13 state dicts needed no process group; from 2.15 on stages call our methods.
 _NOT_EVERYWHERE = {"HYBRID_SHARDING_STRATEGIES", "fully_shard"}
 #: For each module of torch, its names to replace, each with the function that makes the new value from the old one.
@@ -110,6 +128,7 @@ _NAMES: dict[str, dict[str, Callable[[Any], Any]]] = {
         "_get_module_fsdp_state_if_fully_sharded_module": lambda old: lambda module: unit_of(module) or old(module),
         "_unflatten_optim_state_dict": lambda old: partial(_unflatten, old),
     },
+    "torch.nn.utils.clip_grad": {"_clip_grads_with_norm_": lambda old: partial(_clip, old)},
     "torch.distributed.pipelining.schedules": {"FSDPModule": lambda old: (old, FSDPModule)},  # for isinstance()
     "torch.distributed.pipelining.stage": {
         "FSDPModule": lambda old: (old, FSDPModule),

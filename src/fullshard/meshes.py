@@ -6,6 +6,8 @@ each mesh and each process group once.
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -23,12 +25,24 @@ from fullshard.torch_private import concatenate_meshes, flatten_mesh
 
 def default_mesh() -> DeviceMesh:
     """The mesh of all ranks, on the accelerator if there is one, otherwise on the CPU. Initializes torch.distributed if
-    that was not done. All ranks must call it."""
+    that was not done, and raises ValueError if no launcher started the process. All ranks must call it."""
     if not dist.is_initialized():
+        _refuse_without_launcher()
         dist.init_process_group()
     key = default_device_type(), weakref.ref(dist.group.WORLD)
     mesh = _default_meshes.get(key) or init_device_mesh(key[0], (dist.get_world_size(),))
     return _default_meshes.setdefault(key, mesh)
+
+
+def _refuse_without_launcher() -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        program = os.path.basename(sys.argv[0]) or "train.py"
+        raise ValueError(
+            f"this process cannot find the other ranks: the environment variables {', '.join(missing)}, which a "
+            f"launcher sets, are missing. Start the program with a launcher, also for one rank: torchrun "
+            f"--nproc-per-node=2 {program}"
+        )
 
 
 #: One mesh for all calls: the time to make one, and to compare two, grows with the number of ranks.

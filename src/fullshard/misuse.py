@@ -1,14 +1,15 @@
-"""Explains two mistakes for which torch's own errors name neither the module nor the remedy.
+"""Explains three mistakes for which torch's own errors name neither the module nor the remedy, or are missing.
 
 First, a module runs outside the forward of its unit, where its parameters are sharded. Second, plain tensors of a state
-dict are loaded into sharded parameters. Owns the hooks that notice this. In a step only the root's own modules, such as
-an embedding and a head, have one: these are the parts of a model that programs call directly.
+dict are loaded into sharded parameters. Third, a program reads a number of which this rank has a part. Owns the hooks
+that notice this. In a step only the root's own modules, such as an embedding and a head, have one: these are the parts
+of a model that programs call directly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,18 +20,36 @@ from torch.distributed.tensor import DTensor
 from fullshard.group.owners import owner_of
 from fullshard.group.param_group import ParamGroup
 from fullshard.group.parameter import ShardedParameter, plain_name
+from fullshard.policies import warn
 from fullshard.schedule.hooks import when_sharded
 from fullshard.schedule.unit import Phase, Unit
+from fullshard.torch_private import on_scalar_read
 
 
 @when_sharded
 def watch_misuse(unit: Unit) -> None:
     """Let modules with a unit's parameters fail if they run, or load plain tensors, while these are sharded."""
+    _watch_scalar_reads()
     for module in {at.module for group in unit.groups for param in group.params for at in param.locations}:
         module.register_load_state_dict_pre_hook(partial(_refuse_plain, unit))
         if module not in unit.modules:
             hook = module.register_forward_pre_hook(partial(_refuse_outside, unit), with_kwargs=True)
             unit.root_hooks.append((module, hook))
+
+
+@cache
+def _watch_scalar_reads() -> None:
+    on_scalar_read(_warn_of_part)
+
+
+def _warn_of_part(scalar: DTensor) -> None:
+    """Warn if the ranks read different values from ``scalar``: their parts of a sum, a norm or a maximum."""
+    sizes = scalar.device_mesh.shape
+    if any(placement.is_partial() and size > 1 for placement, size in zip(scalar.placements, sizes, strict=True)):
+        warn(
+            f"a number was read from a DTensor placed as {scalar.placements}, of which each rank has only its part: "
+            f"the ranks read different numbers. Combine the parts first, on every rank: tensor.full_tensor().item()"
+        )
 
 
 def _sharded(unit: Unit, module: nn.Module) -> Iterator[tuple[str, ParamGroup, ShardedParameter]]:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,9 @@ from fullshard.device import mark_now
 from fullshard.group.param_group import ParamGroup
 from fullshard.policies import AllGather, ReduceScatter, expect, warn
 from fullshard.schedule.checks import buffers_on_meta
-from fullshard.schedule.schedule import Schedule
+from fullshard.schedule.handles import GradientReductionHandle, UnshardHandle
 from fullshard.schedule.step_log import Observer
-from fullshard.schedule.unit import Unit, unit_of
+from fullshard.schedule.unit import Unit, groups_in, root_schedule, sharded_unit, tree_schedule, units_in
 from fullshard.torch_private import allocating_backend
 
 
@@ -36,48 +36,20 @@ def sharded_class(cls: type) -> type:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
 
 
-class _Handle:
-    """Communication that was started, and the work that follows it."""
-
-    def __init__(self, wait: Callable[[], object] | None = None) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Wait for the communication, and complete what depends on it. A second call does nothing."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-
-    def _if(self, async_op: bool) -> Self | None:
-        """Return the handle with ``async_op``; without it wait, and return ``None``."""
-        if async_op:
-            return self
-        self.wait()
-        return None
-
-
-class UnshardHandle(_Handle):
-    """A gather that ``unshard(async_op=True)`` started. After ``wait()`` the module shows the unsharded parameters."""
-
-
-class GradientReductionHandle(_Handle):
-    """Reductions that ``finalize_backward(async_op=True)`` started.
-
-    After ``wait()`` the gradients may be used, and the next forward may run.
-
-    Raises:
-        RuntimeError: by ``wait()``, if ``reset_iter_state()`` was called before.
-    """
-
-
 class FSDPModule:
-    """A module to which ``fully_shard`` was applied. All ranks must call methods that communicate, in the same order.
+    """A module to which ``fully_shard`` was applied: the base of these classes, for ``isinstance`` and its methods.
+
+    A method acts on this module; with ``recurse``, which is the default where it exists, also on the sharded modules
+    inside. Indexing or slicing a sharded container makes a plain container. A deep copy is sharded and shares nothing;
+    all ranks must copy alike. ``to()``, ``to_empty()`` and similar methods reshard first and keep the sharding.
 
     Raises:
         TypeError: a setter was given a value of a wrong type, unless the setter lists another error for that.
         ValueError: a method was given a module to which ``fully_shard`` was not applied.
-        RuntimeError: a method for a whole tree was called on one of a list of modules that ``fully_shard`` was given,
-            and no module that contains them has run yet.
+        RuntimeError: a method for the root was called on another module; or a method for a whole tree on one of a list
+            of modules that ``fully_shard`` was given, and no module that contains them has run yet.
+
+    Ranks: all alike, in the same order, unless a method says otherwise.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +60,11 @@ class FSDPModule:
         return module
 
     def reshard(self) -> None:
-        """Free the unsharded parameters and show the sharded ones. Not recursive."""
-        for group in _unit(self).groups:
+        """Free the unsharded parameters and show the sharded ones. Not recursive.
+
+        Ranks: each for itself, but later gathers must be alike.
+        """
+        for group in sharded_unit(self).groups:
             group.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -99,49 +74,55 @@ class FSDPModule:
             async_op: whether to return at once.
 
         Returns:
-            With ``async_op`` a handle to wait on; forward waits for it too. Otherwise ``None``.
+            A handle to wait on with ``async_op``, for which forward waits too. Otherwise ``None``.
+
+        Raises:
+            RuntimeError: parameters are on meta, or it is called inside ``summon_full_params``.
         """
-        unit = _unit(self)
-        schedule = None if unit.is_list and unit.schedule is None else _schedule(self)  # a list is never the root
+        unit = sharded_unit(self)
+        schedule = None if unit.is_list and unit.schedule is None else tree_schedule(self)  # a list is never the root
         for group in unit.groups:
             if schedule is None or schedule.is_idle:  # else replaced parameters would be hidden and lost
                 group.notice_changes()
                 group.step.written = mark_now(group.device)
             group.unshard()
-        return UnshardHandle(lambda: [*map(ParamGroup.wait_for_unshard, unit.groups)])._if(async_op)
+        return UnshardHandle(lambda: [*map(ParamGroup.wait_for_unshard, unit.groups)]).returned_if(async_op)
 
     def reset_iter_state(self) -> None:
-        """Reset the step after an exception in forward or backward. Call it on the root, on every rank.
+        """Reset the step after an exception in forward or backward. Call it on the root.
 
         It frees what was gathered. Gradients that are not in ``param.grad`` yet are lost, accumulated ones too.
-
-        Raises:
-            RuntimeError: the module is not the root.
         """
-        schedule = _root_schedule(self, "reset_iter_state")
+        schedule = root_schedule(self, "reset_iter_state")
         if schedule is not None:
             schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last before the optimizer: only then does it wait for every reduction."""
+        """Set ``is_last_backward``: whether the next backward is the last before the optimizer, for the whole tree.
+
+        Only the last backward waits for every reduction. Ranks: each for itself, alike.
+        """
         _expect_bool("set_is_last_backward", is_last_backward)
-        _schedule(self).is_last_backward = is_last_backward
+        tree_schedule(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether a step ends with ``finalize_backward()``, not with its last backward. Call it on the root.
+        """Set whether a step ends with ``finalize_backward()``, not with its last backward. Call it on the root.
+
+        Args:
+            enabled: if ``True``, ``set_is_last_backward`` has no effect.
 
         Raises:
             RuntimeError: the module is not the root; or the setting would change in a backward, or between a backward
                 and the end of its step.
         """
         _expect_bool("set_manual_backward_finalization", enabled)
-        schedule = _root_schedule(self, "set_manual_backward_finalization")
+        schedule = root_schedule(self, "set_manual_backward_finalization")
         if schedule is not None:
             schedule.check_finalization(enabled)
-        _unit(self).finalizes_by_hand = enabled
+        sharded_unit(self).finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Complete the reductions and reshards that the backwards of a step left. All ranks call it on the root.
+        """Complete the reductions and reshards that the backwards of a step left. Call it on the root.
 
         Before the first forward it does nothing. If it follows several backwards, run all but the last one with
         ``set_requires_gradient_sync(False)``: the setting at the time of this call decides what is reduced.
@@ -150,24 +131,32 @@ class FSDPModule:
             async_op: whether to return at once.
 
         Returns:
-            With ``async_op`` a handle: wait for it before you use gradients or begin a forward. Otherwise ``None``.
+            A handle with ``async_op``. Wait for it before you use gradients or begin a forward. Otherwise ``None``.
 
         Raises:
             RuntimeError: the module is not the root, ``set_manual_backward_finalization(True)`` was not called before,
                 an earlier handle was not waited for, or a backward is running or still to come.
         """
         _expect_bool("finalize_backward", async_op)
-        schedule = _root_schedule(self, "finalize_backward")
+        schedule = root_schedule(self, "finalize_backward")
         wait = schedule.finalize() if schedule is not None and schedule.step.forwards > 0 else None
-        return GradientReductionHandle(wait)._if(async_op)
+        return GradientReductionHandle(wait).returned_if(async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients. If not, they accumulate unsharded, in ``reduce_dtype``."""
+        """Set whether backward reduces gradients.
+
+        Args:
+            requires_gradient_sync: if ``False``, gradients accumulate unsharded, in ``reduce_dtype``.
+        """
         sync = requires_gradient_sync
         _switch(self, recurse, "set_requires_gradient_sync", gradients=sync, gradients_of_replicas=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether gradients are summed over replicas (HSDP). If not, they accumulate sharded, in ``reduce_dtype``."""
+        """Set whether gradients are summed over replicas (HSDP).
+
+        Args:
+            requires_all_reduce: if ``False``, gradients accumulate sharded, in ``reduce_dtype``.
+        """
         _switch(self, recurse, "set_requires_all_reduce", gradients_of_replicas=requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -179,61 +168,72 @@ class FSDPModule:
         is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
         expect(is_number, "the gradient divide factor", factor, "a number")
         expect(0 < factor < math.inf, "the gradient divide factor", factor, "a positive and finite number", ValueError)
-        for group in _unit(self).groups:
+        for group in sharded_unit(self).groups:
             group.options.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of :meth:`set_gradient_divide_factor`."""
+        """Deprecated: the old name of :meth:`set_gradient_divide_factor`, with the same ``factor``."""
         warn("Use `set_gradient_divide_factor` instead", DeprecationWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Reduce with plain sums and scale in a separate step, as zero-copy collectives need."""
+        """Set whether to ``enable`` reductions by plain sums, scaled in a separate step, for zero-copy collectives."""
         _set(self, False, "set_force_sum_reduction_for_comms", sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters without a gradient are reduced as zeros: needed if ranks use different parameters."""
+        """Set whether parameters without a gradient are reduced.
+
+        Args:
+            reduce_scatter_unused_params: if ``True``, as zeros, which is needed if ranks use different parameters in a
+                step.
+        """
         _set(self, recurse, "set_reduce_scatter_unused_params", reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set how many gradient buffers may be in use at once, filled or reduced: 1 by default, 2 in shared memory.
+        """Set how many gradient buffers may be in use at once, filled or reduced.
 
-        A group takes a buffer when it first writes to it. If none is free, it waits for the oldest reduce-scatter.
+        A group takes a buffer when it first writes to it. If none is free, it waits for the oldest reduce-scatter. The
+        all-reduces of HSDP do not count, and gradients that are reduced where autograd made them need no buffer.
+
+        Args:
+            max_input_buffers: 1 by default, 2 in shared memory.
 
         Raises:
             ValueError: ``max_input_buffers`` is less than 1.
+
+        Ranks: each for itself.
         """
         is_int = isinstance(max_input_buffers, int) and not isinstance(max_input_buffers, bool)
         expect(is_int, "max_input_buffers", max_input_buffers, "an int")
         expect(max_input_buffers > 0, "max_input_buffers", max_input_buffers, "a positive int", ValueError)
-        for group in _groups(self, recurse):
+        for group in groups_in(self, recurse):
             group.options.max_gradient_buffers = max_input_buffers
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` with each reduced output (1-D, in the reduce dtype), after the all-reduce if there is one.
 
         Args:
-            hook: takes the tensor, and may change it in place.
+            hook: takes the tensor, and may change it in place. If it communicates, all ranks must set it.
             stream: the stream to run it on. Not with native HSDP, where it runs on the stream of the all-reduce.
 
         Raises:
             ValueError: ``stream`` is given with native HSDP.
         """
         expect(callable(hook), "the all-reduce hook", hook, "a function of a tensor")
-        for group in _unit(self).groups:
+        for group in sharded_unit(self).groups:
             if stream is not None and group.data.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP: the hook runs where its all-reduce does")
             group.options.all_reduce_hook, group.options.all_reduce_hook_stream = hook, stream
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether parameters are freed between forward and backward; see ``fully_shard``.
+        """Set ``reshard_after_forward``: whether parameters are freed between forward and backward, without a number.
 
         Raises:
             ValueError: ``reshard_after_forward`` is not a ``bool``.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for unit in _units(self, recurse):
+        for unit in units_in(self, recurse):
             unit.auto_reshard = unit.chose_to_keep = False
             for group in unit.groups:
                 options, reshards = group.options, reshard_after_forward and group.data.shard_group is not None
@@ -242,48 +242,58 @@ class FSDPModule:
                 unit.schedule.size_slots()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are freed after backward. If not, the next forward of an accumulation gathers nothing."""
+        """Set whether parameters are freed after backward.
+
+        Args:
+            reshard_after_backward: if ``False``, the next forward of an accumulation gathers nothing.
+        """
         _switch(self, recurse, "set_reshard_after_backward", after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory, and so their addresses, while they are resharded.
+        """Set whether to ``keep`` the memory of unsharded parameters, and so their addresses, while they are resharded.
 
         For CUDA graphs, which use the addresses that they captured. It costs the memory of each group.
+
+        Ranks: each for itself.
         """
         _set(self, recurse, "set_keep_unsharded_storage", keep_unsharded_storage=keep)
-        for unit in _units(self, recurse):
+        for unit in units_in(self, recurse):
             for group in unit.groups:
                 group.full.buffer.keep_memory(keep)
             if unit.schedule is not None:
                 unit.schedule.size_slots()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters of this module; an embedding's does not."""
+        """Set ``unshard_in_backward``: whether backward needs this module's parameters; an embedding's does not."""
         _set(self, False, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules, in this order, while this one runs its forward, instead of the recorded ones."""
-        _unit(self).forward_prefetch = _all_sharded(modules)
+        """Gather ``modules``, in this order, while this one runs its forward, instead of the recorded ones."""
+        sharded_unit(self).forward_prefetch = _all_sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these modules, in this order, while this one runs its backward, instead of the recorded ones."""
-        _unit(self).backward_prefetch = _all_sharded(modules)
+        """Gather ``modules``, in this order, while this one runs its backward, instead of the recorded ones."""
+        sharded_unit(self).backward_prefetch = _all_sharded(modules)
 
     def set_prefetch_limit(self, groups: int) -> None:
-        """How many groups of this module's tree are gathered ahead of the one that runs: 1 by default, 0 for none.
+        """Set how many groups of this module's tree are gathered ahead of the one that runs. Not in PyTorch.
 
-        Each costs the memory of one group.
+        Args:
+            groups: 1 by default, 0 for none. Each costs the memory of one group.
 
         Raises:
             ValueError: ``groups`` is not an int of 0 or more.
         """
         if isinstance(groups, bool) or not isinstance(groups, int) or groups < 0:
             raise ValueError(f"the prefetch limit counts groups and must be 0 or more, got {groups!r}")
-        _schedule(self).prefetch_limit = groups
+        tree_schedule(self).prefetch_limit = groups
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the next forward's gathers wait for ``event``, not for all enqueued work. Used once."""
-        _schedule(self).after_optimizer = event
+        """Let the next forward's gathers wait for ``event``, not for all enqueued work. Used once.
+
+        On the CPU nothing changes. Ranks: each for itself.
+        """
+        tree_schedule(self).after_optimizer = event
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gather each group of the module with ``comm``, which allocates the buffers too."""
@@ -294,7 +304,7 @@ class FSDPModule:
         _use_custom(self, "set_custom_reduce_scatter", comm, reduce=CollectiveTransport(reduce_scatter=comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Let the process group allocate the buffers of collectives, for zero-copy transfers.
+        """Set whether to ``enable`` zero-copy transfers: the process group allocates the buffers of collectives.
 
         It changes nothing if the backend has no allocator, as gloo.
 
@@ -309,7 +319,7 @@ class FSDPModule:
                 group.use_transport(gather=native, reduce=native)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Gather and reduce in symmetric memory, from which NCCL has faster algorithms.
+        """Gather and reduce in symmetric memory of ``backend``, which becomes the process's one. NCCL is then faster.
 
         Raises:
             AssertionError: the module has a custom all-gather or reduce-scatter.
@@ -323,13 +333,10 @@ class FSDPModule:
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce over a separate process group, so that reductions and gathers share no communicator.
-
-        All ranks that shard together must call it, with the same arguments.
-        """
+        """Set whether to ``enable`` a separate process group for reductions: gathers use a different communicator then."""
         _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for group in _groups(self, recurse):
+        for group in groups_in(self, recurse):
             shard_group = group.data.shard_group
             if not enable or shard_group is None:
                 group.reduce_over(shard_group)
@@ -341,15 +348,26 @@ class FSDPModule:
                 group.reduce_over(made[ranks])
 
     def free_buffers(self) -> int:
-        """Free the buffers that this tree keeps for its next step, and return their size in bytes.
+        """Free the buffers that this tree keeps for its next step, and return their size in bytes. Not in PyTorch.
 
-        The transports' staging memory, which all models of the process share, is freed too. Every rank must call it.
+        The transports' staging memory, which all models of the process share, is freed too.
         """
-        return _schedule(self).free_buffers()
+        return tree_schedule(self).free_buffers()
 
     def add_observer(self, observer: Observer) -> Callable[[], None]:
-        """Call ``observer`` with each event in this module's tree; returns a function that removes it."""
-        return _schedule(self).log.add_observer(observer)
+        """Call ``observer`` with each event in this module's tree, right before its work starts. Not in PyTorch.
+
+        Args:
+            observer: gets an event with ``action`` (``gather``, ``reuse``, ``unshard``, ``reshard``, ``rest``,
+                ``reduce``), ``group`` (the module's name, ``""`` for the root), ``during`` (``forward``, ``backward``),
+                ``step`` (counts forwards) and ``moves`` (``False`` for a gather in memory that ranks share).
+
+        Returns:
+            A function that removes the observer.
+
+        Ranks: each for itself.
+        """
+        return tree_schedule(self).log.add_observer(observer)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         with shards_may_change(self):  # type: ignore[arg-type]
@@ -357,7 +375,7 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Make a sharded copy that shares nothing with this module, without communication."""
-        for unit in _units(self, recurse=True):  # before any module is copied: tied ones lead from group to group
+        for unit in units_in(self, recurse=True):  # before any module is copied: tied ones lead from group to group
             for group in (*unit.groups, *unit.borrowed):
                 group.reshard()
                 group.notice_changes()
@@ -377,7 +395,7 @@ class ShardedModule(FSDPModule, nn.Module):
 @contextmanager
 def shards_may_change(module: nn.Module) -> Iterator[None]:
     """A context in which a module's shards may be replaced or converted, as by ``module.to()``."""
-    unit = _unit(module)
+    unit = sharded_unit(module)
     for group in unit.groups:
         group.reshard()
     on_meta = buffers_on_meta(module)
@@ -395,10 +413,14 @@ def shards_may_change(module: nn.Module) -> Iterator[None]:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method other than ``forward`` gather parameters before it runs and free them after it.
 
-    Does nothing if ``module`` is not sharded, so that one program can run both ways.
+    Args:
+        module: if it is not sharded, nothing happens, so that one program can run both ways.
+        method_name: the method.
 
     Raises:
         ValueError: the module is sharded and has no such method.
+
+    Ranks: each for itself; the method itself, all alike.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -409,16 +431,21 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _run_method(module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return _unit(module).run_method(module, method, args, kwargs)
+    return sharded_unit(module).run_method(module, method, args, kwargs)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline, use the same lanes, buffers and bound on reductions.
 
+    Args:
+        modules: the roots. They must then run in the same order on all ranks that shard together.
+
     Raises:
         ValueError: ``fully_shard`` was not applied to one of ``modules``.
+
+    Ranks: each for itself, with the same modules.
     """
-    schedules = [_schedule(unit.modules[0]) for unit in _all_sharded(modules)]
+    schedules = [tree_schedule(unit.modules[0]) for unit in _all_sharded(modules)]
     for schedule in schedules[1:]:
         schedule.comm = schedules[0].comm
         for group in schedule.groups():
@@ -435,7 +462,7 @@ def _set(module: Any, recurse: bool, method: str, **options: bool) -> None:
     """Set options of a module's groups, with ``recurse`` also of the groups inside."""
     for option, value in options.items():
         _expect_bool(method, value)
-        for group in _groups(module, recurse):
+        for group in groups_in(module, recurse):
             setattr(group.options, option, value)
 
 
@@ -443,55 +470,27 @@ def _switch(module: Any, recurse: bool, method: str, **columns: bool) -> None:
     """Switch columns in the strategies of a module's groups, with ``recurse`` also of the groups inside."""
     for on in columns.values():
         _expect_bool(method, on)
-    for group in _groups(module, recurse):
+    for group in groups_in(module, recurse):
         group.options.strategy = group.options.strategy.switched(**columns)
-
-
-def _root_schedule(module: Any, method: str) -> Schedule | None:
-    """The schedule of the tree whose root is ``module``; ``None`` if there is none yet."""
-    unit = _unit(module)
-    if unit.schedule is not None and unit.schedule.root is not unit:
-        raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
-    return unit.schedule
 
 
 def _use_custom(module: Any, method: str, comm: object, **transport: CollectiveTransport) -> None:
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise TypeError(f"{method} expects an object that can be called and that has allocate(), got {comm!r}")
-    for group in _unit(module).groups:
+    for group in sharded_unit(module).groups:
         group.use_transport(**transport)
         group.has_custom_communication = True
-
-
-def _unit(module: Any) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None, f"{type(module).__name__} lost the state that fully_shard gave it"
-    return unit
-
-
-def _schedule(module: Any) -> Schedule:
-    unit = _unit(module)
-    return unit.schedule or unit.start()
-
-
-def _units(module: Any, recurse: bool) -> list[Unit]:
-    units = map(unit_of, module.modules() if recurse else (module,))
-    return [unit for unit in dict.fromkeys(units) if unit is not None]
-
-
-def _groups(module: Any, recurse: bool) -> list[ParamGroup]:
-    return [group for unit in _units(module, recurse) for group in unit.groups]
 
 
 def _all_sharded(modules: Iterable[Any]) -> list[Unit]:
     for module in modules:
         expect(isinstance(module, FSDPModule), "a module", module, "one to which fully_shard was applied", ValueError)
-    return list(dict.fromkeys(_unit(module) for module in modules))
+    return list(dict.fromkeys(sharded_unit(module) for module in modules))
 
 
 def _native_groups(module: Any, method: str) -> list[ParamGroup]:
     """The groups of a module. Raises AssertionError if they use a user's collectives."""
-    groups = _unit(module).groups
+    groups = sharded_unit(module).groups
     if any(group.has_custom_communication for group in groups):
         raise AssertionError(f"{method} cannot be combined with set_custom_all_gather or set_custom_reduce_scatter")
     return groups

@@ -57,17 +57,22 @@ class MixedPrecisionPolicy(Checked):
             ``None``: as in the installed torch. From 2.15 on, that is the parameter's ``grad_dtype``, which is its own
             dtype unless you set it. Before 2.15, it is the dtype of the computation, unless you set ``grad_dtype``. If
             these dtypes differ in a group, all its gradients are reduced in the dtype to which they promote.
+            ``grad_dtype`` is set before the first forward, and is also the dtype of ``param.grad``; ``None`` is the
+            dtype of the computation. It stays over ``to()`` and ``load_state_dict(assign=True)``.
         output_dtype: dtype to which floating-point outputs of forward are cast. ``None``: left as they are.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         param_dtype_override_fn: called once with each parameter when it is sharded. It returns the parameter's own
-            dtype to compute in that one; ``None`` or ``param_dtype`` changes nothing. It must return the same on every
-            rank.
+            dtype to compute in that one; ``None`` or ``param_dtype`` changes nothing. Inputs of forward are cast to
+            ``param_dtype`` all the same.
         buffer_dtype: dtype to which floating-point buffers are cast. ``None``: left as they are. (Not in PyTorch.)
 
     Raises:
         TypeError: a dtype is neither a ``torch.dtype`` nor ``None``, a switch is not a ``bool``, or the function cannot
             be called.
-        ValueError: a dtype is not floating-point.
+        ValueError: a dtype is not floating-point; from ``fully_shard``, if the function returns a different dtype; in
+            backward, ``grad_dtype=None`` without a ``reduce_dtype`` where unused parameters are reduced.
+
+    Ranks: each for itself, alike, which is checked when a module is sharded.
     """
 
     param_dtype: torch.dtype | None = None
@@ -122,7 +127,9 @@ class CPUOffloadPolicy(OffloadPolicy, Checked):
     Raises:
         TypeError: a field is neither ``True`` nor ``False``.
         ValueError: ``optimizer_state`` is ``False``: that would offload nothing, or parameters without their
-            optimizer's state.
+            optimizer's state. From ``fully_shard``, a process group without a CPU backend on an accelerator.
+
+    Ranks: each for itself, alike.
     """
 
     pin_memory: bool = True
@@ -150,6 +157,8 @@ class DataParallelMeshDims:
     Raises:
         TypeError: a field is neither a name, nor a sequence of names, nor ``None``.
         ValueError: no dimension is named, or one is named twice.
+
+    Ranks: each for itself, alike.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -198,6 +207,8 @@ class Comm(ABC):
             size: the shape, in elements.
             dtype: the dtype of the tensor.
             device: the device on which the group communicates.
+
+        Ranks: each for itself.
         """
 
 
@@ -217,7 +228,9 @@ class AllGather(Comm):
             async_op: whether to return before it is done.
 
         Returns:
-            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
+            A handle to wait on, or ``None`` if it is done, or enqueued on the current stream of a device with streams.
+
+        Ranks: all ranks of the group alike.
         """
 
 
@@ -243,7 +256,9 @@ class ReduceScatter(Comm):
             async_op: whether to return before it is done.
 
         Returns:
-            A handle to wait on, or ``None`` if it is done (on a device with streams: enqueued on the current stream).
+            A handle to wait on, or ``None`` if it is done, or enqueued on the current stream of a device with streams.
+
+        Ranks: all ranks of the group alike.
         """
 
 
@@ -270,6 +285,8 @@ class ShardPlacementResult:
     Raises:
         InvalidShardPlacement: (a TypeError and ValueError) ``placement`` is not a ``Shard``, or ``mesh`` not a mesh.
         ValueError: the mesh has neither of these two forms.
+
+    Ranks: each for itself, alike.
     """
 
     placement: Shard | None = None

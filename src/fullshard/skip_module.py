@@ -73,6 +73,8 @@ def skip_module(module: nn.Module, tensor: torch.Tensor, *, input_has_gradient: 
         TypeError: ``tensor`` cannot have a gradient.
         ValueError: nothing in ``module`` is sharded.
         RuntimeError: it is called outside the forward of the root.
+
+    Ranks: those that leave the module out.
     """
     if not tensor.is_floating_point() and not tensor.is_complex():
         raise TypeError(

@@ -23,16 +23,28 @@ import torch.distributed._symmetric_memory as symm_mem  # memory that all ranks 
 import torch.utils._pytree as pytree  # torch.utils.pytree is not in every release: walking registered containers
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory that know their device
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # building a DTensor without dispatch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as box_of  # if a dim was cut twice
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # a second cut of a dim
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # every batch norm: mixed precision leaves them alone
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # sees each operation
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_subclass  # quantized weights
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["BatchNorm", "DTensorSpec", "StridedShard", "box_of", "is_traceable_subclass", "pytree", "symm_mem"]
+__all__ = [
+    "BatchNorm",
+    "DTensorSpec",
+    "DispatchMode",
+    "FakeTensorMode",
+    "StridedShard",
+    "box_of",
+    "is_traceable_subclass",
+    "pytree",
+    "symm_mem",
+]
 
 
 def sharding_spec(
@@ -70,6 +82,18 @@ def storage_info(path: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(path, offset, length)
+
+
+def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
+    """Call ``tell`` before ``item()``, ``float()`` or ``bool()`` reads a DTensor. Torch gives this rank's part, even of
+    a sum that the ranks have yet to add up, and has no public way to notice this."""
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        tell(args[0])
+        return op(local_of(args[0]))
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, read)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:

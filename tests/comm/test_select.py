@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import pytest
@@ -175,22 +178,54 @@ def test_the_environment_overrides_the_choice(world: World) -> None:
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
 
 
+#: What the first line says, by ``FULLSHARD_TRANSPORT``.
+LINES = {
+    "": "2 ranks use the transport 'shm': all of them share a host. FULLSHARD_TRANSPORT=p2p or collective chooses "
+    "another",
+    "p2p": "2 ranks use the transport 'p2p': FULLSHARD_TRANSPORT=p2p. Unset it for the default",
+    "collective": "2 ranks use the transport 'collective': FULLSHARD_TRANSPORT=collective. Unset it for the default",
+}
+
+
+@contextmanager
+def logging_as(root: list[logging.Handler], level: int = logging.NOTSET) -> Iterator[io.StringIO]:
+    """A program that configures logging so. Yields what is printed to its standard error."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()) as printed:
+        patch.setattr(logging.getLogger(), "handlers", root)
+        patch.setattr("fullshard.comm.select._has_shown", False)
+        logging.getLogger("fullshard").setLevel(level)
+        yield printed
+        logging.getLogger("fullshard").setLevel(logging.NOTSET)
+
+
 @ranks(2, fresh=True)
-@pytest.mark.parametrize("wanted", ["", "p2p", "collective"])
-def test_one_line_says_which_was_chosen_and_why(world: World, wanted: str) -> None:
-    records: list[logging.LogRecord] = []
-    handler, logger = logging.Handler(), logging.getLogger("fullshard")
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+@pytest.mark.parametrize("wanted", LINES)
+def test_the_first_rank_shows_once_which_was_chosen_and_why(world: World, wanted: str) -> None:
     os.environ["FULLSHARD_TRANSPORT"] = wanted
-    for _ in range(2):
+    with logging_as([]) as printed:
+        for _ in range(2):
+            select_transport(group(), CPU)
+        select_transport(dist.new_group([0, 1]), CPU)
+    assert printed.getvalue() == ("" if world.rank else f"fullshard: {LINES[wanted]}\n")
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_a_program_that_configures_logging_decides_what_is_shown(world: World, level: int) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    with logging_as([handler], level) as printed:
         select_transport(group(), CPU)
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
-    (line,) = [record.getMessage() for record in records]
-    why = f"FULLSHARD_TRANSPORT={wanted}" if wanted else "all of them share a host"
-    assert line == f"2 ranks move buffers on cpu by '{wanted or 'shm'}': {why}"
+    assert [record.getMessage() for record in records] == ([LINES[""]] if level == logging.INFO else [])
+    assert printed.getvalue() == ""
+
+
+@ranks(2, fresh=True)
+def test_a_level_for_the_logger_silences_the_line(world: World) -> None:
+    with logging_as([], logging.WARNING) as printed:
+        select_transport(group(), CPU)
+    assert printed.getvalue() == ""
 
 
 @ranks(1)

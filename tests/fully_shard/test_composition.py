@@ -285,3 +285,29 @@ def test_an_observer_of_a_model_hears_all_of_its_groups(world: World) -> None:
     recorder = Recorder(model)
     model(inputs()).sum().backward()
     assert {event.split()[1] for event in recorder.take()} == {"root", "0", "1", "2", "3"}
+
+
+def convolution() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2))
+
+
+@ranks(2)
+def test_batch_norms_compute_in_the_dtype_of_their_statistics(world: World) -> None:
+    """In bf16 their kernels refuse statistics in fp32. The rest of the group computes in bf16."""
+    model, reference, x = seeded(convolution), seeded(convolution), torch.randn(4, 3, 8, 8)
+    asked: list[tuple[int, ...]] = []
+    override = lambda param: asked.append(tuple(param.shape))  # noqa: E731
+    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
+    fullshard.fully_shard(model, mp_policy=policy)
+    for module in (reference[0], reference[3]):
+        module.to(torch.bfloat16)
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append((module.weight.dtype, output.dtype)))
+    for net, batch in ((model, x), (reference, x.bfloat16())):
+        net(batch).float().square().mean().backward()
+    assert seen == [(torch.float32, torch.bfloat16)]
+    assert asked == [(4, 3, 3, 3), (2, 144), (2,)]
+    assert torch.equal(model[1].running_mean, reference[1].running_mean)
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(param.grad.full_tensor(), expected.grad.float())
+    assert torch.equal(model.eval()(x), reference.eval()(x.bfloat16()))

@@ -15,7 +15,7 @@ from fullshard.buffer.slots import SHARED
 from fullshard.group.full_buffer import State
 from tests.fully_shard.cases import assert_close, groups_of, inputs, local, shard_mlp, slots_in_use
 from tests.fully_shard.test_communication import CountingAllGather, CountingReduceScatter
-from tests.fully_shard.test_extensions import Gathered, Kept, build
+from tests.group.test_extension import Gathered, Kept, build
 from tests.harness import World, ranks
 from tests.harness.faults import Fault, When, failing
 from tests.harness.models import MLP, seeded
@@ -138,8 +138,8 @@ POINTS: dict[str, tuple[str, When]] = {
     "a user's reduction starts": ("tests.fully_shard.test_communication:CountingReduceScatter.__call__", "before"),
     "a collective has ended": ("fullshard.comm.collective:_PendingCollectives.finish", "after"),
     "messages have arrived": ("fullshard.comm.point_to_point:_Exchange.finish", "after"),
-    "a subclass says what travels": ("tests.fully_shard.test_extensions:Kept.fsdp_pre_all_gather", "before"),
-    "a subclass makes a parameter": ("tests.fully_shard.test_extensions:Kept.fsdp_post_all_gather", "before"),
+    "a subclass says what travels": ("tests.group.test_extension:Kept.fsdp_pre_all_gather", "before"),
+    "a subclass makes a parameter": ("tests.group.test_extension:Kept.fsdp_post_all_gather", "before"),
     "an extension has arrived": ("fullshard.group.extension:_Extended.finish", "after"),
     "an extension starts": ("fullshard.group.extension:_Extended.start", "before"),
     "leaves are made": ("fullshard.group.full_buffer:FullBuffer._make_leaves", "before"),

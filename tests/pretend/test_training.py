@@ -18,7 +18,7 @@ import torch
 import fullshard
 from fullshard.comm import collective
 from fullshard.device import CPU, current_stream, streams_of
-from tests.fully_shard import test_extensions
+from tests.group import test_extension
 from tests.harness import World, ranks
 from tests.harness.compare import Training, adamw, compare, each_block, sgd
 from tests.harness.models import MLP, random_batch, seeded
@@ -64,12 +64,12 @@ def an_event_after_the_optimizer(world: World) -> None:
 
 def an_extension_beside_groups_that_stay(world: World) -> None:
     """What the first layer gathered is freed while the third takes memory of its own: its slot tells no order."""
-    model = test_extensions.of_kind(test_extensions.Kept, rows=40)
+    model = test_extension.of_kind(test_extension.Kept, rows=40)
     for layer, reshard in ((model[0], True), (model[2], False), (model, True)):
         fullshard.fully_shard(layer, reshard_after_forward=reshard)
     model.set_prefetch_limit(0)  # type: ignore[operator]
-    expected = test_extensions.losses(world, test_extensions.of_kind(None, rows=40), alone=True)
-    assert test_extensions.losses(world, model) == pytest.approx(expected, rel=1e-5)
+    expected = test_extension.losses(world, test_extension.of_kind(None, rows=40), alone=True)
+    assert test_extension.losses(world, model) == pytest.approx(expected, rel=1e-5)
 
 
 def zero_copy_parameters(world: World) -> None:
@@ -123,7 +123,7 @@ WAYS: dict[str, Callable[[World], None]] = {
     "offload": partial(test_composition.test_cpu_offload, optimizer=adamw, reshard=True),
     "offload, accumulated": test_composition.test_cpu_offload_over_micro_batches,
     "low gradients with a hook": partial(test_gradient_dtypes.test_all_low_gradients_travel_so, library="fullshard"),
-    "extensions": partial(test_extensions.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
+    "extensions": partial(test_extension.test_a_subclass_may_keep_what_was_gathered, transport="collective"),
     "extensions beside groups that stay": an_extension_beside_groups_that_stay,
     "zero-copy parameters": zero_copy_parameters,
     "finalization": partial(test_finalization.test_one_reduction_after_several_backwards, async_op=True),

@@ -29,7 +29,7 @@ def layers(frozen: tuple[int, ...]) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 2), (0, 1, 2)])
 def test_a_frozen_weight_costs_no_gradient_of_its_own(frozen: tuple[int, ...]) -> None:
-    found = explain(layers(frozen), ranks=4).estimate(bandwidth=1e9, flops=1.0, tokens=TOKENS)
+    found = explain(layers(frozen), ranks=4).estimate(bandwidth=1e9, peak_flops=1.0, tokens=TOKENS)
     rows = {row.name: row for row in found.groups}
     for number in range(3):
         row = rows[str(number)]

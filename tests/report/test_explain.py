@@ -128,7 +128,7 @@ def blocks(count: int = 3, width: int = 64) -> nn.Module:
     return Work("explained", blocks=count, width=width, sequence=4, vocabulary=64).build()
 
 
-def test_a_pretended_world_of_any_size_leaves_nothing_behind() -> None:
+def test_a_simulated_world_of_any_size_leaves_nothing_behind() -> None:
     found = explain(blocks, ranks=100_000, rank=7)
     assert found.ranks == 100_000
     assert [group.ranks for group in found.groups] == [100_000] * 4
@@ -228,15 +228,15 @@ def well_sharded() -> Explanation:
 
 def test_an_estimate_hides_what_fits_behind_computation() -> None:
     found = well_sharded()
-    slow = found.estimate(bandwidth=1e9, flops=1e12, tokens=100)
-    fast = found.estimate(bandwidth=1e15, flops=1e12, tokens=100)
-    hidden = found.estimate(bandwidth=1e11, flops=1e12, tokens=10_000)
+    slow = found.estimate(bandwidth=1e9, peak_flops=1e12, tokens=100)
+    fast = found.estimate(bandwidth=1e15, peak_flops=1e12, tokens=100)
+    hidden = found.estimate(bandwidth=1e11, peak_flops=1e12, tokens=10_000)
     assert slow.step == pytest.approx(slow.computing + slow.exposed)
     assert fast.exposed < 0.01 * fast.step
     assert 0 < hidden.exposed < 0.5 * hidden.exchanges
     assert slow.exposed > 0.8 * slow.exchanges
     with pytest.raises(ValueError, match="tokens must be positive"):
-        found.estimate(bandwidth=1e9, flops=1e12, tokens=0)
+        found.estimate(bandwidth=1e9, peak_flops=1e12, tokens=0)
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--ranks", "two"], "argument --ranks: expected a whole number above 0, got 'two'"),
         (["--ranks", "2", "--rank", "2"], "--rank 2 is not one of 2 ranks, which are 0 to 1"),
         (["--ranks", "2", "--rank", "-1"], "--rank -1 is not one of 2 ranks, which are 0 to 1"),
-        (["--ranks", "2", "--flops", "0"], "argument --flops: expected a number above 0, got '0'"),
+        (["--ranks", "2", "--peak-flops", "0"], "argument --peak-flops: expected a number above 0, got '0'"),
         (["--ranks", "2", "--tokens", "nan"], "argument --tokens: expected a whole number above 0, got 'nan'"),
         (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number that is not below 0, got '-1'"),
     ],
@@ -281,12 +281,14 @@ def test_a_model_without_parameters_and_a_picture_of_no_format_are_refused(
 def test_the_command_explains_a_file(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(64, 64)\n")
     command = [sys.executable, "-m", "fullshard", "explain", f"{tmp_path / 'mine.py'}:build", "--ranks", "16", "--json"]
-    numbers = ["--bandwidth", "1e9", "--flops", "1e12", "--tokens", "10"]
+    numbers = ["--bandwidth", "1e9", "--peak-flops", "1e12", "--tokens", "10"]
     ended = subprocess.run([*command, *numbers], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert (found["ranks"], found["groups"][0]["elements"]) == (16, 64 * 65)
     assert found["estimate"]["step"] > 0
-    ended = subprocess.run([*command[:-3], "--ranks", "2", "--flops", "1"], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [*command[:-3], "--ranks", "2", "--peak-flops", "1"], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 2
     assert "--bandwidth and --tokens too" in ended.stderr

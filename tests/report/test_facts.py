@@ -11,7 +11,7 @@ from torch import nn
 import fullshard
 from fullshard.report.advice import advise
 from fullshard.report.explain import Explanation, explain
-from tests.fully_shard.test_extensions import Bf16Gathered
+from tests.group.test_extension import Bf16Gathered
 
 LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

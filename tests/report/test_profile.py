@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fullshard.report.rank_trace import Span, shares
 from fullshard.schedule.unit import unit_of
 from tests.fully_shard.cases import groups_of, inputs
 from tests.harness import World, ranks
-from tests.report.cases import WAYS_TO_STEP, recorded, sharded, trained, trained_by
+from tests.report.cases import WAYS_TO_STEP, by_hand, recorded, sharded, trained, trained_by
 
 
 def of(spans: list[Span], lane: str, what: str) -> list[Span]:
@@ -131,12 +132,32 @@ def test_a_trace_is_saved_and_read_again(world: World, tmp_path: Path) -> None:
     trace.save(tmp_path)
     dist.barrier()
     read = fullshard.Trace.load(tmp_path)
-    assert {"recording.json", "report.html", "trace.json"} == {file.name for file in tmp_path.iterdir()}
+    assert {"report.html", "trace.json"} == {file.name for file in tmp_path.iterdir()}
     assert [rank.rank for rank in read.ranks] == [0, 1]
     if world.rank == 0:
         first = min(rank.spans[0].start for rank in trace.ranks)
         assert read.ranks == [rank.shifted(first) for rank in trace.ranks]
         assert [finding.kind for finding in read.findings()] == [finding.kind for finding in trace.findings()]
+
+
+def test_without_plotly_the_trace_is_saved_and_a_warning_says_how_to_get_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = fullshard.Trace([by_hand(0), by_hand(1)])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "plotly.graph_objects", None)
+        with pytest.warns(UserWarning, match=r"has no report\.html: .*plotly.*Trace\.load\(directory\)"):
+            trace.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
+    fullshard.Trace.load(tmp_path).save(tmp_path)
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"fullshard": {"version": 99}}', "no JSON"])
+def test_a_file_that_is_no_trace_is_refused_by_its_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ValueError, match=r"trace\.json cannot be read"):
+        fullshard.Trace.load(tmp_path)
 
 
 @ranks(2)

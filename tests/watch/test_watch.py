@@ -302,6 +302,53 @@ def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Wat
     assert "a bad batch" in (watcher._judge(others, 9) or "")
 
 
+@pytest.mark.parametrize("has_gone", [True, False])
+def test_of_a_silent_rank_on_another_host_its_host_is_named(
+    watcher: Watch, monkeypatch: pytest.MonkeyPatch, has_gone: bool
+) -> None:
+    """Nobody here can see whether its process has ended, and nothing more comes once the store has gone too."""
+    monkeypatch.setattr(StoreConnection, "has_gone", has_gone)
+    other = Report(1, 99, "there", host_name="node7", doing="in the forward of step 3")
+    monkeypatch.setattr(watcher._reports, "read", lambda _: {1: other})
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(watch, "_NEWS", 0.2)
+    watcher._reports._beats[1] = 0, time.monotonic() - 9
+    begin, said = time.monotonic(), watcher.explain(None)
+    if has_gone:
+        assert time.monotonic() - begin < 0.1  # torchrun ends this process soon
+        assert "Rank 1 on node7 may have ended: the store has gone" in said
+    else:
+        assert "Rank 1 on node7 has said nothing for 9 s: it may have been killed, or its host or" in said
+        assert "It was last seen in the forward of step 3" in said
+
+
+def test_a_host_that_does_not_answer_ends_a_wait(watcher: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither end of a connection is told that the network between them is cut."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        ends = [":".join(map(str, end)) for end in (here.getpeername(), here.getsockname())]
+        other = Report(1, 99, "there", host_name="node7", connections=[ends])
+        watcher._mine = Report(0, os.getpid(), "here", host_name="node3", waits="a gather", waits_for=[1])
+        watcher._reports._mine = watcher._mine
+        monkeypatch.setattr(watch, "unanswered_seconds", lambda _: 59.0)
+        assert watcher._judge({1: other}, 70) is None
+        monkeypatch.setattr(watch, "unanswered_seconds", lambda _: 61.0)
+        said = "node7, the host of rank 1, has not answered node3 for 61 s: it is down, or the network between them is"
+        assert watcher._judge({1: other}, 70) == said
+        other.host = "here"
+        assert watcher._judge({1: other}, 70) is None
+        other.host, other.connections = "there", [["192.0.2.7:99", ends[1]]]  # the connection is the user's
+        assert watcher._judge({1: other}, 70) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was answered")
+def test_the_other_host_answers_though_its_process_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        connections.probe(here)
+        assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        time.sleep(0.2)  # nobody accepts the connection
+        assert connections.unanswered_seconds(here) == 0.0
+
+
 def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
     """A program may destroy its process group and make another one, over the same store."""
     connection = StoreConnection(store, 0)

@@ -1,7 +1,7 @@
 """The commands of ``python -m fullshard checkpoint``: what is in a directory, is it whole, what differs, other formats.
 
-Owns what users see: tables or JSON on the standard output; remarks, errors and progress on the other; exit codes. rich,
-of ``pip install fullshard[cli]``, draws tables and progress in a terminal. Elsewhere, or without it, tables are plain.
+Owns what users see: tables or JSON on the standard output; remarks, errors and progress on the error output; and exit
+codes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from fullshard.checkpoint.display import (
     print_lines,
     print_table,
     progress,
-    size_of,
     value_of,
 )
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
 from fullshard.checkpoint.reader import Checkpoint, is_checkpoint, list_checkpoints
-from fullshard.report.text import dtype_name, shape_text
+from fullshard.report.text import bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
 #: The most names that are listed of tensors that only one checkpoint has.
@@ -103,10 +102,10 @@ def _list(options: argparse.Namespace) -> int:
         print_json(found)
     else:
         rows = [
-            (each["name"], each["step"], each["time"], size_of(each["bytes"]), each["ranks"], each["status"])
+            (each["name"], each["step"], each["time"], bytes_text(each["bytes"]), each["ranks"], each["status"])
             for each in found
         ]
-        print_table(("name", ">step", "time", ">size", ">ranks", "status"), rows)
+        print_table(("name", "step", "time", "size", "ranks", "status"), "lrlrrl", rows)
     return int(any(each["whole"] is False for each in found))
 
 
@@ -156,16 +155,16 @@ def _show(options: argparse.Namespace) -> int:
     for group, entries in sorted(groups.items()):
         print(f"\n{group}")
         rows = [
-            (name, dtype_name(entry.dtype), shape_text(entry.shape), size_of(entry.nbytes), _placement(entry))
+            (name, dtype_name(entry.dtype), shape_text(entry.shape), bytes_text(entry.nbytes), _placement(entry))
             for name, entry in entries.items()
         ]
-        print_table(("tensor", "dtype", "shape", ">size", "placement"), rows)
+        print_table(("tensor", "dtype", "shape", "size", "placement"), "lllrl", rows)
         distinct = {tuple(entry.pieces): entry for entry in entries.values()}.values()  # tied tensors are stored once
         numel = sum(math.prod(entry.shape) for entry in distinct)
-        print(f"{len(entries)} tensors, {numel:,} elements, {size_of(sum(entry.nbytes for entry in distinct))}")
+        print(f"{len(entries)} tensors, {numel:,} elements, {bytes_text(sum(entry.nbytes for entry in distinct))}")
     if values:
         print("\nvalues")
-        print_table(("name", "value"), [(name, reprlib.repr(value)) for name, value in values.items()])
+        print_table(("name", "value"), "ll", [(name, reprlib.repr(value)) for name, value in values.items()])
     return 0
 
 
@@ -195,7 +194,7 @@ def _verify(options: argparse.Namespace) -> int:
             print_lines(f"{path}: broken", *(f"  {defect}" for defect in checked["defects"]))
         else:
             how = "every checksum is right" if checked["checksums"] else "all can be read; DCP writes no checksums"
-            print_lines(f"{path}: {checked['tensors']} tensors in {size_of(checked['bytes'])}: {how}")
+            print_lines(f"{path}: {checked['tensors']} tensors in {bytes_text(checked['bytes'])}: {how}")
     if not found:
         return _verify(options)  # another job removed them, so there is a newer one
     if options.json:
@@ -218,7 +217,7 @@ def _export(options: argparse.Namespace) -> int:
             print_json({"path": str(checkpoint.path), "files": [str(file) for file in files]})
         else:
             print_lines(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
-            print_lines(*(f"  {file} ({size_of(file.stat().st_size)})" for file in files))
+            print_lines(*(f"  {file} ({bytes_text(file.stat().st_size)})" for file in files))
     return 0
 
 
@@ -238,7 +237,7 @@ def _import(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"path": str(path), "tensors": len(checkpoint.tensors), "bytes": size, "left_out": left_out})
         else:
-            print_lines(f"{path}: {len(checkpoint.tensors)} tensors, {size_of(size)}")
+            print_lines(f"{path}: {len(checkpoint.tensors)} tensors, {bytes_text(size)}")
     return 0
 
 
@@ -261,24 +260,24 @@ def _diff(options: argparse.Namespace) -> int:
     for key, title in (("only_in_a", "only in A"), ("only_in_b", "only in B")):
         if differences[key]:
             print()
-            print_table((title,), [(name,) for name in differences[key][:_MOST]])
+            print_table((title,), "l", [(name,) for name in differences[key][:_MOST]])
             if more := differences[key][_MOST:]:
                 print(f"and {len(more)} more: --json names all")
     if differences["other_shape"]:
         print("\nof other shapes")
         rows = [(each["name"], shape_text(each["a"]), shape_text(each["b"])) for each in differences["other_shape"]]
-        print_table(("tensor", "in A", "in B"), rows)
+        print_table(("tensor", "in A", "in B"), "lll", rows)
     if differences["differing"]:
         print("\ndifferent, the largest difference first")
         table = [
             (each["name"], " | ".join(dict.fromkeys(each["dtypes"])), f"{each['max']:.3g}", f"{each['mean']:.3g}")
             for each in differences["differing"]
         ]
-        print_table(("tensor", "dtype", ">max |A-B|", ">mean |A-B|"), table)
+        print_table(("tensor", "dtype", "max |A-B|", "mean |A-B|"), "llrr", table)
     if differences["values"]:
         print("\nother values")
         rows = [(each["name"], reprlib.repr(each["a"]), reprlib.repr(each["b"])) for each in differences["values"]]
-        print_table(("name", "in A", "in B"), rows)
+        print_table(("name", "in A", "in B"), "lll", rows)
     print(f"\n{differences['equal']} tensors are equal")
     return int(differs)
 

@@ -65,7 +65,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
             one, other = one.to(wide), other.to(wide)
         except NotImplementedError:  # bits, which are no numbers
             return math.inf, math.inf
-        gaps = (one - other).abs().nan_to_num_(nan=math.inf)
+        gaps = (one - other).abs().nan_to_num_(nan=math.inf, posinf=math.inf)
         gaps[(one == other) | (one.isnan() & other.isnan())] = 0
         gaps[differs & (gaps == 0)] = 1
         most, total = max(most, float(gaps.max())), total + float(gaps.sum())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from functools import cache
 
@@ -23,6 +24,7 @@ from fullshard.device import is_host
 
 _log = logging.getLogger("fullshard")
 _told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # of which a line says how they communicate
+_has_shown = False  # whether this process has shown such a line
 _point_to_point = cache(PointToPointTransport)
 _collective = cache(CollectiveTransport)
 _between_hosts = cache(lambda: PointToPointTransport(native=_collective()))
@@ -42,9 +44,27 @@ def select_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """
     transport, why = choose_transport(process_group, device)
     if process_group not in _told:
-        _told.add(process_group)
-        _log.info("%d ranks move buffers on %s by '%s': %s", process_group.size(), device, transport.name, why)
+        _tell(process_group, transport.name, why)
     return transport
+
+
+def _tell(process_group: dist.ProcessGroup, name: str, why: str) -> None:
+    """Log which transport a process group uses. The first rank of the job shows the first such line even if the program
+    does not configure logging, unless it has set a level for our logger."""
+    global _has_shown
+    size, every, others = process_group.size(), dist.get_world_size(), [each for each in NAMES[1:] if each != name]
+    line = f"{size if size == every else f'{size} of {every}'} ranks use the transport '{name}': {why}"
+    if os.environ.get("FULLSHARD_TRANSPORT"):
+        line += ". Unset it for the default"
+    elif size > 1 and name != CollectiveTransport.name:
+        line += f". FULLSHARD_TRANSPORT={' or '.join(others)} chooses another"
+    _told.add(process_group)
+    is_configured = _log.level != logging.NOTSET or _log.hasHandlers()
+    if size > 1 and dist.get_rank() == 0 and not _has_shown and not is_configured:
+        _has_shown = True
+        print(f"fullshard: {line}", file=sys.stderr, flush=True)
+    else:
+        _log.info(line)
 
 
 def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> tuple[Transport, str]:

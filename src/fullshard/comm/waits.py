@@ -22,7 +22,10 @@ _GLOO = re.compile(r"\bgloo[/\\]")
 
 
 class PeerFailureError(RuntimeError):
-    """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come."""
+    """Another rank has ended, hangs or runs something else, so that what this rank waits for will not come.
+
+    It names that rank, its process, its step and the group. The process group cannot be used any more: end the job.
+    """
 
 
 class Wait(NamedTuple):

@@ -53,11 +53,14 @@ def patch() -> int:
     """Let torch's names stand for fullshard's from now on; returns how many names were bound.
 
     ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
-    in every module that holds one of them. Each rank calls it, before a model is sharded. A second call changes
-    nothing. Enums keep torch's members and values.
+    in every module that holds one of them, and in those that are imported later. Call it before a model is sharded. A
+    second call changes nothing. Enums keep torch's members and values. torch's FSDP itself and ``replicate()``, which is
+    built on it, keep what they had. ``FSDPMeshInfo`` and ``ShardPlacementResult`` stay torch's, and are accepted.
 
     Raises:
         RuntimeError: a model is sharded already, by whichever library.
+
+    Ranks: each for itself, all of them.
     """
     if _bound:
         return len(_bound)
@@ -83,6 +86,8 @@ def unpatch() -> None:
 
     Raises:
         RuntimeError: a model is sharded.
+
+    Ranks: each for itself, all of them.
     """
     if _bound:
         _refuse_sharded("unpatch")
@@ -92,7 +97,10 @@ def unpatch() -> None:
 
 
 def is_patched() -> bool:
-    """Whether torch's names stand for fullshard's."""
+    """Whether torch's names stand for fullshard's.
+
+    Ranks: each for itself.
+    """
     return bool(_bound)
 
 

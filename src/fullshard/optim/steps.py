@@ -8,13 +8,14 @@ optimizer state to the device for the step.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard.device import CPU, streams_of
@@ -84,10 +85,22 @@ def _groups_of(optimizer: Optimizer) -> list[GroupContext]:
                     f"that is trained. Build the optimizer after sharding, from model.parameters(), and call "
                     f"model.reshard() first if a forward was run before"
                 )
+        if isinstance(optimizer, LBFGS) or type(optimizer).__name__ == "Adafactor":
+            _warn_of_parts(optimizer, groups.values())
         known = _found[optimizer] = ids, [weakref.ref(group) for group in groups.values()]
         for problem, advice in strangers_of(strangers) if strangers else ():
             warn(f"{problem}. {advice}")
     return [alive for reference in known[1] if (alive := reference()) is not None]
+
+
+def _warn_of_parts(optimizer: Optimizer, groups: Iterable[GroupContext]) -> None:
+    """Warn of an optimizer that sums over parameters, if each rank shows it only its part of them as plain tensors."""
+    if any(group.is_flat and group.data.shard_group is not None for group in groups):
+        warn(
+            f"{type(optimizer).__name__} sums over whole parameters, and FullyShardedDataParallel shows it only this "
+            f"rank's part of each, so its updates differ from those of unsharded training. Use an optimizer that "
+            f"computes element by element, such as AdamW"
+        )
 
 
 def _move_state(optimizer: Optimizer, groups: list[GroupContext], to_device: bool) -> None:

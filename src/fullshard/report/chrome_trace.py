@@ -1,7 +1,8 @@
-"""A trace in Chrome's format, which https://ui.perfetto.dev and ``chrome://tracing`` open.
+"""The file ``trace.json``: a trace in Chrome's format, which https://ui.perfetto.dev and ``chrome://tracing`` open.
 
 A process of the trace is a rank, and a track is a lane. If spans of a lane overlap and are not nested, the lane has
-several tracks. Memory is a counter. An arrow leads from the end of each gather to the computation that needed it.
+several tracks. Memory is a counter. An arrow leads from the end of each gather to the computation that needed it. The
+data of the ranks follows the events under a name of its own, which other programs skip; :func:`read` reads it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,30 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.rank_trace import LANES, RankTrace, tracks
+from fullshard.report.rank_trace import LANES, RankTrace, as_data, from_data, tracks
 
 #: The most tracks of a lane.
 _TRACKS = 64
+#: The name of the data of the ranks, last in the file: Perfetto ignores what follows a name that it does not know.
+_DATA = "fullshard"
 
 
 def write(ranks: Sequence[RankTrace], file: Path) -> None:
     """Write ``trace.json``."""
-    file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(ranks)}))
+    file.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(ranks), _DATA: as_data(ranks)}))
+
+
+def read(file: Path) -> list[RankTrace]:
+    """Read the data of the ranks, which :func:`write` wrote.
+
+    Raises:
+        ValueError: the file is not a trace of fullshard, or has a different version.
+    """
+    try:
+        found = json.loads(file.read_text())
+        return from_data(found.get(_DATA) if isinstance(found, dict) else None)
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:

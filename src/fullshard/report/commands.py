@@ -15,13 +15,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from fullshard.report.explain import ADAM, explain
+from fullshard.report.fit import bytes_of
 from fullshard.report.tables import estimate_text
 
-_GIVEN = ("bandwidth", "flops", "tokens")
+#: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
+_TIMING = (
+    "bandwidth",
+    "peak_flops",
+    "efficiency",
+    "tokens",
+    "latency",
+    "algorithm",
+    "node_bandwidth",
+    "ranks_per_node",
+)
 
 
 def _above_0(text: str) -> float:
@@ -36,6 +46,13 @@ def _from_0(text: str) -> float:
     return _number(text, float, "a number that is not below 0", lambda number: number >= 0)
 
 
+def _size(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], bool]) -> float:
     with suppress(ValueError):
         if is_fine(number := kind(text)):
@@ -46,8 +63,8 @@ def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``fullshard explain``."""
     parser.description = (
-        "Shows how a model is cut over any number of ranks, how much memory and traffic a step needs, and what could "
-        "be better. The function builds the model on the meta device: this needs no memory and no other process."
+        "Shows how a model is cut over any number of ranks, how much memory and communication a step needs, and what "
+        "could be better. The function builds the model on the meta device: this needs no memory and no other process."
     )
     parser.add_argument("function", help="the function that builds the model: FILE.py:FUNCTION or MODULE:FUNCTION")
     parser.add_argument("--ranks", type=_count, required=True, help="the number of ranks to simulate")
@@ -58,39 +75,91 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         default=ADAM,
         help="bytes of optimizer state for each element (8, as AdamW has)",
     )
+    parser.add_argument(
+        "--batch",
+        metavar="FUNCTION",
+        help="the function that returns an example batch of one rank: a tensor, a tuple of arguments or a dict of "
+        "keyword arguments of the model's forward. Counts activations and FLOPs on tensors without memory",
+    )
+    parser.add_argument(
+        "--loss", metavar="FUNCTION", help="a function of the model and the batch that returns the loss (forward does)"
+    )
+    parser.add_argument(
+        "--device-memory", type=_size, metavar="SIZE", help="the memory of a rank's device, such as 80GB: does it fit?"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")
-    timing = parser.add_argument_group("estimate of a step's time: give bandwidth, flops and tokens")
-    timing.add_argument("--bandwidth", type=_above_0, help="bytes that a rank sends each second")
-    timing.add_argument("--flops", type=_above_0, help="operations that a rank computes each second")
-    timing.add_argument("--tokens", type=_count, help="tokens that a rank processes in a step")
-    timing.add_argument("--latency", type=_from_0, default=0.0, help="fixed seconds of each exchange (0)")
+    timing = parser.add_argument_group(
+        "estimate of a step's time", "Give --bandwidth and --peak-flops, and --tokens unless there is a --batch."
+    )
+    timing.add_argument("--bandwidth", type=_above_0, metavar="BYTES/S", help="bytes that one rank sends each second")
+    timing.add_argument(
+        "--peak-flops", type=_above_0, metavar="FLOP/S", help="peak FLOP/s of one rank's device, in the dtype it uses"
+    )
+    timing.add_argument(
+        "--efficiency", type=_above_0, default=1.0, metavar="SHARE", help="the share of the peak that is reached (1.0)"
+    )
+    timing.add_argument("--tokens", type=_count, help="tokens that one rank processes in a step")
+    timing.add_argument(
+        "--latency", type=_from_0, default=0.0, metavar="SECONDS", help="latency of each step of an exchange (0)"
+    )
+    timing.add_argument(
+        "--algorithm",
+        choices=("ring", "tree"),
+        default="ring",
+        help="exchanges of W ranks have W - 1 steps, or log2(W)",
+    )
+    timing.add_argument(
+        "--node-bandwidth", type=_above_0, metavar="BYTES/S", help="bytes that a node sends to other nodes each second"
+    )
+    timing.add_argument("--ranks-per-node", type=_count, metavar="RANKS", help="needed with --node-bandwidth")
     parser.set_defaults(call=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    missing = [name for name in _GIVEN if getattr(options, name) is None]
-    if missing and len(missing) < len(_GIVEN):
-        print(f"fullshard explain: an estimate needs --{' and --'.join(missing)} too", file=sys.stderr)
-        return 2
-    if not 0 <= options.rank < options.ranks:
-        message = f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}"
-        print(f"fullshard explain: {message}", file=sys.stderr)
-        return 2
     try:
-        build = _function(options.function)
-    except (OSError, ImportError, LookupError, AttributeError) as error:
-        print(f"fullshard explain: {options.function} names no function: {error}", file=sys.stderr)
+        return _print(options)
+    except _Refused as error:
+        print(f"fullshard explain: {error}", file=sys.stderr)
         return 2
-    found = explain(build, ranks=options.ranks, rank=options.rank, optimizer_bytes=options.optimizer_bytes)
-    given = {name: getattr(options, name) for name in (*_GIVEN, "latency")}
-    estimate = None if missing else found.estimate(**given)
+
+
+class _Refused(Exception):
+    """Options that make no sense. The message is for the user."""
+
+
+def _print(options: argparse.Namespace) -> int:
+    needed = ["bandwidth", "peak_flops", *(() if options.batch else ("tokens",))]
+    missing = [name for name in needed if getattr(options, name) is None]
+    timing = {name: getattr(options, name) for name in _TIMING}
+    is_timed = any(timing[name] is not None for name in ("bandwidth", "peak_flops", "tokens", "node_bandwidth"))
+    if is_timed and missing:
+        raise _Refused(f"an estimate needs --{' and --'.join(missing)} too".replace("_", "-"))
+    if not 0 <= options.rank < options.ranks:
+        raise _Refused(f"--rank {options.rank} is not one of {options.ranks} ranks, which are 0 to {options.ranks - 1}")
+    if options.loss and not options.batch:
+        raise _Refused("--loss needs --batch too")
+    build = _function(options.function)
+    loss = _function(options.loss) if options.loss else None
+    batch = _function(options.batch)() if options.batch else None
+    found = explain(
+        build,
+        ranks=options.ranks,
+        rank=options.rank,
+        optimizer_bytes=options.optimizer_bytes,
+        batch=batch,
+        loss=loss,
+        device_memory=options.device_memory,
+    )
+    try:
+        estimate = found.estimate(**timing) if is_timed else None
+    except ValueError as error:
+        raise _Refused(str(error)) from error
     if options.picture:
         try:
             found.picture(options.picture)
         except (ImportError, OSError, ValueError) as error:
-            print(f"fullshard explain: {options.picture} cannot be drawn: {error}", file=sys.stderr)
-            return 2
+            raise _Refused(f"{options.picture} cannot be drawn: {error}") from error
     if options.json:
         print(json.dumps(found.as_dict() | ({"estimate": asdict(estimate)} if estimate else {}), indent=1))
         return 0
@@ -100,8 +169,15 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _function(text: str) -> Callable[[], nn.Module]:
+def _function(text: str) -> Callable[..., Any]:
     """The function that ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION`` names."""
+    try:
+        return _found(text)
+    except (OSError, ImportError, LookupError, AttributeError) as error:
+        raise _Refused(f"{text} names no function: {error}") from error
+
+
+def _found(text: str) -> Callable[..., Any]:
     where, _, name = text.rpartition(":")
     if not where:
         raise LookupError("give FILE.py:FUNCTION or MODULE:FUNCTION")

@@ -6,34 +6,102 @@ wait. *Gathers* and *reductions* start when the engine would start them. They us
     computation   ....[block 0][block 1]..[block 2]            '.' waits: communication that is exposed
     wire          [g 0][g 1]   [g 2]      ...
 
-An exchange takes the latency plus its bytes divided by the bandwidth. Where ranks share memory, the host itself reads
-the gradients of the other ranks, so the whole reduction is exposed.
+An exchange takes ``steps * latency + sent / bandwidth`` seconds. The algorithm decides how many steps follow each
+other, and how much of what a rank sends leaves its node. ``W`` ranks exchange, ``m`` of them on each node:
+
+======================  =================  ==========================================================
+algorithm               steps              what a node sends to other nodes, for each such group
+======================  =================  ==========================================================
+ring                    W - 1              what one rank sends: only one of its ranks has its
+                                           neighbour on another node
+tree                    log2 W, rounded    what the m ranks send to the W - m ranks on other nodes
+                        up
+messages (``p2p``)      W - 1              the same
+======================  =================  ==========================================================
+
+An all-reduce has twice the steps: it is a reduce-scatter and an all-gather. The ranks of a node share the bandwidth of
+the node. Where ranks share memory, the host itself reads the gradients of the other ranks in one step, so the whole
+reduction is exposed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fullshard.report.facts import GroupFacts, ModelFacts
-from fullshard.report.replay import Event, Replay
+from fullshard.report.replay import Event, Pass, Replay
+from fullshard.report.text import counted, percent, quantity_text, seconds_text
+
+Algorithm = Literal["ring", "tree"]
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The numbers that describe the hardware, see :meth:`fullshard.report.explain.Explanation.estimate`."""
+    """The numbers that describe the hardware and the work of a rank, see
+    :meth:`fullshard.report.explain.Explanation.estimate`."""
 
     bandwidth: float
-    flops: float
-    tokens: int
+    peak_flops: float
+    count: int
+    unit: str = "tokens"
+    efficiency: float = 1.0
     latency: float = 0.0
+    algorithm: Algorithm = "ring"
+    node_bandwidth: float | None = None
+    ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "flops", "tokens"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+        positive = {"bandwidth": self.bandwidth, "peak_flops": self.peak_flops, self.unit: self.count}
+        nodes = {"node_bandwidth": self.node_bandwidth, "ranks_per_node": self.ranks_per_node}
+        if None in nodes.values() and set(nodes.values()) != {None}:
+            raise ValueError(f"node_bandwidth and ranks_per_node belong together, got {nodes}")
+        for name, value in (positive if self.ranks_per_node is None else positive | nodes).items():
+            if value is None or not value > 0:
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency is a share of peak_flops, above 0 and at most 1, got {self.efficiency!r}")
         if not self.latency >= 0:
             raise ValueError(f"latency must not be negative, got {self.latency!r}")
+        if self.algorithm not in ("ring", "tree"):
+            raise ValueError(f"algorithm must be 'ring' or 'tree', got {self.algorithm!r}")
+
+    def __str__(self) -> str:
+        sends = f"sends {quantity_text(self.bandwidth, 'B/s')}"
+        if self.node_bandwidth is not None:
+            node = quantity_text(self.node_bandwidth, "B/s")
+            sends += f" (the {self.ranks_per_node} ranks of a node together send {node} to other nodes)"
+        steps = "W - 1 steps (ring)" if self.algorithm == "ring" else "log2(W) steps (tree), W - 1 by messages"
+        return (
+            f"each rank processes {counted(self.count, self.unit.removesuffix('s'))}, computes at "
+            f"{percent(self.efficiency)} of {quantity_text(self.peak_flops, 'FLOP/s')} and {sends}; an exchange of W "
+            f"ranks takes {steps} of {seconds_text(self.latency)} and the time for its bytes"
+        )
+
+    def seconds(self, sent: int, ranks: int, stride: int, transport: str, passes: int = 1) -> float:
+        """The seconds of an exchange.
+
+        Args:
+            sent: bytes that each rank sends.
+            ranks: the number of ranks that exchange.
+            stride: the distance between neighbours among them.
+            transport: the name of the transport.
+            passes: 2 for an all-reduce, otherwise 1.
+        """
+        is_tree = self.algorithm == "tree" and transport != "p2p"
+        steps = math.ceil(math.log2(ranks)) if is_tree else ranks - 1
+        bandwidth = self.bandwidth
+        if self.ranks_per_node is not None and self.node_bandwidth is not None:
+            here = max(1, self.ranks_per_node // stride)  # of these ranks on one node
+            groups = self.ranks_per_node / here  # that exchange at the same time and share the node's bandwidth
+            is_ring = not is_tree and transport != "p2p"
+            leaving = 1 if is_ring else here * (ranks - here) / (ranks - 1)  # of what one rank sends
+            if ranks > here:
+                bandwidth = min(bandwidth, self.node_bandwidth / (groups * leaving))
+        return passes * steps * self.latency + sent / bandwidth
 
 
 @dataclass(frozen=True)
@@ -52,13 +120,18 @@ class Estimate:
     """Seconds of a forward and backward, and how they are spent.
 
     Attributes:
-        step: forward and backward. The optimizer step, attention's products of activations and the host's own work are
-            not counted.
+        step: forward and backward. The optimizer step and the host's own work are not counted.
         forward: the forward alone.
-        computing: multiplications of parameters and tokens, at ``flops``.
+        computing: the FLOPs at ``efficiency * peak_flops``.
         exchanges: all gathers and reductions, hidden or not.
         exposed: the part of the exchanges for which the computation waits.
-        groups: the same by group, in the order of the model.
+        flops: the FLOPs of a rank in a step.
+        is_counted: whether these were counted in a forward and backward of a batch. If not, they are two for each
+            element of a matrix and each token in forward, and up to four in backward; attention's products of
+            activations are left out.
+        throughput: tokens or samples that all ranks process each second.
+        peak_share: the share of ``peak_flops`` that a rank reaches over the whole step.
+        groups: the seconds by group, in the order of the model.
         given: the hardware.
     """
 
@@ -67,13 +140,19 @@ class Estimate:
     computing: float
     exchanges: float
     exposed: float
+    flops: float
+    is_counted: bool
+    throughput: float
+    peak_share: float
     groups: tuple[GroupEstimate, ...]
     given: Hardware
 
 
-def estimate_step(facts: ModelFacts, replay: Replay, given: Hardware) -> Estimate:
-    """Runs the events of a replay on the timeline."""
-    lanes = _Lanes(facts.groups, given)
+def estimate_step(
+    facts: ModelFacts, replay: Replay, given: Hardware, measured: Mapping[tuple[Pass, int], int] | None = None
+) -> Estimate:
+    """Runs the events of a replay on the timeline. ``measured`` are FLOPs by pass and position of a group, if known."""
+    lanes = _Lanes(facts.groups, given, measured)
     for event in replay.events:
         lanes.run(event)
     computed, exchanged, waited = lanes.computed, lanes.exchanged, lanes.waited
@@ -81,15 +160,28 @@ def estimate_step(facts: ModelFacts, replay: Replay, given: Hardware) -> Estimat
         GroupEstimate(group.title, computed["forward", at], computed["backward", at], exchanged[at], waited[at])
         for at, group in enumerate(facts.groups)
     )
-    computing = sum(lanes.computed.values())
-    exchanges, exposed = sum(lanes.exchanged.values()), sum(lanes.waited.values())
-    return Estimate(lanes.now, lanes.forward, computing, exchanges, exposed, rows, given)
+    data_ranks = max(group.summed for group in facts.groups)
+    return Estimate(
+        step=lanes.now,
+        forward=lanes.forward,
+        computing=sum(computed.values()),
+        exchanges=sum(exchanged.values()),
+        exposed=sum(waited.values()),
+        flops=lanes.flops,
+        is_counted=measured is not None,
+        throughput=data_ranks * given.count / lanes.now if lanes.now else math.inf,
+        peak_share=lanes.flops / (lanes.now * given.peak_flops) if lanes.now else 0.0,
+        groups=rows,
+        given=given,
+    )
 
 
 class _Lanes:
-    def __init__(self, groups: tuple[GroupFacts, ...], given: Hardware) -> None:
-        self._groups, self._given = groups, given
-        self.now = self.forward = self._wire = 0.0
+    def __init__(
+        self, groups: tuple[GroupFacts, ...], given: Hardware, measured: Mapping[tuple[Pass, int], int] | None
+    ) -> None:
+        self._groups, self._given, self._measured = groups, given, measured
+        self.now = self.forward = self._wire = self.flops = 0.0
         self._gathered: dict[int, float] = {}
         self._reduced: defaultdict[int, float] = defaultdict(float)
         self.computed: defaultdict[tuple[str, int], float] = defaultdict(float)
@@ -99,24 +191,32 @@ class _Lanes:
     def run(self, event: Event) -> None:
         at, group = event.group, self._groups[event.group]
         if event.action == "compute":
-            seconds = self._work(group, event.during == "backward")
+            flops = self._flops(at, event.during)
+            seconds = flops / (self._given.efficiency * self._given.peak_flops)
+            self.flops += flops
             self.computed[event.during, at] += seconds
             self.now += seconds
         elif event.action == "gather":
-            self._gathered[at] = self._exchange(at, event.sent)
+            self._gathered[at] = self._exchange(event)
         elif event.action == "wait":
             self._wait(at, self._gathered[at])
         elif event.action == "wait-reduce":
             if group.reduction.read:
-                self._reduced[at] = self._exchange(at, group.reduction.read)
+                self._reduced[at] = self._occupy(at, self._given.latency + group.reduction.read / self._given.bandwidth)
             self._wait(at, self._reduced[at])
         elif event.sent:
-            self._reduced[at] = self._exchange(at, event.sent)
+            self._reduced[at] = self._exchange(event)
         if event.during == "forward":
             self.forward = self.now
 
-    def _exchange(self, at: int, sent: int) -> float:
-        seconds = self._given.latency + sent / self._given.bandwidth
+    def _exchange(self, event: Event) -> float:
+        """Run an exchange on the wire; returns when it ends."""
+        group, is_all_reduce = self._groups[event.group], event.action == "all-reduce"
+        stride = group.replica_stride if is_all_reduce else group.stride
+        passes, transport = 1 + is_all_reduce, "" if is_all_reduce else group.transport
+        return self._occupy(event.group, self._given.seconds(event.sent, event.ranks, stride, transport, passes))
+
+    def _occupy(self, at: int, seconds: float) -> float:
         self.exchanged[at] += seconds
         self._wire = max(self.now, self._wire) + seconds
         return self._wire
@@ -125,12 +225,14 @@ class _Lanes:
         self.waited[at] += max(0.0, until - self.now)
         self.now = max(self.now, until)
 
-    def _work(self, group: GroupFacts, in_backward: bool) -> float:
-        """The seconds of a group's computation in one pass.
+    def _flops(self, at: int, during: Pass) -> int:
+        """The FLOPs of a group in one pass: counted, or those of its matrices.
 
-        Forward takes two operations for each element of a matrix and each token. Backward takes the same number for the
-        gradient of the inputs, and again the same for the gradient of the matrix if it is trained.
+        Forward takes two for each element of a matrix and each token. Backward takes the same number for the gradient
+        of the inputs, and again the same for the gradient of the matrix if it is trained.
         """
-        matrices = [param for param in group.parameters if param.is_matrix]
-        elements = sum(param.numel * (1 + (in_backward and param.is_trainable)) for param in matrices)
-        return 2 * elements * self._given.tokens / self._given.flops
+        if self._measured is not None:
+            return self._measured.get((during, at), 0)
+        matrices = [param for param in self._groups[at].parameters if param.is_matrix]
+        elements = sum(param.numel * (1 + (during == "backward" and param.is_trainable)) for param in matrices)
+        return 2 * elements * self._given.count

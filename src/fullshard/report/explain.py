@@ -1,13 +1,14 @@
 """Explains what sharding does to a model: how it is cut, a step's memory and traffic, and what could be better.
 
 Owns the :class:`Explanation`, and the simulated world in which one process explains a model for any number of ranks.
-The facts come from :mod:`fullshard.report.facts`, the predicted step from :mod:`fullshard.report.replay`, and the
-advice from :mod:`fullshard.report.advice`.
+The facts come from :mod:`fullshard.report.facts`, the predicted step from :mod:`fullshard.report.replay`, activations
+and FLOPs from :mod:`fullshard.report.activations`, and the advice from :mod:`fullshard.report.advice`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,12 +21,14 @@ from torch import nn
 
 from fullshard.fully_shard import fully_shard_blocks
 from fullshard.report import tables
+from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.advice import Advice, advise
-from fullshard.report.estimate import Estimate, Hardware, estimate_step
-from fullshard.report.facts import GroupFacts, ModelFacts, facts_of
+from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
+from fullshard.report.facts import ON_CPU, GroupFacts, ModelFacts, facts_of
+from fullshard.report.fit import Fit, bytes_of, fit_into, memory_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
 from fullshard.report.text import wrapped
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
 
 #: Bytes of optimizer state for each element: AdamW keeps two moments in fp32.
@@ -43,12 +46,16 @@ class Explanation:
         ranks: the size of the world.
         rank: the rank whose shards, memory and traffic are shown.
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
+        activations: the activations and FLOPs of a batch, ``None`` if no batch was given.
+        device_memory: the memory of the device in bytes, ``None`` if unknown.
     """
 
     facts: ModelFacts
     ranks: int
     rank: int
     optimizer_bytes: float
+    activations: Activations | None = None
+    device_memory: int | None = None
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
@@ -65,17 +72,27 @@ class Explanation:
 
     @cached_property
     def memory(self) -> tuple[Phase, ...]:
-        """The memory of this rank in each phase, in bytes, without activations."""
-        kinds = {
-            "shards": sum(group.shard for group in self.groups),
-            "optimizer state": round(self.optimizer_bytes * sum(group.trained for group in self.groups)),
-            "outside of groups": self.facts.outside,
-        }
+        """The memory of this rank in each phase, in bytes. Activations are in it if a batch was given.
+
+        In forward and backward, the peak of the buffers and the peak of the activations are added, although they may
+        come at different times.
+        """
+        shards, trained = Counter[str](), Counter[str]()
+        for group in self.groups:
+            shards["shards" + group.offloaded] += group.shard
+            trained["optimizer state" + ON_CPU * bool(group.offload)] += group.trained
+        state = {kind: round(self.optimizer_bytes * elements) for kind, elements in trained.items()}
+        kinds = {**shards, **state, "outside of groups": self.facts.outside}
         at_rest = tuple((kind, 1, nbytes) for kind, nbytes in kinds.items() if nbytes)
+        found = self.activations
+        forward, backward = (
+            (("activations", 1, nbytes),) if nbytes else ()
+            for nbytes in ((found.forward, found.backward) if found else (0, 0))
+        )
         return (
             Phase("at rest", at_rest),
-            Phase("forward, at its peak", at_rest + self.replay.peaks["forward"]),
-            Phase("backward, at its peak", at_rest + self.replay.peaks["backward"]),
+            Phase("forward, at its peak", at_rest + self.replay.peaks["forward"] + forward),
+            Phase("backward, at its peak", at_rest + self.replay.peaks["backward"] + backward),
             Phase("between steps", at_rest + self.replay.kept),
             Phase("after free_buffers()", at_rest),
         )
@@ -90,19 +107,53 @@ class Explanation:
         """What could be better, and how."""
         return tuple(advise(self.facts))
 
-    def estimate(self, *, bandwidth: float, flops: float, tokens: int, latency: float = 0.0) -> Estimate:
+    @property
+    def fit(self) -> Fit | None:
+        """Whether the largest phase fits into the memory of the device, ``None`` if that is unknown."""
+        if self.device_memory is None:
+            return None
+        return fit_into(self.device_memory, self.memory, self.activations is not None)
+
+    def estimate(
+        self,
+        *,
+        bandwidth: float,
+        peak_flops: float,
+        efficiency: float = 1.0,
+        tokens: int | None = None,
+        latency: float = 0.0,
+        algorithm: Algorithm = "ring",
+        node_bandwidth: float | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Estimate:
         """Estimates how long a forward and backward take.
 
         Args:
-            bandwidth: bytes that a rank sends each second, or reads where ranks share memory.
-            flops: operations that a rank computes each second.
-            tokens: tokens that a rank processes in a step.
-            latency: seconds that each exchange takes in addition to the time for its bytes.
+            bandwidth: bytes that one rank sends each second, or reads where ranks share memory.
+            peak_flops: the FLOP/s that the device of one rank has at its peak, in the dtype of the computation.
+            efficiency: the share of ``peak_flops`` at which the computation runs.
+            tokens: tokens that one rank processes in a step. Needed if no batch was given; otherwise it only replaces
+                the number of tokens or samples of the batch in the throughput.
+            latency: seconds that each step of an exchange takes in addition to the time for its bytes.
+            algorithm: ``"ring"``, in which an exchange of W ranks has W - 1 steps, or ``"tree"``, with log2(W).
+                Messages between pairs of ranks (``p2p``) have W - 1 steps in any case.
+            node_bandwidth: bytes that all ranks of one node together send to other nodes each second.
+            ranks_per_node: the number of ranks on a node. Without it, no ranks share a connection.
 
         Raises:
-            ValueError: a number is not positive, or the latency is negative.
+            ValueError: a number is not positive, the latency is negative, ``tokens`` is missing, or only one of
+                ``node_bandwidth`` and ``ranks_per_node`` is given.
         """
-        return estimate_step(self.facts, self.replay, Hardware(bandwidth, flops, tokens, latency))
+        count, unit, counted = tokens, "tokens", None
+        if self.activations is not None:
+            counted = self.activations.flops
+            if count is None:
+                count, unit = self.activations.count, self.activations.unit
+        if count is None:
+            raise ValueError("estimate() needs tokens, because explain() was given no batch")
+        nodes = node_bandwidth, ranks_per_node
+        given = Hardware(bandwidth, peak_flops, count, unit, efficiency, latency, algorithm, *nodes)
+        return estimate_step(self.facts, self.replay, given, counted)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as numbers, strings, lists and dicts. Sizes are in bytes."""
@@ -113,8 +164,14 @@ class Explanation:
             "groups": [asdict(group) for group in self.groups],
             "order": list(self.order),
             "order_is_recorded": self.facts.is_recorded,
+            "order_of": self.facts.order_of,
             "prefetch": self.facts.prefetch,
             "memory": [{**asdict(phase), "nbytes": phase.nbytes} for phase in self.memory],
+            "activations": None if self.activations is None else self.activations.as_dict(),
+            "device_memory": self.device_memory,
+            "fit": None
+            if self.fit is None
+            else asdict(self.fit) | {"fits": self.fit.fits, "missing": self.fit.missing},
             "traffic": [asdict(traffic) for traffic in self.traffic],
             "advice": [asdict(advice) for advice in self.advice],
         }
@@ -134,14 +191,17 @@ class Explanation:
 
     def __str__(self) -> str:
         facts, groups = self.facts, self.groups
+        found, beside = self.activations, "" if self.activations else " without activations"
         head = f"{facts.name} over {self.ranks:,} ranks, seen from rank {self.rank}: {tables.totals_text(groups)}"
         parts = [
             wrapped(head),
             tables.groups_text(groups),
             tables.settings_text(groups),
             tables.parameters_text(groups),
-            f"Memory of a rank beside activations ({self.optimizer_bytes:g} bytes of optimizer state an element)\n"
+            f"Memory of a rank{beside} ({self.optimizer_bytes:g} bytes of optimizer state per element)\n"
             + tables.memory_text(self.memory),
+            "" if found is None else wrapped(str(found)),
+            "" if self.fit is None else wrapped(str(self.fit)),
             tables.traffic_text(self.traffic),
             tables.order_text(facts),
             "\n".join(["Advice", *(wrapped(f"- {each}") for each in self.advice)] if self.advice else ()),
@@ -155,6 +215,9 @@ def explain(
     ranks: int | None = None,
     rank: int = 0,
     optimizer_bytes: float = ADAM,
+    batch: Any = None,
+    loss: Loss | None = None,
+    device_memory: float | str | None = None,
 ) -> Explanation:
     """Explains what sharding does to a model: how it is cut, how much memory and traffic a step needs, and why.
 
@@ -172,34 +235,56 @@ def explain(
         ranks: the number of ranks to simulate.
         rank: the rank whose shards and memory are explained.
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates. The default is AdamW's.
+        batch: an example of what one rank's forward gets: a tensor, a tuple of positional arguments, or a dict of
+            keyword arguments. Forward and backward then run on tensors that have no memory, to count activations and
+            FLOPs. Only the batch's shapes and dtypes matter. The model stays as it is.
+        loss: a function of the model and the batch that runs the model and returns the loss, if forward does not return
+            the loss itself.
+        device_memory: the memory of the device of one rank, in bytes or as ``"80GB"``, to say whether a step fits. The
+            default is that of the accelerator on which the model computes, if it does.
 
     Returns:
         plain data about this rank. A call with a model communicates nothing, so any rank may call it alone.
 
     Raises:
-        ValueError: no part of the model is sharded, or ``rank`` is not one of ``ranks``.
+        ValueError: no part of the model is sharded, ``rank`` is not one of ``ranks``, ``loss`` is given without a
+            batch, the batch has no tensor, nothing that forward returns requires gradients, or ``device_memory`` is not
+            a size.
         TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
-        RuntimeError: a process group exists already, so another world cannot be simulated in this process.
+        RuntimeError: a process group exists already, so another world cannot be simulated in this process; or forward
+            or backward failed on tensors without values.
     """
+    if loss is not None and batch is None:
+        raise ValueError("explain() was given a loss and no batch: give it a batch of one rank too")
+    size = None if device_memory is None else bytes_of(device_memory)
+
+    def explained(sharded: nn.Module) -> Explanation:
+        facts, found = facts_of(sharded), None
+        if batch is not None:
+            found = trace_step(sharded, batch, loss)
+            facts = facts_of(sharded, found.order)
+        memory = memory_of(units_in(sharded)[0].device) if size is None else size
+        return Explanation(facts, dist.get_world_size(), dist.get_rank(), optimizer_bytes, found, memory)
+
     if isinstance(model, nn.Module):
         if ranks is not None:
             raise TypeError(
-                f"this {type(model).__name__} exists already, for the ranks that exist: to pretend {ranks}, give "
-                f"explain() the function that builds it"
+                f"this {type(model).__name__} exists already, for the ranks that exist: to simulate {ranks} ranks, "
+                f"give explain() the function that builds it"
             )
-        return Explanation(facts_of(model), dist.get_world_size(), dist.get_rank(), optimizer_bytes)
+        return explained(model)
     if ranks is None or not callable(model):
         raise TypeError(f"explain() takes a sharded model, or a function that builds one and ranks=, got {model!r}")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not one of {ranks}")
     if dist.is_initialized():
         raise RuntimeError(
-            f"this process is one of {dist.get_world_size()} ranks already, and cannot pretend to be one of {ranks}: "
-            f"explain in a process of its own, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
+            f"this process is one of {dist.get_world_size()} ranks already, and cannot simulate one of {ranks}: "
+            f"explain in a different process, for example by `fullshard explain FILE:FUNCTION --ranks {ranks}`"
         )
     with simulated_world(ranks, rank):
         with torch.device("meta"):
             built = model()
             if not any(unit_of(module) for module in built.modules()):
                 fully_shard_blocks(built)
-        return Explanation(facts_of(built), ranks, rank, optimizer_bytes)
+        return explained(built)

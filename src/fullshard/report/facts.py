@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from fullshard.report.text import dtype_name
 from fullshard.schedule.unit import Unit, unit_of, units_in
 from fullshard.strangers import known_to, strangers_in
 from fullshard.wrap import repeated_blocks
+
+#: How kinds of memory end that are offloaded to the CPU.
+ON_CPU = " on the CPU"
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class GroupFacts:
         stored, compute, reduce: dtypes, several if the parameters differ.
         ranks, rank: the number of ranks over which it is sharded, and this rank's number among them.
         replicas: the number of copies of the shards.
+        stride, replica_stride: the distance between neighbours among the ranks that shard it, and among its replicas:
+            their numbers in the world differ by so much.
         post_forward: the number of ranks that shard it between forward and backward, if that differs from ``ranks``.
         transport: the name of its transport, and in ``why`` the reason for it.
         adds_in_fp32: whether gradients of low precision are added up in fp32.
@@ -133,6 +139,8 @@ class GroupFacts:
     ranks: int
     rank: int
     replicas: int
+    stride: int
+    replica_stride: int
     post_forward: int | None
     transport: str
     why: str
@@ -160,6 +168,11 @@ class GroupFacts:
     @property
     def title(self) -> str:
         return self.name or "(root)"
+
+    @property
+    def offloaded(self) -> str:
+        """How the kinds of memory end that its shard and gradients are: on the CPU if parameters are offloaded."""
+        return ON_CPU if self.offload == "parameters" else ""
 
     @property
     def summed(self) -> int:
@@ -199,7 +212,8 @@ class ModelFacts:
         name: its class.
         groups: in the order in which the model has them.
         units: in the order in which their forwards begin.
-        is_recorded: whether that order was recorded in a step. If not, it is the order of the modules.
+        order_of: what that order is of: a ``"step"`` that was recorded, the forward of a ``"batch"`` on tensors without
+            memory, or else the ``"modules"``, as they were registered.
         prefetch: how many groups are gathered ahead.
         left_out: names of parameters that require gradients and belong to no group.
         outside: bytes of parameters and buffers that belong to no group.
@@ -209,11 +223,16 @@ class ModelFacts:
     name: str
     groups: tuple[GroupFacts, ...]
     units: tuple[UnitFacts, ...]
-    is_recorded: bool
+    order_of: Literal["step", "batch", "modules"]
     prefetch: int
     left_out: tuple[str, ...]
     outside: int
     blocks: tuple[str, ...]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the order was recorded in a step."""
+        return self.order_of == "step"
 
     @property
     def in_order(self) -> tuple[GroupFacts, ...]:
@@ -221,8 +240,11 @@ class ModelFacts:
         return tuple(self.groups[at] for unit in self.units for at in unit.groups)
 
 
-def facts_of(model: nn.Module) -> ModelFacts:
+def facts_of(model: nn.Module, order: Sequence[int] = ()) -> ModelFacts:
     """The facts of a sharded model. Communicates nothing and changes nothing.
+
+    Args:
+        order: positions of groups in the order of a forward. It counts until a step was recorded.
 
     Raises:
         ValueError: no part of the model is sharded, or it has no parameters.
@@ -239,7 +261,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to explain")
     schedules = list(dict.fromkeys(unit.schedule for unit in units if unit.schedule is not None))
     recorded = [group for schedule in schedules for group in schedule.order.entered]
-    ordered = _by_use(units, recorded)
+    ordered = _by_use(units, recorded or [groups[at] for at in order])
     position = {group: at for at, group in enumerate(groups)}
     inside = {inner for unit in units for each in unit.modules for inner in each.modules() if inner is not each}
     roots = [unit for unit in units if not unit.is_list and unit.modules[0] not in inside]
@@ -249,7 +271,7 @@ def facts_of(model: nn.Module) -> ModelFacts:
         name=_class_of(model),
         groups=tuple(_group_facts(group, unit, unit in roots, names) for unit in units for group in unit.groups),
         units=tuple(_unit_facts(unit, ordered, position) for unit in ordered),
-        is_recorded=bool(recorded),
+        order_of="step" if recorded else "batch" if order else "modules",
         prefetch=schedules[0].prefetch_limit if schedules else 1,
         left_out=tuple(strangers_in(model)),
         outside=sum(tensor.nbytes for tensor in [*others, *model.buffers()]),
@@ -311,6 +333,8 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         ranks=data.shard_size,
         rank=data.shard_rank,
         replicas=data.replicate_size,
+        stride=_stride(data.shard_group),
+        replica_stride=_stride(data.replicate_group),
         post_forward=None if post_forward_mesh is None else post_forward_mesh.shard_size,
         transport=group.transport.name,
         why=_why(group),
@@ -337,6 +361,11 @@ def _group_facts(group: ParamGroup, unit: Unit, is_root: bool, names: dict[int, 
         starts=tuple(full_starts(sections, computed)),
         compute_by_section=tuple(map(dtype_name, computed)),
     )
+
+
+def _stride(over: dist.ProcessGroup | None) -> int:
+    ranks = [] if over is None else dist.get_process_group_ranks(over)
+    return abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 1
 
 
 def _exchange(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ from fullshard.comm.process_group import decoded, encoded, gather_objects
 from fullshard.comm.waits import waiting
 from fullshard.report import chrome_trace, page
 from fullshard.report.findings import Finding, findings
-from fullshard.report.rank_trace import RankTrace, as_rank, read, write
+from fullshard.report.rank_trace import RankTrace, as_rank
 from fullshard.report.recorder import RUNNING, Recorder
 from fullshard.schedule.unit import schedule_of
 
@@ -89,11 +90,12 @@ class Trace:
         return findings(self.ranks)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``recording.json``, ``trace.json`` and ``report.html`` into a directory, on rank 0.
+        """Write ``trace.json`` and ``report.html`` into a directory, on rank 0.
 
         Every rank must call it: it calls :meth:`gather` first if that is still to be done. ``trace.json`` is for
-        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is one file that needs no network. Its pictures are
-        made by matplotlib; without matplotlib it has only tables.
+        :meth:`load`, and for https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one
+        file that needs no network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says
+        how to write the page elsewhere.
         """
         if not self._is_gathered:
             self.gather()
@@ -101,19 +103,25 @@ class Trace:
             return
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        write(self.ranks, folder / "recording.json")
         chrome_trace.write(self.ranks, folder / "trace.json")
-        page.write(self.ranks, folder / "report.html")
+        try:
+            page.write(self.ranks, folder / "report.html")
+        except ImportError as error:
+            warnings.warn(
+                f"{folder} has no report.html: {error}. Install plotly (pip install 'fullshard[report]') here or on "
+                f"another machine with trace.json, and call fullshard.Trace.load(directory).save(directory)",
+                stacklevel=2,
+            )
 
     @staticmethod
     def load(directory: str | os.PathLike[str]) -> Trace:
         """Read a trace from the directory into which :meth:`save` wrote it. Needs no process group.
 
         Raises:
-            FileNotFoundError: the directory has no ``recording.json``.
-            ValueError: the file has a different version.
+            FileNotFoundError: the directory has no ``trace.json``.
+            ValueError: the file is not a trace of fullshard, or has a different version.
         """
-        return Trace(read(Path(directory, "recording.json")))
+        return Trace(chrome_trace.read(Path(directory, "trace.json")))
 
 
 def profile(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Trace:

@@ -1,4 +1,4 @@
-"""The data of a trace: spans of time by lane, memory over time, and the file that stores them.
+"""The data of a trace: spans of time by lane, and memory over time.
 
 Owns the data, and what can be computed from the data of a single rank. :mod:`fullshard.report.recorder` takes the
 spans, and :mod:`fullshard.report.findings` interprets them.
@@ -15,10 +15,8 @@ All times are in nanoseconds of the clock of rank 0's host. One rank, one step::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Lane = Literal["pass", "computation", "gather", "reduce", "all-reduce", "host", "wait"]
@@ -241,23 +239,22 @@ def _total(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in intervals)
 
 
-def write(ranks: Sequence[RankTrace], file: Path) -> None:
-    """Write ``recording.json``. Its times are nanoseconds since the start of the first span."""
+def as_data(ranks: Sequence[RankTrace]) -> dict[str, Any]:
+    """The traces of ranks as dicts, lists and numbers. Times are nanoseconds since the start of the first span."""
     origin = min((span.start for rank in ranks for span in rank.spans), default=0)
     shifted = [asdict(rank.shifted(origin)) for rank in ranks]
-    file.write_text(json.dumps({"version": _VERSION, "fields": [*Span.__annotations__], "ranks": shifted}))
+    return {"version": _VERSION, "fields": [*Span.__annotations__], "ranks": shifted}
 
 
-def read(file: Path) -> list[RankTrace]:
-    """Read what :func:`write` wrote.
+def from_data(data: Any) -> list[RankTrace]:
+    """The traces that :func:`as_data` turned into data.
 
     Raises:
-        ValueError: the file is not a trace, or has a different version.
+        ValueError: the data is not a trace, or has a different version.
     """
-    found = json.loads(file.read_text())
-    if not isinstance(found, dict) or found.get("version") != _VERSION:
-        raise ValueError(f"{file} is not a trace of version {_VERSION}, which this release of fullshard reads")
-    return [as_rank(each) for each in found["ranks"]]
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        raise ValueError(f"it is not a trace of version {_VERSION}, which this release of fullshard reads")
+    return [as_rank(each) for each in data["ranks"]]
 
 
 def as_rank(found: dict[str, Any]) -> RankTrace:

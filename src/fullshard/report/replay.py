@@ -19,7 +19,7 @@ import torch
 from fullshard.buffer.slots import Lease, SlotBuffer, SlotPool, Staging
 from fullshard.device import META
 from fullshard.group.gradients import MOST_WAITING
-from fullshard.report.facts import ModelFacts, UnitFacts
+from fullshard.report.facts import ON_CPU, ModelFacts, UnitFacts
 from fullshard.schedule.order import Order
 
 Action = Literal["gather", "wait", "compute", "reduce", "all-reduce", "wait-reduce"]
@@ -37,12 +37,14 @@ class Event(NamedTuple):
         group: the position of the group in the model's facts.
         during: the pass.
         sent: bytes that this rank sends.
+        ranks: the number of ranks that exchange.
     """
 
     action: Action
     group: int
     during: Pass
     sent: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class ExchangeTotal:
 
 @dataclass(frozen=True)
 class Phase:
-    """The memory of one rank at one time, without activations, and its parts."""
+    """The memory of one rank at one time, and its parts."""
 
     name: str
     parts: tuple[Part, ...]
@@ -65,6 +67,11 @@ class Phase:
     @property
     def nbytes(self) -> int:
         return _total(self.parts)
+
+    @property
+    def on_device(self) -> int:
+        """The bytes of the parts that are not offloaded to the CPU."""
+        return _total(part for part in self.parts if not part[0].endswith(ON_CPU))
 
 
 def _total(parts: Iterable[Part]) -> int:
@@ -122,7 +129,7 @@ class Replay:
         self._unreduced: set[int] = set()
         self._zero_copy: set[int] = set()
         self._reducing: list[int] = []
-        self._reduced = 0
+        self._reduced = Counter[str]()  # bytes of reduced gradients, by kind
         self._children: defaultdict[int, list[int]] = defaultdict(list)
         for number, unit in enumerate(facts.units):
             self._children[unit.parent].append(number)
@@ -143,13 +150,13 @@ class Replay:
         self._wait_for_oldest_reductions(0)
         for at in list(self._state):
             self._reshard(at)
-        self._reduced = 0  # after zero_grad()
+        self._reduced.clear()  # after zero_grad()
         self.kept = self._parts()
 
     def exchanged(self) -> tuple[ExchangeTotal, ...]:
         """What the step exchanges, by kind."""
         kinds: defaultdict[str, list[int]] = defaultdict(list)
-        for action, at, during, sent in self.events:
+        for action, at, during, sent, _ in self.events:
             read = self._groups[at].reduction.read if action == "reduce" else 0
             if action == "gather":
                 kinds[f"gather in {during}"].append(sent)
@@ -161,7 +168,7 @@ class Replay:
 
     def _parts(self, temporary: int = 0) -> tuple[Part, ...]:
         kinds = {
-            "gradients": [self._reduced],
+            **{kind: [nbytes] for kind, nbytes in self._reduced.items()},
             "full buffers": self._fulls.sizes,
             "gradient buffers": self._gradients.sizes,
             "copies of shards": self._copies.sizes,
@@ -188,8 +195,8 @@ class Replay:
 
     # what happens to a group
 
-    def _record(self, action: Action, at: int, sent: int = 0) -> None:
-        self.events.append(Event(action, at, self._during, sent))
+    def _record(self, action: Action, at: int, sent: int = 0, ranks: int = 1) -> None:
+        self.events.append(Event(action, at, self._during, sent, ranks))
 
     def _gather(self, at: int) -> None:
         group, buffer, from_post_forward = self._groups[at], self._fulls[at], at in self._post_forward
@@ -207,7 +214,7 @@ class Replay:
         exchange = group.rest_gather if from_post_forward else group.gather
         self._lease_staging("gather", at, exchange.staging)
         if group.communicates:
-            self._record("gather", at, exchange.sent)
+            self._record("gather", at, exchange.sent, group.post_forward or 1 if from_post_forward else group.ranks)
         self._note_peak()
 
     def _unshard(self, at: int) -> None:
@@ -255,12 +262,12 @@ class Replay:
         if group.gradient < MOST_WAITING:
             self._take_gradient_buffer(at)
         self._reducing.append(at)
-        self._reduced += group.reduced
+        self._reduced["gradients" + group.offloaded] += group.reduced
         self._lease_staging("reduce", at, group.reduction.staging)
         if group.ranks > 1:
-            self._record("reduce", at, group.reduction.sent)
+            self._record("reduce", at, group.reduction.sent, group.ranks)
         if group.replicas > 1:
-            self._record("all-reduce", at, group.all_reduce_sent)
+            self._record("all-reduce", at, group.all_reduce_sent, group.replicas)
         self._note_peak()
 
     def _wait_for_oldest_reductions(self, at_most: int) -> None:

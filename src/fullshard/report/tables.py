@@ -8,7 +8,7 @@ from itertools import groupby
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import ExchangeTotal, Phase
-from fullshard.report.text import bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
+from fullshard.report.text import WIDTH, bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
 
 
 def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
@@ -100,17 +100,16 @@ def parameters_text(groups: Sequence[GroupFacts]) -> str:
 
 def memory_text(phases: Sequence[Phase]) -> str:
     """The bytes of each phase, and their parts."""
+    labels = [(phase.name, bytes_text(phase.nbytes)) for phase in phases]
+    room = WIDTH - sum(max(map(len, column)) + 2 for column in zip(*labels, strict=True))
     rows = []
-    for phase in phases:
+    for phase, label in zip(phases, labels, strict=True):
         found: dict[str, list[str]] = {}
         for what, count, size in phase.parts:
             found.setdefault(what, []).append(bytes_text(size) if count == 1 else f"{count} x {bytes_text(size)}")
         formula = " + ".join(f"{what} {' + '.join(sizes)}" for what, sizes in found.items())
-        rows.append([phase.name, bytes_text(phase.nbytes), formula])
-    widths = [max(len(row[at]) for row in rows) for at in range(2)]
-    lines = [f"{name:<{widths[0]}}  {total:>{widths[1]}}  {formula}".rstrip() for name, total, formula in rows]
-    indent = " " * (sum(widths) + 4)
-    return "\n".join(wrapped(line, indent) for line in lines)
+        rows.append([*label, wrapped(formula, "", room)])
+    return table((), rows, "lrl")
 
 
 def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
@@ -124,7 +123,11 @@ def traffic_text(traffic: Sequence[ExchangeTotal]) -> str:
 
 def order_text(facts: ModelFacts) -> str:
     """The order in which the groups run, and whether it was recorded."""
-    known = "recorded" if facts.is_recorded else "of the modules; the first step records its own"
+    known = {
+        "step": "recorded in a step",
+        "batch": "of a forward of the batch",
+        "modules": "of the modules; the first step records its own",
+    }[facts.order_of]
     names = " > ".join(name_of_run(alike) for alike in runs(facts.in_order))
     return wrapped(f"Order ({known}; {facts.prefetch} gathered ahead): {names}")
 
@@ -139,13 +142,14 @@ def estimate_text(estimate: Estimate) -> str:
         times = [len(members) * key[0], len(members) * key[1], exchanges, exposed]
         rows.append([name, *map(seconds_text, times)])
     share = percent(estimate.exposed / max(estimate.step, 1e-12))
-    return "\n".join(
-        [
-            f"A step: {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} compute and "
-            f"{seconds_text(estimate.exposed)} ({share}) wait for communication",
-            f"(given: {given.bandwidth:.3g} bytes/s, {seconds_text(given.latency)} an exchange, "
-            f"{given.flops:.3g} FLOP/s, {given.tokens:,} tokens a rank)",
-            "",
-            table(["group", "forward", "backward", "exchanges", "exposed"], rows),
-        ]
-    )
+    lines = [
+        f"A step (forward and backward): {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} "
+        f"compute and {seconds_text(estimate.exposed)} ({share}) wait for communication",
+        f"{estimate.throughput:,.0f} {given.unit}/s on all ranks together; {percent(estimate.peak_share, 1)} of the "
+        f"peak FLOP/s",
+        f"Assumed: {given}",
+        "Not counted: the optimizer step, the input of data, the host's own work"
+        + ("" if estimate.is_counted else ", attention's products of activations, recomputation (give a batch)"),
+    ]
+    table_ = table(["group", "forward", "backward", "exchanges", "exposed"], rows)
+    return "\n".join([*map(wrapped, lines), "", table_])

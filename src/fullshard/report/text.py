@@ -1,4 +1,4 @@
-"""Plain text for people: sizes, times, shapes, and aligned tables."""
+"""Plain text for people: sizes, times, shapes, and aligned tables (by tabulate)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 import torch
+from tabulate import tabulate
 
-_WIDTH = 110
+#: The width of wrapped text, in letters.
+WIDTH = 110
 
 
 def bytes_text(nbytes: float) -> str:
@@ -28,6 +30,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
+def quantity_text(value: float, unit: str) -> str:
+    """A quantity with three digits, and a unit with a prefix that is a power of 1000."""
+    power = next((power for power in range(5) if abs(value) < 999.5 * 1000**power), 5)
+    return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}{unit}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -44,19 +52,27 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def wrapped(text: str, indent: str = "  ") -> str:
+def wrapped(text: str, indent: str = "  ", width: int = WIDTH) -> str:
     """A paragraph, wrapped to lines of a fixed width; all lines but the first are indented. A number and its unit stay
     on one line."""
     unbroken = re.sub(r"(?<=\d) (?=x \d|(?:B|[KMGT]iB|%|m?s|us)\b|%)|(?<=\d x) (?=\d)", "\0", text)
-    return textwrap.fill(unbroken, _WIDTH, subsequent_indent=indent).replace("\0", " ")
+    return textwrap.fill(unbroken, width, subsequent_indent=indent).replace("\0", " ")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first is left-aligned, the others are right-aligned."""
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "") -> str:
+    """Aligned columns under their names; without names, only the columns.
 
-    def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(map(line, [head, ["-" * width for width in widths], *rows]))
+    Args:
+        align: a letter for each column: ``l`` for left, ``r`` for right. If not given, the first column is left-aligned
+            and the others are right-aligned.
+    """
+    letters = align or "l" + "r" * (len(head) - 1)
+    text = tabulate(
+        rows,
+        head,
+        tablefmt="simple" if head else "plain",
+        disable_numparse=True,
+        preserve_whitespace=True,
+        colalign=["left" if letter == "l" else "right" for letter in letters] if rows else None,
+    )
+    return "\n".join(line.rstrip() for line in text.split("\n"))

@@ -394,9 +394,39 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get("_fullshard_unit")
 
 
-def units_in(model: nn.Module) -> list[Unit]:
-    """The units of a model, by their first modules."""
-    return list(dict.fromkeys(unit for module in model.modules() if (unit := unit_of(module)) is not None))
+def units_in(model: Any, recurse: bool = True) -> list[Unit]:
+    """The units of a model, by their first modules; without ``recurse`` only the model's own."""
+    modules = model.modules() if recurse else (model,)
+    return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
+
+
+def sharded_unit(module: Any) -> Unit:
+    """The unit of a module that is known to be sharded."""
+    unit = unit_of(module)
+    assert unit is not None, f"{type(module).__name__} lost the state that fully_shard gave it"
+    return unit
+
+
+def groups_in(module: Any, recurse: bool) -> list[ParamGroup]:
+    return [group for unit in units_in(module, recurse) for group in unit.groups]
+
+
+def tree_schedule(module: Any) -> Schedule:
+    """The schedule of the tree that a sharded module is in."""
+    unit = sharded_unit(module)
+    return unit.schedule or unit.start()
+
+
+def root_schedule(module: Any, method: str) -> Schedule | None:
+    """The schedule of the tree whose root is ``module``; ``None`` if there is none yet.
+
+    Raises:
+        RuntimeError: ``module`` is not the root; ``method``, for the error, is what was called on it.
+    """
+    unit = sharded_unit(module)
+    if unit.schedule is not None and unit.schedule.root is not unit:
+        raise RuntimeError(f"{method} must be called on the root, {unit.schedule.root!r}, not on {unit!r}")
+    return unit.schedule
 
 
 def schedule_of(model: nn.Module, who: str) -> Schedule:

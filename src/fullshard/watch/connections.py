@@ -24,6 +24,9 @@ _log = logging.getLogger("fullshard")
 
 #: Seconds after which the store counts as silent, and seconds after a failure until it is asked again.
 _ANSWER, _AGAIN = 5.0, 30.0
+#: Seconds between two probes of another host, and the number of unanswered ones after which the system itself closes a
+#: connection: late, because the watch can say why it does. A few in a row are no accident.
+_PROBE, _PROBES, _UNANSWERED = 5, 60, 3
 
 
 class StoreConnection:
@@ -113,8 +116,9 @@ class StoreConnection:
         if self._silent_since is None:
             self._silent_since = time.monotonic()
             _log.warning(
-                "The store by which ranks see what the others do %s, as where its process is stopped or busy. Until it "
-                "does, this rank cannot say where others are, nor they where it is; training goes on",
+                "The store by which ranks see what the others do %s, as where its process is stopped or busy, or its "
+                "host cannot be reached. Until it does, this rank cannot say where others are, nor they where it is; "
+                "training goes on",
                 why,
             )
 
@@ -141,3 +145,22 @@ def quiet_seconds(connection: socket.socket) -> float:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         return float(struct.unpack_from("I", info, 52)[0]) / 1000  # tcpi_last_data_recv
     return float("inf")
+
+
+def probe(connection: socket.socket) -> None:
+    """Let the system ask the other host every few seconds whether it is there."""
+    with suppress(OSError, AttributeError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+
+
+def unanswered_seconds(connection: socket.socket) -> float:
+    """Seconds for which the other host has left data and probes unanswered; 0 if there are none, or the system does
+    not say. The system of a host answers even if the process is stopped or busy."""
+    with suppress(OSError, AttributeError, struct.error):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        if info[2] + info[3] >= _UNANSWERED:  # tcpi_retransmits, tcpi_probes: since the last answer
+            return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
+    return 0.0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,10 @@ from fullshard.watch.connections import NoAnswerError, StoreConnection
 #: About the time when this process began. Older reports from this host are those of an earlier attempt: a launcher has
 #: restarted the processes with the same store.
 _BEGUN = time.monotonic()
+#: What is known about ranks that did not report their end when the process of the store has ended.
+GONE = "the store has gone in which ranks tell how they end"
+#: Seconds after which a host that does not answer is considered lost. Networks may fail for shorter.
+_UNREACHABLE = 60.0
 
 
 @dataclass
@@ -46,6 +51,7 @@ class Report:
     is_first: bool = True  # whether it ended on its own, not because of another rank
     verdict: str = ""  # why its wait will never end, if it knows
     judged: float = 0.0  # seconds since it found the verdict
+    host_name: str = field(default_factory=socket.gethostname)  # for people
 
     @property
     def state(self) -> str:
@@ -131,6 +137,32 @@ class Reports:
         since = self._beats.get(report.rank)
         silence = time.monotonic() - since[1] if since is not None else 0.0
         return silence if silence > 3 * self._interval else 0.0
+
+    def silent_state(self, report: Report) -> str:
+        """What a rank did when it was last heard of, for people; empty if it reports."""
+        silence = self.silence(report)
+        how = f"has said nothing for {silence:.0f} s"
+        if report.host == self._mine.host:
+            stopped = " (the process is stopped)" if self.is_stopped(report) else ""
+            return f"{how}{stopped}, and was {report.state}" if silence else ""
+        if self._store.has_gone:  # its last report may be old
+            return f"on {report.host_name} may have ended: {GONE}"
+        why = "it may have been killed, or its host or network may be down"
+        return f"on {report.host_name} {how}: {why}. It was last seen {report.state}" if silence else ""
+
+    def unreachable(self, reports: Iterable[Report], unanswered: Mapping[tuple[str, str], float]) -> str:
+        """The hosts that do not answer, and their ranks, as sentences; empty if all do. ``unanswered`` has the seconds
+        of each connection, by this rank's end and the other end."""
+        found: dict[str, tuple[float, list[str]]] = {}
+        for report in reports:
+            seconds = max((unanswered.get((here, there), 0.0) for there, here in report.connections), default=0.0)
+            if report.host != self._mine.host and seconds >= _UNREACHABLE:
+                found.setdefault(report.host_name, (seconds, []))[1].append(str(report.rank))
+        return ". ".join(
+            f"{name}, the host of rank {', '.join(ranks)}, has not answered {self._mine.host_name} for {seconds:.0f} "
+            f"s: it is down, or the network between them is"
+            for name, (seconds, ranks) in found.items()
+        )
 
     def is_stopped(self, report: Report) -> bool:
         with suppress(OSError, IndexError):

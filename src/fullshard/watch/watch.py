@@ -26,7 +26,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -38,10 +38,13 @@ from fullshard.comm.local_ranks import host_id
 from fullshard.comm.process_group import has_peers
 from fullshard.comm.waits import WAITS, PeerFailureError, Wait, checks_are_on, describe
 from fullshard.torch_private import default_store
-from fullshard.watch.connections import StoreConnection, connected_sockets, quiet_seconds
-from fullshard.watch.reports import Report, Reports, parting
+from fullshard.watch.connections import StoreConnection, connected_sockets, probe, quiet_seconds, unanswered_seconds
+from fullshard.watch.reports import GONE, Report, Reports, parting
 
 _log = logging.getLogger("fullshard")
+
+#: Functions that give advice on an error, or ``None``. It is printed with an error that ends this process.
+explainers: list[Callable[[BaseException], str | None]] = []
 
 _INTERVAL, _RANKS_A_SECOND = 1.0, 1000  # seconds between two checks; longer if more ranks a second would use the store
 _IN_FILE = (
@@ -52,13 +55,12 @@ _READ = 2.0  # seconds after which a rank that waits reads the reports of the ot
 _STUCK = 30.0
 #: How a program usually ends, and how a rank may leave before that.
 _OVER, _LEFT = "its program is over", "it has destroyed its process group"
-#: What is known about a rank that did not report its end. Without the store, no rank can report.
-_CRASHED, _GONE = "was killed or has crashed", "the store has gone in which ranks tell how they end"
+_CRASHED = "was killed or has crashed"  # what is known about a rank that did not report its end
 _KNOWN = 64  # each rank learns the processes of so many ranks early, because the store may be gone when one is lost
 #: The number of reports in which it tries to learn them, and the number of reports between two lists of connections.
 _FIRST_BEATS, _BEATS = 60, 30
 #: Seconds that a rank waits for reports about a rank that it lost, and seconds that a wait gets to raise its error.
-_NEWS, _GRACE = 3.0, 5.0
+_NEWS, _GRACE = 3.5, 5.0
 #: Seconds of sleep at the end of a program: a thread of gloo aborts if the interpreter is gone when it drops a tensor.
 _DROP = 0.1
 
@@ -188,7 +190,9 @@ class Watch:
             mine.waits = describe(wait)
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
-                mine.quiet = min([waited, *(quiet_seconds(each) for each, _ in self._connections())])
+                for each, _ in self._connections():
+                    probe(each)
+                    mine.quiet = min(mine.quiet, quiet_seconds(each))
                 if self._is_same():  # otherwise training went on in the meantime
                     mine.passes = position.passes
         mine.verdict, mine.judged = WAITS.verdict or "", time.monotonic() - self._judged
@@ -224,6 +228,9 @@ class Watch:
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
             return f"{lost}. {self._parted()}"
+        unanswered = {ends: unanswered_seconds(each) for each, ends in self._connections()}
+        if unreachable := self._reports.unreachable(needed, unanswered):
+            return unreachable
         for report in needed:
             if parted := parting(self._mine, report, self._failed):
                 return parted
@@ -244,7 +251,7 @@ class Watch:
     def _lost(self, reports: Iterable[Report]) -> str | None:
         """The ranks that have ended, and how. If some ended on their own, only those."""
         found: list[tuple[bool, str]] = []
-        how = f"has ended ({_GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
+        how = f"has ended ({GONE}: it has crashed, was killed, or {_OVER})" if self._store.has_gone else _CRASHED
         for report in reports:
             who = f"Rank {report.rank} (process {report.process})"
             if report.ended:
@@ -265,18 +272,14 @@ class Watch:
         """The states of the ranks, one sentence for each state."""
         states: dict[str, list[int]] = {}
         for report in [self._mine] * with_mine + [reports[rank] for rank in sorted(reports)]:
-            silence = self._reports.silence(report)
-            state = report.state if not report.ended else f"has ended: {report.ended}"
-            if silence:
-                stopped = " (the process is stopped)" if self._reports.is_stopped(report) else ""
-                state = f"has said nothing for {silence:.0f} s{stopped}, and was {state}"
-            elif not report.ended:
-                state = f"is {state}" if report.waits or report.inside else f"is {state}, and waits for nobody"
-                state += f"; {report.beside}" if report.beside else ""
+            state = f"has ended: {report.ended}" if report.ended else self._reports.silent_state(report)
+            if not state:
+                idle = "" if report.waits or report.inside else ", and waits for nobody"
+                state = f"is {report.state}{idle}{f'; {report.beside}' if report.beside else ''}"
             states.setdefault(state, []).append(report.rank)
         missing = [rank for rank in self._mine.waits_for if rank not in reports]
         if missing:
-            nothing = f"may have ended ({_GONE})" if self._store.has_gone else "has not sharded anything yet"
+            nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
             if self._store.is_silent and not self._store.has_gone:
                 nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
@@ -324,7 +327,8 @@ class Watch:
                     silent = sorted({*ranks}.difference(reports)) if self._store.has_gone else []
                     others = f"Nothing is known of ranks {silent}, which may have ended first. " if silent else ""
                     return f"{lost}. {others}{self._parted()}"
-                if time.monotonic() > deadline:
+                no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
+                if no_news or time.monotonic() > deadline:
                     return f"{self._others(reports)}. Look on the others for the first error"
                 time.sleep(0.05)
         return "Look on the others for the first error"
@@ -459,6 +463,9 @@ def _follow_errors() -> None:
             _watch.show(error)
         if (lost := _lost_in(error)) is not None:
             _shorten(lost)
+        with suppress(Exception):  # the error itself is what matters
+            for note in filter(None, (explain(error) for explain in explainers)):
+                error.add_note(f"fullshard: {note}")
         before(kind, error, None if lost is error else trace)
 
     sys.excepthook = hook

@@ -39,7 +39,10 @@ def strategy_and_mesh(
     if process_group is not None and device_mesh is not None:
         raise ValueError("process_group and device_mesh are both given: each says over which ranks to shard, give one")
     if not dist.is_initialized():
-        raise ValueError("there is no default process group: call torch.distributed.init_process_group() first")
+        raise ValueError(
+            "there is no default process group: call torch.distributed.init_process_group() first, and start the "
+            "program with a launcher such as torchrun"
+        )
     if device_mesh is not None:
         mesh = _fitting(device_mesh, strategy)
     elif strategy not in HYBRID:

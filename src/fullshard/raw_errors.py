@@ -1,0 +1,80 @@
+"""Advice for errors of torch that name no parameter and no remedy, such as "mixed torch.Tensor and DTensor".
+
+These errors come out of operations on DTensors, which nobody can check in a step without cost. So the advice is added
+as a note to an error that ends the program. Owns the search, in an error and its traceback, for what the program did.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard.strangers import strangers_of
+from fullshard.watch.watch import explainers
+
+#: Parts of the messages with which torch refuses a DTensor.
+_REFUSALS = (
+    "got mixed torch.Tensor and DTensor",
+    "does not have a sharding strategy registered",
+    "Sharding propagation failed",
+    "is not supported for tensor subclasses",
+    "unsupported format string passed to DTensor",
+    "access the data pointer on an invalid python storage",
+)
+
+
+def explain(error: BaseException) -> str | None:
+    """Say why torch refused a DTensor of a sharded model, and what to do; ``None`` for all other errors."""
+    text = str(error)
+    if not any(part in text for part in _REFUSALS):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(_causes(text, frames))
+
+
+explainers.append(explain)
+
+
+def _causes(text: str, frames: Sequence[FrameType]) -> Iterator[str]:
+    """What the program may have done, the most specific cause first."""
+    callers = [frame.f_locals.get("self") for frame in frames]
+    called = {frame.f_code.co_name: frame.f_locals for frame in frames}
+    for caller in callers:
+        if isinstance(caller, torch.optim.Optimizer):
+            yield (
+                f"{type(caller).__name__} steps on DTensors, which its operations do not support. Use an optimizer "
+                f"that computes element by element, such as AdamW, or torch.optim.Muon for matrices"
+            )
+        if isinstance(caller, DistributedDataParallel):
+            yield (
+                "DistributedDataParallel was given a sharded model, whose gradients fullshard reduces already: call "
+                "the sharded model itself"
+            )
+    if "clip_grad_norm_" in called:
+        for problem, advice in strangers_of(called["clip_grad_norm_"].get("parameters") or ()):
+            yield f"clip_grad_norm_ was given sharded and unsharded gradients: {problem}. {advice}"
+    if "load_state_dict" in called:
+        yield (
+            "the state dict of a sharded model has DTensors, and the model that loads it is not sharded. Save whole "
+            "tensors: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+            "torch.distributed.checkpoint.state_dict, on every rank"
+        )
+    if "backward" in called:
+        yield (
+            "the loss is a DTensor: a part of it was computed from sharded parameters, as in loss + weight.norm(). "
+            "Make this part a plain tensor, on every rank and before the forward: penalty = weight.norm().full_tensor()"
+        )
+    if "c10d." in text:
+        yield (
+            "a collective was given a sharded parameter or gradient. fullshard reduces gradients itself; for other "
+            "communication use tensor.to_local(), this rank's part, or tensor.full_tensor()"
+        )
+    yield (
+        "between uses, the parameters, gradients and state dicts of a sharded model are DTensors, of which each rank "
+        "has a part. On every rank, take whole values by tensor.full_tensor(), or read and change whole parameters "
+        "inside fullshard.summon_full_params(model)"
+    )

@@ -1,0 +1,372 @@
+"""A step of a sharded model on tensors without memory: what its activations take, and how much it computes.
+
+Owns the :class:`Activations` of one batch, and the trace that counts them. The trace runs the model's own forward and
+backward on torch's fake tensors, which have shapes, dtypes and devices, and no values. It counts the memory of each
+result once, from the operation that makes it until its last reference is gone, and FLOPs by the formulas of
+``torch.utils.flop_counter``. So views, recomputation and activations that are moved to the CPU count as they happen.
+
+Meanwhile the modules show whole fake parameters in the compute dtype, and their units only cast inputs and outputs.
+Nothing is gathered or sent. Afterwards modules and units are as they were before.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+
+from fullshard import tree
+from fullshard.group.context import GroupContext
+from fullshard.group.owners import owner_of
+from fullshard.group.parameter import ShardedParameter
+from fullshard.report.text import bytes_text, counted
+from fullshard.schedule.unit import Inputs, Unit, units_in
+from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, pytree, storage_id
+
+Pass = Literal["forward", "backward"]
+#: A function of the model and a batch: it runs the model and returns the loss.
+Loss = Callable[[nn.Module, Any], Any]
+
+_aten: Any = torch.ops.aten
+#: Formulas for FLOPs. Torch has none for attention on the CPU, which computes what it computes on other devices.
+_FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The activations and the FLOPs of one rank for one batch. Sizes are in bytes.
+
+    Parameters, their gradients, the buffers of modules and the batch itself are not counted.
+
+    Attributes:
+        kept: alive when forward has ended: what backward needs, and what forward returned.
+        forward: the peak in forward, temporary results included.
+        backward: the peak in backward, gradients of activations and recomputed activations included.
+        flops: FLOPs by pass and by the position of a group in the model's facts. Recomputation counts.
+        order: positions of groups, in the order in which forward runs their units.
+        count: the number of tokens or samples in the batch.
+        unit: ``"tokens"`` if the first tensor of the batch has integers, else ``"samples"``.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    flops: Mapping[tuple[Pass, int], int]
+    order: tuple[int, ...]
+    count: int
+    unit: Literal["tokens", "samples"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The sums as plain data."""
+        return {name: value for name, value in vars(self).items() if name not in ("flops", "order")} | {
+            f"{when} FLOPs": sum(flops for (during, _), flops in self.flops.items() if during == when)
+            for when in ("forward", "backward")
+        }
+
+    def __str__(self) -> str:
+        total = sum(self.flops.values())
+        return (
+            f"Activations of {counted(self.count, self.unit.removesuffix('s'))}: {bytes_text(self.kept)} kept by forward "
+            f"for backward, {bytes_text(self.forward)} at the peak of forward, {bytes_text(self.backward)} at the peak of "
+            f"backward. {total:,} FLOPs"
+        )
+
+
+def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activations:
+    """Runs one forward and backward of a sharded model on fake tensors. Communicates nothing and changes nothing.
+
+    Args:
+        model: the sharded model, which may be on meta.
+        batch: the input of one rank: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Only
+            shapes and dtypes matter, so its tensors may be on meta.
+        loss: runs the model on the batch and returns the loss. Without it, backward begins at the scalars that forward
+            returns, or else at all its outputs.
+
+    Raises:
+        ValueError: the batch has no tensor, or nothing that forward returns requires gradients.
+        RuntimeError: forward or backward failed on tensors without values.
+    """
+    units, tensors = units_in(model), tree.tensors(batch)
+    if not tensors:
+        raise ValueError(f"batch has no tensor, so the shapes of a step are unknown: got {batch!r}")
+    fakes = _Fakes(units[0].device)
+    step = _Step(units)
+    given = tree.map_tensors(fakes.like, batch)
+    with _fake_parameters(model, fakes), _fake_units(units, step):
+        step.ignore(fakes.made)
+        try:
+            with torch.compiler.set_stance("force_eager"), torch.enable_grad(), fakes.mode, step:
+                output = _forward(model, given) if loss is None else loss(model, given)
+                step.begin_backward()
+                if starts := _starts(output):
+                    torch.autograd.backward(starts, [each.new_ones(()).expand_as(each) for each in starts])
+                step.note_peak()
+        except Exception as error:
+            raise RuntimeError(
+                f"the {step.during} of this {type(model).__name__} failed on tensors without values, so its activations "
+                f"are unknown ({type(error).__name__}: {error}). Check that the batch fits the model. If it does, the "
+                f"model reads values of tensors: explain it without a batch"
+            ) from error
+    if not starts:
+        raise ValueError(f"nothing that the forward of this {type(model).__name__} returned requires gradients")
+    first = tensors[0]
+    is_tokens = not (first.is_floating_point() or first.is_complex())
+    return Activations(
+        step.kept,
+        step.peaks["forward"],
+        step.peaks["backward"],
+        dict(step.flops),
+        tuple(step.order),
+        first.numel() if is_tokens or not first.ndim else first.shape[0],
+        "tokens" if is_tokens else "samples",
+    )
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def _starts(output: object) -> list[torch.Tensor]:
+    """The tensors at which backward begins: the scalars among those that require gradients, or else all of these."""
+    trained = [each for each in tree.reachable_tensors(output) if each.requires_grad]
+    return [each for each in trained if each.ndim == 0] or trained
+
+
+class _Fakes:
+    """Makes fake tensors on ``device``: one for each tensor, so that tied tensors stay tied.
+
+    Attributes:
+        made: all of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.made: list[torch.Tensor] = []
+        self._device = device
+        self._by_id: dict[int, tuple[object, torch.Tensor]] = {}  # with the original, whose id must stay its own
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor."""
+
+        def make() -> torch.Tensor:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, tensor.requires_grad)
+            return fake.requires_grad_(tensor.requires_grad)
+
+        fake: torch.Tensor = self._made(tensor, make)
+        return fake
+
+    def whole(self, group: GroupContext, param: ShardedParameter) -> nn.Parameter:
+        """The fake of an unsharded parameter, in the dtype in which it is computed."""
+
+        def make() -> nn.Parameter:
+            shape = [param.shape[at] for at in param.order]
+            flat = torch.empty(math.prod(shape), dtype=group.compute_dtype(param), device=self._device)
+            fake = nn.Parameter(param.as_before(param.view(flat, shape)), param.sharded.requires_grad)
+            vars(fake).update(param.attributes)
+            return fake
+
+        fake: nn.Parameter = self._made(param, make)
+        return fake
+
+    def _made(self, original: object, make: Callable[[], Any]) -> Any:
+        if id(original) not in self._by_id:
+            with self.mode, torch.no_grad():
+                self._by_id[id(original)] = original, make()
+            self.made.append(self._by_id[id(original)][1])
+        return self._by_id[id(original)][1]
+
+
+@contextmanager
+def _fake_parameters(model: nn.Module, fakes: _Fakes) -> Iterator[None]:
+    """A context in which the modules of a model show whole fake parameters, and have fake buffers."""
+    params = [(group, param) for unit in units_in(model) for group in unit.groups for param in group.params]
+    hidden = {id(param.hidden): (group, param) for group, param in params if param.hidden is not None}
+    modules = [vars(module) for module in model.modules()]
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in hidden:
+            return fakes.whole(*hidden[id(tensor)])
+        if (owner := owner_of(tensor)) is None:
+            return fakes.like(tensor)
+        group, index = owner
+        return fakes.whole(group, group.params[index])
+
+    with _restored(modules):
+        for attributes in modules:
+            for name, value in attributes.items():
+                if name in ("_parameters", "_buffers"):
+                    value.update({key: fake(tensor) for key, tensor in value.items() if tensor is not None})
+                elif isinstance(value, (torch.Tensor, list, tuple, dict)) and name != "_modules":
+                    attributes[name] = tree.map_tensors(fake, value)
+        for group, param in params:
+            for place in param.locations:  # a flat parameter has taken away the name
+                vars(place.module).pop(place.name, None)
+                place.module._parameters[place.name] = fakes.whole(group, param)
+        yield
+
+
+@contextmanager
+def _fake_units(units: Sequence[Unit], step: _Step) -> Iterator[None]:
+    """A context in which units tell ``step`` when they run, cast inputs and outputs, and do nothing else."""
+    with _restored([vars(unit) for unit in units]):
+        for unit in units:
+            vars(unit)["pre_forward"] = partial(step.before_forward, unit)
+            vars(unit)["post_forward"] = partial(step.after_forward, unit)
+        yield
+
+
+@contextmanager
+def _restored(objects: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """A context that ends with each dict as it was, and with the dicts and lists in it as they were."""
+    before = [
+        [(name, value, copy(value) if type(value) in (dict, list) else None) for name, value in each.items()]
+        for each in objects
+    ]
+    try:
+        yield
+    finally:
+        for each, values in zip(objects, before, strict=True):
+            each.clear()
+            for name, value, copied in values:
+                each[name] = value
+                if copied is not None:
+                    value.clear()
+                    (value.update if type(value) is dict else value.extend)(copied)
+
+
+class _Step(DispatchMode):
+    """Sees each operation of a step. Counts the memory of results, and the FLOPs of each unit.
+
+    Attributes:
+        during: the pass that runs.
+        kept: bytes that were alive when forward ended.
+        peaks: the most bytes that were alive at once, by pass.
+        flops: by pass and by the position of a unit.
+        order: the positions of the units in the order in which their forwards began. That of a unit is the position of
+            its first group.
+    """
+
+    supports_higher_order_operators = True  # such as flex attention
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.during: Pass = "forward"
+        self.kept = 0
+        self.peaks: dict[Pass, int] = {"forward": 0, "backward": 0}
+        self.flops: Counter[tuple[Pass, int]] = Counter()
+        self.order: list[int] = []
+        self._device = units[0].device.type
+        self._alive = 0
+        self._sizes: dict[int, int] = {}  # of each storage that is alive
+        sizes = [len(unit.groups) for unit in units]
+        self._position = {unit: sum(sizes[:at]) for at, unit in enumerate(units) if unit.groups}
+        self._running: list[Unit] = []  # the units whose forward runs, the innermost last
+        self._around: dict[Unit, Unit] = {}
+        self._unit = next(iter(self._position), units[0])  # the one whose operations run
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the memory of tensors. Drop gradients of parameters when they are complete, as groups do."""
+        for tensor in tensors:
+            for part in plain_parts(tensor):
+                self._sizes[storage_id(part)] = 0
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self._drop_gradient)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # first its class says which operations this is on its parts
+        result = func(*args, **(kwargs or {}))
+        formula = _FORMULAS.get(getattr(func, "overloadpacket", func))
+        if formula is not None and self._unit in self._position:
+            flops = formula(*args, **(kwargs or {}), out_val=result)
+            self.flops[self.during, self._position[self._unit]] += flops
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device:
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a result from now on, unless it lies in memory that counts already."""
+        key, storage = storage_id(tensor), tensor.untyped_storage()
+        if key in self._sizes:
+            return
+        self.note_peak()  # of what was alive before: a gradient of a parameter is dropped before the next result
+        self._sizes[key] = storage.nbytes()
+        self._alive += storage.nbytes()
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _forget(self, key: int) -> None:
+        self.note_peak()
+        self._alive -= self._sizes.pop(key, 0)
+
+    def note_peak(self) -> None:
+        """Note how much is alive, if it is more than before in this pass."""
+        self.peaks[self.during] = max(self.peaks[self.during], self._alive)
+
+    def _drop_gradient(self, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        for part in plain_parts(param.grad):
+            key = storage_id(part)
+            self._alive -= self._sizes.get(key, 0)
+            self._sizes[key] = 0
+        param.grad = None
+
+    def begin_backward(self) -> None:
+        """Forward has ended, and backward begins."""
+        self.note_peak()
+        self.kept, self.during = self._alive, "backward"
+
+    # what units do meanwhile
+
+    def before_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        self._unit = unit
+        if self.during == "forward":
+            if self._running:
+                self._around.setdefault(unit, self._running[-1])
+            self._running.append(unit)
+            self.order += [self._position[unit]] if unit in self._position else []
+        dtype = unit.mp_policy.param_dtype if unit.casts_inputs else None
+        args, kwargs = tree.cast_floating((args, kwargs), dtype)
+        for tensor in tree.tensors((args, kwargs)):
+            if tensor.grad_fn is not None and torch.is_grad_enabled():
+                tensor.register_hook(partial(self._leave, unit))
+        return args, kwargs
+
+    def after_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        output = tree.cast_floating(output, unit.mp_policy.output_dtype)
+        for tensor in tree.reachable_tensors(output):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(partial(self._enter, unit))
+        if self.during == "forward":
+            self._running.pop()
+            self._unit = self._around.get(unit, unit)
+        return output
+
+    def _enter(self, unit: Unit, grad: torch.Tensor) -> None:
+        """The backward of a unit begins."""
+        self._unit = unit
+
+    def _leave(self, unit: Unit, grad: torch.Tensor) -> None:
+        """The backward of a unit has ended, unless that of the unit before it began at the same gradient."""
+        if self._unit is unit:
+            self._unit = self._around.get(unit, unit)

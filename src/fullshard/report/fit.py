@@ -1,0 +1,83 @@
+"""Whether a rank's memory fits into its device, and what is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.report.replay import Phase
+from fullshard.report.text import bytes_text
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+_BY_TEXT = {unit.lower(): size for unit, size in _UNITS.items()}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether the largest phase of a step fits into the memory of a device. Sizes are in bytes.
+
+    Attributes:
+        device_memory: the memory of the device.
+        needed: what the largest phase needs there.
+        phase: the name of that phase.
+        counts_activations: whether activations are in it.
+    """
+
+    device_memory: int
+    needed: int
+    phase: str
+    counts_activations: bool
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.device_memory
+
+    @property
+    def missing(self) -> int:
+        """The bytes that are missing, 0 if it fits."""
+        return max(0, self.needed - self.device_memory)
+
+    def __str__(self) -> str:
+        device = f"{self.device_memory / 1e9:.4g} GB ({bytes_text(self.device_memory)})"
+        rest = bytes_text(abs(self.device_memory - self.needed))
+        answer = f"yes, with {rest} left" if self.fits else f"no, short by {rest}"
+        activations = "activations, " if not self.counts_activations else ""
+        return (
+            f"Fits in {device} of device memory: {answer}. The largest phase ({self.phase}) takes "
+            f"{bytes_text(self.needed)}. Not counted: {activations}temporary memory of the optimizer, of kernels and "
+            f"of the communication backend, the context of the device, fragmentation"
+        )
+
+
+def fit_into(device_memory: int, phases: Sequence[Phase], counts_activations: bool) -> Fit:
+    """Compares the largest phase with the memory of a device."""
+    largest = max(phases, key=lambda phase: phase.on_device)
+    return Fit(device_memory, largest.on_device, largest.name, counts_activations)
+
+
+def bytes_of(size: float | str) -> int:
+    """Bytes from a number of bytes, or from text such as ``"80GB"`` (80 * 10**9) or ``"80 GiB"`` (80 * 2**30).
+
+    Raises:
+        ValueError: ``size`` is not positive, or not a number with one of these units.
+    """
+    text = str(size).strip()
+    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([A-Za-z]*)", text)
+    try:
+        number = float(found[1]) * _BY_TEXT[found[2].lower()] if found else 0.0
+    except (ValueError, KeyError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        units = ", ".join(filter(None, _UNITS))
+        raise ValueError(f"expected bytes, or a number with one of the units {units}, such as '80GB', got {text!r}")
+    return round(number)
+
+
+def memory_of(device: torch.device) -> int | None:
+    """The memory of an accelerator in bytes; ``None`` for the CPU."""
+    return None if device.type == "cpu" else torch.accelerator.get_memory_info(device)[1]

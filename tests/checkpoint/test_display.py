@@ -1,0 +1,123 @@
+"""How sizes, values and tables are printed, and that what comes from a file does no harm to a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpoint
+from fullshard.checkpoint.display import (
+    parse_size,
+    print_json,
+    print_lines,
+    print_table,
+    progress,
+    size_of,
+    value_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (123_456, "123.5 kB"),
+        (2_000_000, "2.0 MB"),
+        (3 * 10**9, "3.0 GB"),
+        (4 * 10**12, "4.0 TB"),
+        (5 * 10**15, "5000.0 TB"),
+    ],
+)
+def test_a_size_has_a_unit_of_powers_of_1000(nbytes: int, text: str) -> None:
+    assert size_of(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1", 1), ("500MB", 500_000_000), ("5G", 5 * 10**9), ("1.5 kB", 1500), ("2KiB", 2048), ("1TiB", 2**40)],
+)
+def test_a_size_is_read_with_either_kind_of_unit(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1", "5 XB", "GB", "1e9", "1.GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no size such as 500MB or 5GB"):
+        parse_size(text)
+
+
+def test_values_are_shown_as_json_can_hold_them(tmp_path: Path) -> None:
+    deep: object = 0
+    for _ in range(70):
+        deep = [deep]
+    state = {"plain": {1: (2, 3), None: 4}, "long": "x" * 70_000, "number": 2**300, "deep": deep}
+    checkpoint.save(tmp_path, nn.Linear(1, 1), step=1, state=state)
+    saved = Checkpoint(checkpoint.list_checkpoints(tmp_path)[0])
+    found = {name: value_of(saved, f"state.{name}.0") for name in state}
+    assert found["plain"] == {1: (2, 3), "None": 4}
+    assert found["long"].endswith(" kB)")
+    assert found["number"] == hex(2**300)
+    assert found["deep"].endswith(" in one another)")
+
+
+def test_a_value_that_cannot_be_read_is_described(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, nn.Linear(1, 1), step=1, state={"n": 1})
+    path = checkpoint.list_checkpoints(tmp_path)[0]
+    saved = Checkpoint(path)
+    stored = saved.manifest.objects["state.n.0"]
+    data = bytearray((path / stored.file).read_bytes())
+    data[stored.start] ^= 1
+    (path / stored.file).write_bytes(data)
+    assert "not what was written" in value_of(saved, "state.n.0")
+
+
+def test_a_plain_table_is_aligned_and_has_no_escape_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["name", ">size"], [["a\x1b[31m", 5], ["long name\nof two lines", None], ["", 1234]])
+    assert capsys.readouterr().out.splitlines() == [
+        "name                    size",
+        "a?[31m                     5",
+        "long name of two lines     -",
+        "                        1234",
+    ]
+
+
+def test_in_a_terminal_rich_draws_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    print_table(["name", ">size"], [["a[red]", 5]])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [["name", "size"], ["a[red]", "5"]]
+
+
+def test_lines_and_json_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    print_lines("a\x1b", 5)
+    print_json({"path": Path("a"), "n": [1]})
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert (first, second) == ("a?", "5")
+    assert json.loads("".join(rest)) == {"path": "a", "n": [1]}
+
+
+def test_without_a_terminal_no_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("reading", 10) as advance:
+        advance(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_in_a_terminal_progress_is_shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("reading", 10) as advance:
+        advance(10)
+    assert "reading" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Pickles of strangers are data: nothing in them is imported or called, and memory is in proportion to their bytes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import pytest
+
+from fullshard.checkpoint.plain import Global, Made, Pairs, parse
+
+
+class Point:
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+class Harm:
+    """What calls a function when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    "value",
+    [None, True, False, 0, -7, 255, 2**70, 1.5, "text", "ü" * 300, (), (1,), (1, 2, 3), (1, 2, 3, 4), [], [1, [2, 3]]],
+    ids=repr,
+)
+def test_values_are_what_pickle_makes_of_them(value: Any, protocol: int) -> None:
+    assert parse(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
+def test_bytes_are_what_pickle_makes_of_them(protocol: int) -> None:
+    assert parse(pickle.dumps([b"", b"abc", b"x" * 70_000], protocol)) == [b"", b"abc", b"x" * 70_000]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_dict_is_a_list_of_keys_and_values(protocol: int) -> None:
+    keys = list[Any]()
+    found = parse(pickle.dumps({"a": 1, "b": {2: 3}}, protocol), keys.append)
+    assert isinstance(found, Pairs)
+    assert found == ["a", 1, "b", [2, 3]]
+    assert [key for each in keys for key in each] in (["a", "b", 2], [2, "a", "b"], ["a", 2, "b"])
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_an_object_is_its_class_by_name_and_its_state(protocol: int) -> None:
+    found = parse(pickle.dumps([Point(5), OrderedDict(a=1)], protocol))
+    point, ordered = found
+    assert isinstance(point, Made)
+    assert point.function == Global(__name__, "Point")
+    assert str(point.function) == f"{__name__}.Point"
+    assert point.state == ["x", 5]
+    assert (ordered.function, ordered.items) == (Global("collections", "OrderedDict"), ["a", 1])
+
+
+def test_one_object_in_several_places_is_one(tmp_path: Path) -> None:
+    shared = [1]
+    found = parse(pickle.dumps([shared, shared]))
+    assert found[0] is found[1]
+
+
+def test_nothing_is_called(tmp_path: Path) -> None:
+    seen = list[Any]()
+    found = parse(pickle.dumps(Harm(tmp_path / "made")), seen.append)
+    assert not (tmp_path / "made").exists()
+    assert (found.function.name, found.args) == ("mkdir", (str(tmp_path / "made"),))
+    assert seen == [found]
+
+
+def test_nothing_is_hashed() -> None:
+    """A set of a list would be an error; of numbers chosen for it, it would take a time that grows with the square."""
+    assert parse(b"\x80\x04\x8f(]K\x01K\x02\x90.") == [[], 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "pickle exhausted"),
+        (b"N", "pickle exhausted before seeing STOP"),
+        (b"\x80\x04\x86.", "takes what is not there"),
+        (b"\x80\x04K\x01b.", "takes what is not there|pop from empty|list index"),
+        (b"\x80\x04K\x01}b.", "gives a state to what is no object"),
+        (b"\x80\x04K\x01K\x02\x93.", "names a class by what is no text"),
+        (b"\x80\x04K\x01K\x02a.", "adds to a int"),
+        (b"\x80\x02\x82\x01.", "opcode EXT1, which plain data does not need"),
+    ],
+)
+def test_what_is_no_plain_data_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises((UnpicklingError, ValueError, IndexError), match=says):
+        parse(data)

@@ -1,0 +1,96 @@
+"""What ranks tell each other while they save and load, and how an error of one becomes an error of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError
+from fullshard.checkpoint.ranks import PeerFailure, Ranks
+from fullshard.comm.waits import PeerFailureError
+from tests.harness import World, ranks
+
+
+def fails(error: Exception | None, result: Any = None) -> Any:
+    if error is not None:
+        raise error
+    return result
+
+
+def test_without_a_process_group_it_is_this_process_alone() -> None:
+    alone = Ranks(None)
+    assert (alone.rank, alone.size, alone.first) == (0, 1, True)
+    assert alone.gather(5) == alone.gather_to_first(5) == [5]
+    assert alone.broadcast("x") == "x"
+    assert (alone.any(True), alone.any(False)) == (True, False)
+    assert alone.attempt(lambda: (1, "last")) == ((1, "last"), ["last"])
+    assert alone.attempt(lambda: 7) == (7, [None])
+    with pytest.raises(CheckpointError, match=r"^ValueError: bad$"):
+        alone.attempt(lambda: fails(ValueError("bad")))
+
+
+@ranks(3)
+def test_objects_come_in_the_order_of_ranks(world: World) -> None:
+    everyone = Ranks(None)
+    assert (everyone.rank, everyone.size, everyone.first) == (world.rank, 3, world.rank == 0)
+    assert everyone.gather({"r": world.rank}) == [{"r": 0}, {"r": 1}, {"r": 2}]
+    assert everyone.gather_to_first("x" * world.rank) == (["", "x", "xx"] if world.rank == 0 else [])
+    assert everyone.broadcast(world.rank) == 0
+    assert everyone.broadcast(world.rank, source=2) == 2
+    assert everyone.any(world.rank == 1)
+    assert not everyone.any(False)
+
+
+@ranks(3)
+def test_ranks_of_a_part_are_counted_from_its_first(world: World) -> None:
+    group = dist.new_group([1, 2])
+    if world.rank == 0:
+        return
+    some = Ranks(group)
+    assert (some.rank, some.size) == (world.rank - 1, 2)
+    assert some.gather(world.rank) == [1, 2]
+    assert some.broadcast(world.rank, source=1) == 2
+
+
+@ranks(2)
+def test_a_save_in_the_background_has_a_group_of_its_own(world: World) -> None:
+    beside = Ranks(None, background=True)
+    assert beside.group is not dist.group.WORLD
+    assert Ranks(None, background=True).group is beside.group
+    assert Ranks(None).group is dist.group.WORLD
+    assert beside.gather(world.rank) == [0, 1]
+
+
+@ranks(2)
+def test_an_error_of_one_rank_is_raised_on_all_and_says_whose_it_is(world: World) -> None:
+    everyone = Ranks(None)
+    assert everyone.attempt(lambda: (world.rank, f"last of {world.rank}")) == (
+        (world.rank, f"last of {world.rank}"),
+        ["last of 0", "last of 1"],
+    )
+    with pytest.raises(CheckpointError, match=r"^rank 1: ValueError: bad$") as raised:
+        everyone.attempt(lambda: fails(ValueError("bad") if world.rank else None))
+    assert type(raised.value) is CheckpointError
+    assert isinstance(raised.value.__cause__, ValueError) is (world.rank == 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("both", [False, True])
+def test_only_what_is_corrupt_for_all_that_failed_is_corrupt(world: World, both: bool) -> None:
+    everyone = Ranks(None)
+    mine = CorruptCheckpointError("bits") if world.rank == 0 else ValueError("bad") if both else None
+    with pytest.raises(
+        CheckpointError, match="rank 0: bits" + ("; rank 1: ValueError: bad" if both else "$")
+    ) as raised:
+        everyone.attempt(lambda: fails(mine))
+    assert (type(raised.value) is CorruptCheckpointError) is not both
+
+
+def test_a_lost_rank_is_told_as_what_it_is() -> None:
+    lost = Ranks(None).lost(RuntimeError("connection closed"))
+    assert isinstance(lost, PeerFailure)
+    assert isinstance(lost, (CheckpointError, PeerFailureError))
+    assert "rank 0 lost another rank" in str(lost)
+    assert "(connection closed)" in str(lost)

@@ -1,0 +1,95 @@
+"""Which checkpoints and leftovers are removed: none that somebody reads or writes, and none that is broken."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from fullshard import checkpoint
+from fullshard.checkpoint import Checkpoint
+from fullshard.checkpoint.manifest import name_of
+from fullshard.checkpoint.removal import remove_leftovers, remove_older
+
+
+def saved(directory: Path, steps: int) -> list[Path]:
+    """Checkpoints of steps 1, 2 and so on."""
+    model = nn.Linear(2, 2)
+    for step in range(1, steps + 1):
+        checkpoint.save(directory, model, step=step)
+    return [directory / name_of(step) for step in range(1, steps + 1)]
+
+
+def left(directory: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    opened = os.open(path, os.O_RDONLY)
+    fcntl.flock(opened, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(opened)
+
+
+@pytest.mark.parametrize(
+    ("of", "keep", "steps"), [(4, 1, [4]), (4, 3, [2, 3, 4]), (3, 1, [3, 4]), (4, 9, [1, 2, 3, 4])]
+)
+def test_the_newest_are_kept_and_newer_ones_are_not_touched(
+    tmp_path: Path, of: int, keep: int, steps: list[int]
+) -> None:
+    saved(tmp_path, 4)
+    remove_older(tmp_path, name_of(of), keep)
+    assert left(tmp_path) == steps
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_is_read_stays_until_it_is_closed(tmp_path: Path) -> None:
+    first, *_ = saved(tmp_path, 3)
+    with Checkpoint(first):
+        remove_older(tmp_path, name_of(3), 1)
+        assert left(tmp_path) == [1, 3]
+    remove_older(tmp_path, name_of(3), 1)
+    assert left(tmp_path) == [3]
+
+
+def test_what_is_not_whole_is_no_checkpoint_that_is_kept_and_stays(tmp_path: Path) -> None:
+    _, broken, *_ = saved(tmp_path, 4)
+    next(broken.glob("*.distcp")).unlink()
+    remove_older(tmp_path, name_of(4), 2)
+    assert left(tmp_path) == [2, 3, 4]
+
+
+def test_replicas_that_are_newer_or_not_whole_are_removed_too(tmp_path: Path) -> None:
+    _, broken, *_ = saved(tmp_path, 5)
+    next(broken.glob("*.distcp")).unlink()
+    remove_older(tmp_path, name_of(4), 2, replicas=True)
+    assert left(tmp_path) == [3, 4]
+
+
+def test_a_link_is_not_removed(tmp_path: Path) -> None:
+    first, second = saved(tmp_path, 2)
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    remove_older(tmp_path, second.name, 1)
+    assert left(tmp_path) == [1, 2]
+
+
+def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) -> None:
+    names = [".step-00000001.ab.partial", ".step-00000002.cd.removed", ".step-00000003.ef.partial", ".other", "step-x"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+    with locked(tmp_path / names[2]):
+        remove_leftovers(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[3:])

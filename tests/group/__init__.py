@@ -1,0 +1,1 @@
+"""Tests of `fullshard.group`: the parameters that travel together."""

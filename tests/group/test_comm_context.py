@@ -1,0 +1,106 @@
+"""What groups that communicate in turn share: reductions are waited for oldest first, and pools are made once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fullshard.device import CPU, PASSED, HoldingMark
+from fullshard.group.comm_context import CommContext, Reductions
+
+
+class Event:
+    """The arrival of gradients on the CPU."""
+
+    def __init__(self, is_there: bool) -> None:
+        self.is_there = is_there
+
+    def query(self) -> bool:
+        return self.is_there
+
+    def synchronize(self) -> None:
+        self.is_there = True
+
+
+class NamedMark:
+    def __init__(self, name: str, waited: list[str], error: Exception | None = None) -> None:
+        self.name, self.waited, self.error = name, waited, error
+
+    def wait(self) -> None:
+        self.waited.append(self.name)
+        if self.error is not None:
+            raise self.error
+
+
+def under_way(waited: list[str]) -> Reductions:
+    found = Reductions()
+    for number in range(3):
+        found.add(NamedMark(f"scatter {number}", waited))
+        found.add_sum(NamedMark(f"sum {number}", waited))
+    return found
+
+
+def test_the_oldest_are_waited_for_first_and_some_are_kept() -> None:
+    waited = list[str]()
+    reductions = under_way(waited)
+    reductions.wait_for_oldest(keep=2, keep_sums=1)
+    assert waited == ["scatter 0", "sum 0", "sum 1"]
+    reductions.wait_for_oldest(keep=2, keep_sums=1)
+    assert waited == ["scatter 0", "sum 0", "sum 1"]
+    reductions.wait_for_oldest()
+    assert waited[3:] == ["scatter 1", "scatter 2", "sum 2"]
+
+
+def test_gradients_that_have_arrived_are_handed_over_in_their_order() -> None:
+    reductions, handed = Reductions(), list[int]()
+    for number, is_there in enumerate((True, False, True)):
+        reductions.arriving.append((Event(is_there), lambda number=number: handed.append(number)))  # type: ignore[arg-type, misc]
+    reductions.wait_for_oldest()
+    assert handed == [0]
+    reductions.hand_over_arrived()
+    assert handed == [0, 1, 2]
+
+
+def test_dropped_reductions_are_waited_for_and_not_handed_over() -> None:
+    waited, handed = list[str](), list[int]()
+    reductions = under_way(waited)
+    reductions.add(NamedMark("failed", waited, RuntimeError("the connection is closed")))
+    reductions.arriving.append((Event(False), lambda: handed.append(1)))  # type: ignore[arg-type]
+    reductions.drop()
+    assert len(waited) == 7
+    assert (handed, len(reductions.arriving), reductions.drops) == ([], 0, 1)
+
+
+def test_marks_that_are_forgotten_are_not_waited_for() -> None:
+    waited = list[str]()
+    reductions = Reductions()
+    held = HoldingMark(NamedMark("held", waited), [torch.zeros(1)])
+    reductions.add(held)
+    reductions.forget_marks()
+    assert held.mark is PASSED
+    reductions.wait_for_oldest()
+    assert waited == []
+
+
+def test_there_is_one_pool_for_each_kind_of_buffer_and_transport() -> None:
+    context = CommContext(CPU)
+    made = list[int]()
+
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    one: Any
+    other: Any
+    one, other = SimpleNamespace(allocate=allocate), SimpleNamespace(allocate=allocate)
+    pool = context.pool("parameters", one)
+    assert context.pool("parameters", one) is pool
+    assert context.pool("gradients", one) is not pool
+    assert context.pool("parameters", other) is not pool
+    assert context.lanes is context.lanes
+
+
+def test_without_a_capture_no_marks_are_forgotten() -> None:
+    assert not CommContext(CPU).forget_marks_at_capture()

@@ -1,0 +1,77 @@
+"""The passes of a step, which of them may follow which, and how steps of optimizers are counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from fullshard.group.step import BEGIN, END, FINALIZE, Kind, Log, Pass, Step
+
+
+def test_passes_nest_as_a_backward_inside_of_a_forward_does() -> None:
+    step = Step()
+    seen = [step.now]
+    kinds: list[tuple[str, Kind]] = [
+        ("begin", "forward"),
+        ("begin", "backward"),
+        ("end", "backward"),
+        ("end", "forward"),
+    ]
+    for what, kind in kinds:
+        (step.begin_pass if what == "begin" else step.end_pass)(kind)
+        seen.append(step.now)
+    assert seen == [Pass.NONE, Pass.FORWARD, Pass.NESTED, Pass.FORWARD, Pass.NONE]
+
+
+@pytest.mark.parametrize(
+    ("now", "kind"), [(Pass.FORWARD, "forward"), (Pass.BACKWARD, "backward"), (Pass.NESTED, "forward")]
+)
+def test_a_pass_that_may_not_begin_is_an_error(now: Pass, kind: Kind) -> None:
+    step = Step()
+    step.now = now
+    with pytest.raises(KeyError):
+        step.begin_pass(kind)
+
+
+def test_what_a_pass_says_of_itself_fits_what_may_follow() -> None:
+    for (before, kind), after in BEGIN.items():
+        assert getattr(after, f"has_{kind}")
+        assert not getattr(before, f"has_{kind}")
+    for (_, kind), after in END.items():
+        assert not getattr(after, f"has_{kind}")
+    for before, after in FINALIZE.items():
+        assert after.has_backward
+        assert after.has_forward == before.has_forward
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "steps"), [("a", 1), ("ab", 1), ("abc", 1), ("aa", 2), ("aab", 2), ("abab", 2), ("aabbb", 3)]
+)
+def test_optimizers_that_take_turns_between_passes_are_one_step(optimizers: str, steps: int) -> None:
+    step, each = Step(), {name: object() for name in "abc"}
+    for _ in range(2):
+        before = step.optimizer_steps
+        for name in optimizers:
+            step.count_step(each[name])
+        assert step.optimizer_steps - before == steps
+        step.begin_pass("forward")
+        assert step.steps_before == step.optimizer_steps
+        step.begin_pass("backward")
+        step.end_pass("backward")
+        step.end_pass("forward")
+
+
+def test_steps_inside_of_a_pass_do_not_change_what_came_before_it() -> None:
+    step = Step()
+    step.begin_pass("backward")
+    step.count_step(self := object())
+    step.end_pass("backward")
+    assert (step.optimizer_steps, step.steps_before) == (1, 0)
+    step.begin_pass("forward")
+    step.count_step(self)
+    assert (step.optimizer_steps, step.steps_before) == (2, 1)
+
+
+def test_the_base_of_logs_keeps_nothing() -> None:
+    log = Log()
+    assert log("gather", object()) is None
+    assert log.listeners == []

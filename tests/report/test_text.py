@@ -1,0 +1,82 @@
+"""Sizes, times, shapes and tables as people read them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fullshard.report.text import (
+    bytes_text,
+    counted,
+    dtype_name,
+    percent,
+    seconds_text,
+    shape_text,
+    table,
+    wrapped,
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**20, "1.0 MiB"),
+        (-(2**21), "-2.0 MiB"),
+        (2**30, "1.0 GiB"),
+        (2**40, "1.0 TiB"),
+        (2**55, "32768.0 TiB"),
+    ],
+)
+def test_a_size_has_a_unit_of_powers_of_1024(nbytes: int, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 us"),
+        (1.5e-6, "1.5 us"),
+        (0.9994e-3, "999 us"),
+        (0.9996e-3, "1 ms"),
+        (0.0123, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (12.34, "12.3 s"),
+        (999.4, "999 s"),
+        (999.6, "1,000 s"),
+        (123456, "123,456 s"),
+    ],
+)
+def test_a_time_has_three_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_shapes_shares_and_counts() -> None:
+    assert shape_text((3, 4, 5)) == "3 x 4 x 5"
+    assert shape_text(()) == "scalar"
+    assert dtype_name(torch.bfloat16) == "bfloat16"
+    assert (percent(0.125), percent(0.125, 1), percent(1)) == ("12 %", "12.5 %", "100 %")
+    assert (counted(1, "group"), counted(0, "group"), counted(1234, "group")) == ("1 group", "0 groups", "1,234 groups")
+
+
+def test_lines_end_before_a_width_and_a_number_keeps_its_unit() -> None:
+    for first in range(60, 120):
+        lines = wrapped("x" * first + " and 1.5 GiB of 3 x 4 blocks, 12 % in 5 ms " + "y" * 20).splitlines()
+        assert all(len(line) <= 110 or " " not in line for line in lines), first
+        assert all(line.startswith("  ") for line in lines[1:]), first
+        text = "\n".join(lines)
+        assert all(whole in text for whole in ("1.5 GiB", "3 x 4", "12 %", "5 ms")), first
+
+
+def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
+    assert table(["name", "n"], [["a", "1"], ["long name", "1,000"]]).splitlines() == [
+        "name           n",
+        "---------  -----",
+        "a              1",
+        "long name  1,000",
+    ]
+    assert table(["name", "n"], []).splitlines() == ["name  n", "----  -"]

@@ -1,0 +1,1 @@
+"""Tests of `fullshard.schedule`: which group is gathered and reduced when."""
