@@ -8,6 +8,7 @@ import email
 import importlib.metadata
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -120,7 +121,7 @@ def test_the_metadata_is_valid_and_says_what_is_supported(metadata: bytes) -> No
     assert all(python in found.requires_python for python in pythons)
     assert f"{pythons[0].major}.{pythons[0].minor - 1}" not in found.requires_python, "the oldest is not named"
     needed = {each.name for each in found.requires_dist or () if each.marker is None}
-    assert needed == {"torch", "xxhash"}
+    assert needed == {"tabulate", "torch", "tqdm", "xxhash"}
 
 
 def pythons_of(classifiers: list[str] | tuple[()]) -> list[Version]:
@@ -223,8 +224,13 @@ def test_a_file_is_as_its_reader_expects(file: str, schema: str) -> None:
     run(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", ROOT / file)
 
 
-def test_the_hooks_of_pre_commit_are_valid() -> None:
-    run(sys.executable, "-m", "pre_commit", "validate-config", ROOT / ".pre-commit-config.yaml")
+def test_the_hooks_of_pre_commit_are_tools_of_the_environment() -> None:
+    file = ROOT / ".pre-commit-config.yaml"
+    run(sys.executable, "-m", "pre_commit", "validate-config", file)
+    (repository,) = yaml.safe_load(file.read_text())["repos"]
+    tools = {hook["entry"].split()[0] for hook in repository["hooks"]}
+    assert tools == {".venv/bin/ruff", ".venv/bin/mypy"}
+    assert {Path(tool).name for tool in tools} <= set(PROJECT["project"]["optional-dependencies"]["test"])
 
 
 def run(*call: str | Path, cwd: Path = ROOT, codes: tuple[int, ...] = (0,), **environment: str) -> str:
@@ -244,32 +250,20 @@ def jobs() -> Iterator[dict[str, Any]]:
 
 
 def commands() -> Iterator[str]:
-    """The commands of all jobs and hooks, for each value of a matrix."""
+    """The commands of all jobs, for each value of a matrix."""
     for job in jobs():
         matrix = job.get("strategy", {}).get("matrix", {})
         for line in (line for step in job["steps"] for line in step.get("run", "").splitlines()):
             name = re.search(r"\$\{\{ matrix\.(\w+) \}\}", line)
             yield from (line.replace(name[0], value) for value in matrix[name[1]]) if name else [line]
-    for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]:
-        yield from (hook["entry"] for hook in repository["hooks"])
 
 
 def test_every_command_of_make_that_is_called_exists() -> None:
-    known = set(re.findall(r"^([a-z][\w -]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    targets = {name for names in known for name in names.split()}
-    called = [line.split()[1:] for line in commands() if line.startswith("make ")]
-    found = {word for words in called for word in targets_in(words)}
+    targets = set(re.findall(r"^([a-z][\w-]*)(?=[\w -]*:(?!=))", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = [shlex.split(line)[1:] for line in commands() if line.startswith("make ")]
+    found = {word for words in called for word in words if "=" not in word}
     assert found <= targets, f"the Makefile has no {sorted(found - targets)}"
     assert {"lint", "types", "quick", "test", "test-all", "test-torch", "frameworks"} <= found
-
-
-def targets_in(words: list[str]) -> Iterator[str]:
-    """The targets among the words after ``make``: neither options nor variables, whose value may have spaces."""
-    is_quoted = False
-    for word in words:
-        if not is_quoted and not word.startswith("-") and "=" not in word:
-            yield word
-        is_quoted ^= word.count('"') % 2 == 1
 
 
 def test_what_is_tested_is_what_is_said_to_be_supported() -> None:
@@ -325,13 +319,13 @@ print(f"{fully_shard.__module__}\\n", end="")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of a new environment in which the wheel was installed by name, where only torch was before.
 
-    Torch, xxhash, and what they need, are links to what is installed here. pip is given no index: it ends with an error
-    if the wheel needs anything else.
+    Torch, the other dependencies, and what they need, are links to what is installed here. pip is given no index: it
+    ends with an error if the wheel needs anything else.
     """
     folder = tmp_path_factory.mktemp("bare")
     there = folder / "there"
     there.mkdir()
-    for distribution in needed_by("torch", "xxhash"):
+    for distribution in needed_by(*(Requirement(each).name for each in PROJECT["project"]["dependencies"])):
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             link = there / top
             if not link.exists():
