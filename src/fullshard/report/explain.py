@@ -43,6 +43,8 @@ class Explanation:
         ranks: the size of the world.
         rank: the rank whose shards, memory and traffic are shown.
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
+
+    Ranks: each for itself.
     """
 
     facts: ModelFacts
@@ -52,10 +54,12 @@ class Explanation:
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
+        """The groups, in the order of the model."""
         return self.facts.groups
 
     @cached_property
     def replay(self) -> Replay:
+        """The predicted events of a step."""
         return Replay(self.facts)
 
     @property
@@ -120,13 +124,16 @@ class Explanation:
         }
 
     def to_json(self) -> str:
+        """:meth:`as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=1)
 
     def picture(self, path: str | PathLike[str]) -> None:
-        """Draws each group's buffer: which parameter is where, and which rank owns which part. The name of the file
-        selects PNG, SVG or PDF.
+        """Draws each group's buffer: which parameter is where, and which rank owns which part.
 
         Needs matplotlib: ``pip install fullshard[report]``.
+
+        Args:
+            path: the file; its name selects PNG, SVG or PDF.
         """
         from fullshard.report.pictures import draw_groups
 
@@ -180,6 +187,8 @@ def explain(
         ValueError: no part of the model is sharded, or ``rank`` is not one of ``ranks``.
         TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
         RuntimeError: a process group exists already, so another world cannot be simulated in this process.
+
+    Ranks: each for itself.
     """
     if isinstance(model, nn.Module):
         if ranks is not None:
