@@ -54,7 +54,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         module: the module to wrap. Modules inside of it that are wrapped already keep their parameters.
         process_group: the ranks to shard over; for a hybrid strategy a pair, to shard over and to replicate over.
         sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default. With one rank to shard
-            over it becomes ``NO_SHARD``, with a warning.
+            over it becomes ``NO_SHARD``, with a warning. The attribute of this name has what was chosen.
         cpu_offload: whether shards are kept on the CPU.
         auto_wrap_policy: which modules inside are wrapped first, each on its own; see :mod:`fullshard.wrap`.
         backward_prefetch: whether backward gathers the next module before or after it computes the current gradients.
@@ -72,9 +72,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         device_mesh: a mesh instead of ``process_group``: 1-D, or 2-D (replicate, shard) for a hybrid strategy.
 
     Raises:
-        ValueError: settings that exclude one another; parameters that cannot be flattened, share memory with other
-            tensors, or differ between ranks; with a policy, modules that are wrapped already; modules that torch's FSDP
-            has sharded.
+        ValueError: settings that exclude one another; a group or mesh that does not fit the strategy; parameters that
+            cannot be flattened (integers, or frozen beside trained ones without ``use_orig_params``), share memory with
+            other tensors, or differ between ranks; with a policy, modules that are wrapped already; modules that
+            torch's FSDP has sharded.
         RuntimeError: parameters on several devices; parameters or buffers that are on the meta device after
             ``param_init_fn``.
         TypeError: an argument of a wrong type.
