@@ -45,9 +45,11 @@ class PublicNames(griffe.Extension):
             module.members[name] = griffe.Alias(name, target, parent=module)
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Converts the markup of Sphinx: roles such as ``:func:`load` `` and ``::`` before code."""
+        """Converts the markup of Sphinx: roles such as ``:func:`load` `` become links, and ``::`` before code goes."""
         if obj.docstring is not None:
-            text = re.sub(r":\w+:`~?([\w.]+)`", lambda role: f"`{role[1].rpartition('.')[2]}`", obj.docstring.value)
+            text = re.sub(
+                r":\w+:`~?([\w.]+)`", lambda role: f"[`{role[1].rpartition('.')[2]}`][{role[1]}]", obj.docstring.value
+            )
             text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
             text = re.sub(r"(?<=\S)::$", ":", text, flags=re.MULTILINE)
             obj.docstring.value = re.sub(r"\bRanks: ", "**Ranks:** ", text)

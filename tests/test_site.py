@@ -140,4 +140,4 @@ def test_the_reference_has_an_anchor_for_every_name(site: dict[Path, Page]) -> N
 
 def test_no_markup_of_docstrings_is_left(site: dict[Path, Page]) -> None:
     for file, page in site.items():
-        assert not re.search(r"``|:(func|class|meth|mod):|::$", page.text, re.MULTILINE), file.name
+        assert not re.search(r"``|\]\[|:(func|class|meth|mod):|::$", page.text, re.MULTILINE), file.name

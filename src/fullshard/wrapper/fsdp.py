@@ -56,7 +56,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default. With one rank to shard
             over it becomes ``NO_SHARD``, with a warning. The attribute of this name has what was chosen.
         cpu_offload: whether shards are kept on the CPU.
-        auto_wrap_policy: which modules inside are wrapped first, each on its own; see :mod:`fullshard.wrap`.
+        auto_wrap_policy: which modules inside are wrapped first, each on its own; see ``fullshard.wrap``.
         backward_prefetch: whether backward gathers the next module before or after it computes the current gradients.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: modules that are not sharded, with all modules inside.
