@@ -25,7 +25,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if is_on_site or not os.path.exists(target):
             return link[0]
         kind = "tree" if os.path.isdir(target) else "blob"
-        return f"{config.repo_url}/{kind}/main/{os.path.relpath(target, root)}{link[2] or ''}"
+        return f"{config.extra['repository']}/{kind}/main/{os.path.relpath(target, root)}{link[2] or ''}"
 
     return _LINK.sub(to_repository, markdown)
 
@@ -44,9 +44,12 @@ class PublicNames(griffe.Extension):
         for module, name, target in found:
             module.members[name] = griffe.Alias(name, target, parent=module)
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Converts the markup of Sphinx: roles such as ``:func:`load` `` and ``::`` before code."""
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Converts the markup of Sphinx: roles such as ``:func:`load` `` become links, and ``::`` before code goes."""
         if obj.docstring is not None:
-            text = re.sub(r":\w+:`~?([\w.]+)`", lambda role: f"`{role[1].rpartition('.')[2]}`", obj.docstring.value)
+            text = re.sub(
+                r":\w+:`~?([\w.]+)`", lambda role: f"[`{role[1].rpartition('.')[2]}`][{role[1]}]", obj.docstring.value
+            )
             text = re.sub(r"^ *::\n\n", "", text, flags=re.MULTILINE)
-            obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
+            text = re.sub(r"(?<=\S)::$", ":", text, flags=re.MULTILINE)
+            obj.docstring.value = re.sub(r"\bRanks: ", "**Ranks:** ", text)

@@ -167,7 +167,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, anchor = target.partition("#")
         goal = (page.parent / path).resolve() if path else page
         assert goal.exists(), f"{page.name} links to {target}, which does not exist"
-        if anchor:
+        if anchor and not (goal.parent.name == "reference" and anchor in documented()):
             assert anchor in anchors(goal), f"{page.name} links to {target}, and {goal.name} has no such heading"
 
 
@@ -196,13 +196,15 @@ def public_object(path: str) -> Any:
 
 
 def methods(cls: object, with_inherited: bool = True) -> list[str]:
-    """The public methods and properties of a class, with those of its bases that are ours."""
+    """The public methods and properties of a class, with those of its bases that are ours. Names that only frameworks
+    look for are not among them."""
     bases = [] if not isinstance(cls, type) else cls.__mro__ if with_inherited else [cls]
     kinds = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
     named = {
         name: each for base in bases if base.__module__.startswith("fullshard") for name, each in vars(base).items()
     }
-    return [name for name, each in named.items() if not name.startswith("_") and isinstance(each, kinds)]
+    named = {name: each for name, each in named.items() if not name.startswith("_") and isinstance(each, kinds)}
+    return [name for name, each in named.items() if getattr(getattr(each, "fget", None), "__name__", "") != "<lambda>"]
 
 
 @functools.cache
@@ -240,7 +242,7 @@ def docstrings_of(path: str) -> str:
     return "\n\n".join(map(inspect.cleandoc, filter(None, texts)))
 
 
-def errors_of(function: Any) -> set[str]:
+def errors_of(function: Any, *callers: Any) -> set[str]:
     """The errors that a function raises: itself, in private functions of its file, by checks of its arguments, or while
     it looks for a module's unit."""
     function = inspect.unwrap(function)
@@ -257,8 +259,8 @@ def errors_of(function: Any) -> set[str]:
             )
             inner = known.get(called)
             places = (function.__module__ if called.startswith("_") else "", "fullshard.schedule.unit")
-            if isinstance(inner, FunctionType) and inner.__module__ in places:
-                found |= errors_of(inner)
+            if isinstance(inner, FunctionType) and inner.__module__ in places and inner not in (function, *callers):
+                found |= errors_of(inner, function, *callers)
         raised = [(name, known.get(name)) for name in map(ast.unparse, names)]
         found |= {name for name, each in raised if isinstance(each, type) and issubclass(each, BaseException)}
     return found
@@ -307,14 +309,14 @@ def _is_ours(function: FunctionType) -> bool:
 
 @pytest.mark.parametrize("path", functions())
 def test_a_docstring_says_which_ranks_call(path: str) -> None:
-    assert re.search(r"^Ranks: ", docstrings_of(path), re.MULTILINE)
+    assert "Ranks: " in docstrings_of(path)
 
 
 @pytest.mark.parametrize("path", documented())
 def test_what_is_returned_does_not_read_as_a_type(path: str) -> None:
     """The site takes words before a colon in *Returns* for the name of a type."""
     for line in re.findall(r"^Returns:\n +(.*)$", docstrings_of(path), re.MULTILINE):
-        assert ":" not in line
+        assert ": " not in line
 
 
 def test_the_reference_has_every_environment_variable() -> None:

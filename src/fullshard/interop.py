@@ -1,9 +1,10 @@
 """Makes torch's own code that checks for torch's FSDP recognize fullshard too, without a call by the user.
 
-Names in some modules of torch get values that support both libraries: for ``get_state_dict()`` and similar functions,
-for pipeline stages, which then reduce once a step, and for ``replicate()``, which then skips sharded modules. Owns also
-the time of the change: when something is first sharded, for modules that are imported by then, and for other modules
-when they are imported. Nothing here imports them.
+Names in some modules of torch get values that support both libraries: for ``get_state_dict()``, ``set_state_dict()``
+and similar functions, for pipeline stages, which then reduce once a step, and for ``replicate()``, which then skips
+sharded modules. Owns also the time of the change: when something is first sharded, for modules that are imported by
+then, and for other modules when they are imported. Nothing here imports them. A ``RuntimeWarning`` names what a release
+of torch lacks.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class FSDPModule:
             group.use_transport(gather=native, reduce=native)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set whether to ``enable`` a separate process group for reductions: gathers use a different communicator then."""
+        """Set whether to ``enable`` a separate process group for reductions, and so a communicator of their own."""
         _expect_bool("set_separate_reduce_scatter_group", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in groups_in(self, recurse):

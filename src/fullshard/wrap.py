@@ -51,8 +51,9 @@ class CustomPolicy(_Policy):
 
         CustomPolicy(lambda module: {"reshard_after_forward": False} if module is model.head else type(module) is Block)
 
-    The function returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
-    keywords, or a dict of keywords that differ from the root's.
+    Args:
+        lambda_fn: returns ``False`` (or an empty dict) to leave a module alone, ``True`` to wrap it with the root's
+            keywords, or a dict of keywords that differ from the root's.
 
     Raises:
         ValueError: when the policy is run, if the function returns anything else.
@@ -78,6 +79,9 @@ class CustomPolicy(_Policy):
 class ModuleWrapPolicy(CustomPolicy):
     """Wraps every module of the given classes, or of classes derived from them.
 
+    Args:
+        module_classes: the classes.
+
     Raises:
         TypeError: ``module_classes`` is not an iterable of classes.
     """
@@ -97,23 +101,43 @@ class ModuleWrapPolicy(CustomPolicy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wraps every module."""
+    """Wraps every module.
+
+    Ranks: each for itself, alike.
+    """
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wraps every module for which ``lambda_fn`` is true; give that with ``functools.partial``."""
+    """Wraps every module for which a function is true.
+
+    Args:
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
+        lambda_fn: the function; give it with ``functools.partial``.
+
+    Ranks: each for itself, alike.
+    """
     return recurse or lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wraps every module of the given classes; give them with ``functools.partial``.
+    """Wraps every module of the given classes.
 
     What is outside of them, such as an embedding and the head tied to it, stays together in the root.
+
+    Args:
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
+        transformer_layer_cls: the classes; give them with ``functools.partial``.
+
+    Ranks: each for itself, alike.
     """
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
@@ -129,11 +153,16 @@ def size_based_auto_wrap_policy(
     """Wraps a module if it has enough parameters beside those of its wrapped children.
 
     Args:
+        module: the module to decide on.
+        recurse: ``True`` asks whether its children are considered, ``False`` whether it is wrapped itself.
+        nonwrapped_numel: the number of elements that its wrapped children left.
         min_num_params: how many elements are enough.
         force_leaf_modules: classes whose children are never wrapped. ``None`` for the function's attribute
             ``FORCE_LEAF_MODULES``: attention reads its children's weights without calling them.
         exclude_wrap_modules: classes that are never wrapped themselves. ``None`` for the function's attribute
             ``EXCLUDE_WRAP_MODULES``: containers that have no forward.
+
+    Ranks: each for itself, alike.
     """
     default = "FORCE_LEAF_MODULES" if recurse else "EXCLUDE_WRAP_MODULES"
     given = force_leaf_modules if recurse else exclude_wrap_modules
@@ -169,7 +198,9 @@ def targets(
 
     Args:
         root_module: the module whose submodules are searched.
-        policy: see this file's docstring. PyTorch's policy objects are recognized by their ``_run_policy``.
+        policy: a policy object, also PyTorch's, or a function ``(module, recurse, nonwrapped_numel) -> bool``. It is
+            called twice for a module. First, with ``recurse=True`` and the number of elements in the module: are its
+            children considered? After the children, with the number of elements that they left: is it wrapped?
         ignored_modules: modules that are skipped, with everything inside. Their parameters do not count as elements.
         ignored_params: further parameters that do not count.
         class_overrides: classes whose modules are always wrapped, with these keywords in addition: this is how mixed
@@ -177,6 +208,8 @@ def targets(
 
     Raises:
         TypeError: ``policy`` is neither such an object nor a function.
+
+    Ranks: each for itself, alike.
     """
     if isinstance(policy, type) or not (hasattr(policy, "_run_policy") or callable(policy)):
         raise TypeError(
@@ -228,11 +261,14 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
             self.layer = wrap(nn.Linear(5, 5))
 
     Args:
-        wrapper_cls: called with the module and the other keywords; returns the wrapped module.
+        wrapper_cls: called with the module and ``wrapper_kwargs``; returns the wrapped module.
+        **wrapper_kwargs: more arguments of ``wrapper_cls``.
 
     Raises:
         TypeError: ``wrapper_cls`` cannot be called.
         NotImplementedError: it is used inside another such context.
+
+    Ranks: each for itself, alike.
     """
     if not callable(wrapper_cls):
         raise TypeError(f"enable_wrap was given wrapper_cls={wrapper_cls!r}; expected a class to wrap modules with")
@@ -247,7 +283,10 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     """Wraps ``module`` as :func:`enable_wrap` says, except for these keywords. Outside of that context it returns
-    ``module`` unchanged."""
+    ``module`` unchanged.
+
+    Ranks: each for itself, unless the wrapper communicates.
+    """
     wrapper = _wrapping.get()
     return module if wrapper is None else wrapper(module, **wrap_overrides)
 
@@ -275,8 +314,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     They are the outermost that repeat: neither the experts of a layer nor its sub-layers. Both stacks of an
     encoder-decoder are found.
 
+    Args:
+        model: the model, sharded or not.
+
     Returns:
         the blocks in the order of registration, none inside another, each once. Empty if nothing repeats.
+
+    Ranks: each for itself.
     """
     kinds = (2, False), (2, True), (0, True)
     return next(filter(None, (_find_blocks(model, partial(_may_be_block, *kind)) for kind in kinds)), [])

@@ -66,6 +66,8 @@ def wait_until_finished() -> Path | None:
 
     Raises:
         CheckpointError: the save failed.
+
+    Ranks: each for itself.
     """
     try:
         return Background.wait_until_finished()

@@ -54,7 +54,7 @@ def load(
 ) -> dict[str, Any] | None:
     """Loads the newest whole checkpoint of a directory into a model, its optimizer and other objects.
 
-    All ranks must call it. Their number, and the way in which the model is sharded, may differ from those that saved.
+    The number of ranks, and the way in which the model is sharded, may differ from those that saved.
     Checkpoints that are not whole are skipped with a warning that names the file and the tensor.
 
     Args:
@@ -79,6 +79,8 @@ def load(
     Raises:
         CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
             optimizer may then be partly loaded.
+
+    Ranks: all ranks of ``process_group`` alike.
     """
     state = checked_state(state)
     wait_until_finished()

@@ -32,6 +32,8 @@ class PreemptionHandler:
         grace_period: how many seconds after SIGTERM the process ends, whatever it does then. A checkpoint that is
             incomplete by then does not become visible, and older checkpoints stay whole.
         process_group: the ranks that train together, if they are not all ranks.
+
+    Ranks: all alike; the answer of a call is the same on all.
     """
 
     @renamed_keywords("fullshard.checkpoint.PreemptionHandler")

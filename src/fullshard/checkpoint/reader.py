@@ -31,10 +31,14 @@ Target = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
-    """The checkpoints in a directory, the newest first by their names. If the directory is itself a checkpoint, only
-    that.
+    """The checkpoints in a directory, the newest first by their names.
 
     If another job saves there and removes older checkpoints, some may be gone when you open them.
+
+    Args:
+        directory: the directory that was given to :func:`save`; if it is itself a checkpoint, only that is listed.
+
+    Ranks: each for itself.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -60,8 +64,16 @@ def newest_first(directory: str | Path) -> Iterator[Path]:
 
 
 def latest(directory: str | Path) -> Checkpoint | None:
-    """The newest checkpoint with a manifest and all files. Their contents are checked when they are read. Close it
-    after use: until then no save removes it."""
+    """The newest checkpoint with a manifest and all files, or ``None``. Their contents are checked when they are read.
+
+    Args:
+        directory: the directory that was given to :func:`save`.
+
+    Returns:
+        the checkpoint. Close it after use, because until then no save removes it.
+
+    Ranks: each for itself.
+    """
     for path in newest_first(directory):
         try:
             return Checkpoint(path)
@@ -78,8 +90,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 class Checkpoint:
-    """A checkpoint on the disk, made by fullshard or by DCP's ``save``. It is a context manager, which closes its
-    files. Until it is closed, ``keep_last`` of other jobs does not remove it, if the file system supports locks.
+    """A checkpoint on the disk, made by fullshard or by DCP's ``save``. Needs no process group and no model.
+
+    It is a context manager, which closes its files. Until it is closed, ``keep_last`` of other jobs does not remove it,
+    if the file system supports locks.
 
     Args:
         path: its directory.
@@ -87,10 +101,12 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        manifest: the description of its contents.
+        manifest: the description of its contents: ``step``, ``world_size``, ``versions``, ``files`` and more.
 
     Raises:
         CorruptCheckpointError: the manifest or the sizes of files are wrong.
+
+    Ranks: each for itself.
     """
 
     _unpin: Callable[[], object] = staticmethod(lambda: None)
@@ -142,12 +158,15 @@ class Checkpoint:
         return found or {name: name for name, path in paths.items() if len(path) == 1}
 
     def path_of(self, name: str) -> tuple[str, ...]:
-        """The keys that lead to a tensor or a value in the nested state dict."""
+        """The keys that lead to the tensor or value ``name`` in the nested state dict."""
         keys = tuple(map(str, self.manifest.paths.get(name, ())))
         return keys or (tuple(name.split(".", 1)) if self.manifest.versions else (name,))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU.
+
+        Args:
+            name: a name of ``tensors``.
 
         Raises:
             KeyError: there is no such tensor.
@@ -160,6 +179,9 @@ class Checkpoint:
 
     def value(self, name: str) -> Any:
         """A value that is not a tensor.
+
+        Args:
+            name: a name of ``manifest.objects``.
 
         Raises:
             KeyError: there is no such value.
@@ -215,6 +237,10 @@ class Checkpoint:
 
     def read(self, targets: Iterable[Target]) -> None:
         """Fills boxes of tensors, and increments their versions for autograd.
+
+        Args:
+            targets: each has the name of a tensor, its shape, the offsets of the box, and the tensor to fill, on any
+                device, of any dtype and strides.
 
         Raises:
             KeyError: there is no such tensor.

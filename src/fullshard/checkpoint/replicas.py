@@ -199,8 +199,7 @@ def training_of(directory: Path) -> str:
 def forget_replicas(replicas: str | Path, process_group: ProcessGroup | None = None) -> None:
     """Removes the in-memory replicas of a finished training, and so frees their memory.
 
-    All ranks must call it. Otherwise only a restart of the host removes the last replica, and a later :func:`load` may
-    continue from it.
+    Otherwise only a restart of the host removes the last replica, and a later :func:`load` may continue from it.
 
     Args:
         replicas: the directory that was given to :func:`save`.
@@ -208,6 +207,8 @@ def forget_replicas(replicas: str | Path, process_group: ProcessGroup | None = N
 
     Raises:
         CheckpointError: the last save in the background failed. The replicas stay.
+
+    Ranks: all ranks of ``process_group`` alike.
     """
     wait_until_finished()
     root, ranks = Path(replicas), Ranks(process_group)

@@ -86,7 +86,7 @@ def save(
     process_group: ProcessGroup | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Saves a sharded model, its optimizer and other state as a new checkpoint. All ranks must call it.
+    """Saves a sharded model, its optimizer and other state as a new checkpoint.
 
     Existing checkpoints are not changed. The new one becomes visible in one step, when all of it is on the disk.
 
@@ -118,6 +118,9 @@ def save(
         CheckpointError: on all ranks, if some rank could not write, or if a rank was lost.
         ValueError: ``keep_last`` is less than 1, ``step`` is less than 0, ``replicas`` is given without ``step``,
             ``directory`` has a name such as ``step-00000010``, or a name in ``state`` is "step" or has a dot.
+        TypeError: ``step`` is not an integer.
+
+    Ranks: all ranks of ``process_group`` alike.
     """
     state = checked_state(state)
     Background.wait_until_finished()

@@ -54,8 +54,8 @@ def patch() -> int:
 
     ``torch.distributed.fsdp.fully_shard`` is then :func:`fullshard.fully_shard`, and so on for all that fullshard has,
     in every module that holds one of them, and in those that are imported later. Call it before a model is sharded. A
-    second call changes nothing. Enums keep torch's members and values. torch's FSDP itself and ``replicate()``, which is
-    built on it, keep what they had. ``FSDPMeshInfo`` and ``ShardPlacementResult`` stay torch's, and are accepted.
+    second call changes nothing. Enums keep torch's members and values. torch's FSDP itself keeps what it had, and so
+    does ``replicate()``. ``FSDPMeshInfo`` and ``ShardPlacementResult`` stay torch's, and are accepted.
 
     Raises:
         RuntimeError: a model is sharded already, by whichever library.

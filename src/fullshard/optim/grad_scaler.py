@@ -19,13 +19,19 @@ from fullshard.torch_private import OpenGradScaler, local_of
 class ShardedGradScaler(OpenGradScaler):
     """A ``torch.amp.GradScaler`` for gradients of which each rank has a part, or none.
 
-    All ranks must call ``unscale_`` or ``step``: the first of these calls for an optimizer communicates one number.
-    Gradients may be plain tensors and DTensors on several devices.
+    An infinity or NaN on any rank skips the step on all ranks, and all change the scale alike. Gradients may be plain
+    tensors, also of 0 elements, and DTensors, of any floating-point dtype, on several devices. Fused optimizers skip
+    too. Errors are those of ``GradScaler``.
 
     Args:
         device: the type of the device of the losses, from which ranks also communicate.
+        init_scale: as for ``GradScaler``, like ``backoff_factor``, ``growth_factor``, ``growth_interval`` and
+            ``enabled``.
         process_group: the ranks that skip a step together; ``None`` for all ranks. The ranks of the DTensors' meshes
             also skip it.
+
+    Ranks: all ranks of the group call ``unscale_`` or ``step``: the first of these calls for an optimizer communicates
+    one number. The other methods: each for itself.
     """
 
     def __init__(

@@ -47,20 +47,24 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 def local_step(optimizer: O) -> O:
     """Make ``optimizer`` step on the local tensors of its sharded parameters. Call it for classes that are not torch's.
 
-    Its class must compute element by element: each part of a parameter is updated only from the same part of its
-        gradient and state. It must not sum over a parameter, or use its shape. Inside of its ``step``, parameters,
-        gradients
-    and state are this rank's plain tensors. Outside they are DTensors as before. A step with a closure or another
-    argument runs on DTensors.
+    torch's own Adam, AdamW, SGD and similar classes need no call.
 
-    torch's own Adam, AdamW, SGD and similar classes need no call. Each rank calls it for itself.
+    Args:
+        optimizer: an optimizer whose class computes element by element: each part of a parameter is updated only from
+            the same part of its gradient and state. It must not sum over a parameter, or use its shape. Inside of its
+            ``step``, parameters, gradients and state are this rank's plain tensors. Outside, state of the shape of the
+            part is a DTensor, and other state is as it is. A step with a closure or another argument runs on DTensors.
+            ``state[param]`` must be a dict of values, without containers of sharded tensors.
 
     Returns:
         ``optimizer``.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``. ValueError: none of its parameters is sharded, or
-            it is a class of torch that does not compute element by element.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        ValueError: none of its parameters is sharded, or it is LBFGS, Adafactor, Muon or SparseAdam of torch, which do
+            not compute element by element.
+
+    Ranks: each for itself, alike.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"local_step expects a torch.optim.Optimizer, got {type(optimizer).__name__}")

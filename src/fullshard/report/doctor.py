@@ -62,8 +62,10 @@ _ORDER = ("error", "warning", "not checked", "ok")
 class Diagnosis:
     """The checks and their results, the worst first. ``print`` it, or use ``as_dict`` for JSON.
 
-    Args:
+    Attributes:
         checks: the checks.
+
+    Ranks: each for itself.
     """
 
     checks: tuple[Check, ...]
@@ -96,7 +98,7 @@ def diagnosis_of(checks: Sequence[Check]) -> Diagnosis:
 
 
 def doctor(model: nn.Module | None = None) -> Diagnosis:
-    """Checks the job in which it is called. Every rank must call it.
+    """Checks the job in which it is called.
 
     It compares versions, devices, threads, memory and settings of all ranks, checks the transport, and measures
     messages between pairs of ranks. If the model is not sharded yet, its values are compared between ranks. All
@@ -110,7 +112,9 @@ def doctor(model: nn.Module | None = None) -> Diagnosis:
         model: a model, before or after sharding; ``None`` to check only the ranks.
 
     Returns:
-        the same on all ranks, except for values that are not finite: each rank checks its own part.
+        the same on all ranks, except for values that are not finite, of which each rank checks its own part.
+
+    Ranks: all alike.
     """
     device_type = default_device_type()
     if model is not None:

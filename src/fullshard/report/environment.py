@@ -64,7 +64,7 @@ class Check:
     Args:
         name: the subject of the check.
         result: ``error`` if the job fails or computes something wrong because of it, ``warning`` if it may, or if the
-            job is slow because of it.
+            job is slow because of it, ``not checked`` or ``ok``.
         text: what was found.
         advice: what to do.
     """

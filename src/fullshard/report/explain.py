@@ -48,6 +48,8 @@ class Explanation:
         optimizer_bytes: bytes of optimizer state for each element that an optimizer updates.
         activations: the activations and FLOPs of a batch, ``None`` if no batch was given.
         device_memory: the memory of the device in bytes, ``None`` if unknown.
+
+    Ranks: each for itself.
     """
 
     facts: ModelFacts
@@ -59,10 +61,12 @@ class Explanation:
 
     @property
     def groups(self) -> tuple[GroupFacts, ...]:
+        """The groups, in the order of the model."""
         return self.facts.groups
 
     @cached_property
     def replay(self) -> Replay:
+        """The predicted events of a step."""
         return Replay(self.facts)
 
     @property
@@ -177,13 +181,16 @@ class Explanation:
         }
 
     def to_json(self) -> str:
+        """:meth:`as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=1)
 
     def picture(self, path: str | PathLike[str]) -> None:
-        """Draws each group's buffer: which parameter is where, and which rank owns which part. The name of the file
-        selects PNG, SVG or PDF.
+        """Draws each group's buffer: which parameter is where, and which rank owns which part.
 
         Needs matplotlib: ``pip install fullshard[report]``.
+
+        Args:
+            path: the file; its name selects PNG, SVG or PDF.
         """
         from fullshard.report.pictures import draw_groups
 
@@ -253,6 +260,8 @@ def explain(
         TypeError: ``model`` is a module and ``ranks`` is given, or ``model`` is a function and ``ranks`` is missing.
         RuntimeError: a process group exists already, so another world cannot be simulated in this process; or forward
             or backward failed on tensors without values.
+
+    Ranks: each for itself.
     """
     if loss is not None and batch is None:
         raise ValueError("explain() was given a loss and no batch: give it a batch of one rank too")

@@ -37,7 +37,7 @@ class ScalarWriter(Protocol):
 
 
 def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, first_step: int = 0) -> Metrics:
-    """Write metrics of this rank after each training step, from now on. Each rank may call it for itself.
+    """Write metrics of this rank after each training step, from now on.
 
     - ``seconds``: the time of the step, from the end of the step before.
     - ``waited_seconds``: how much of that time this rank waited for other ranks and for the bytes that they send.
@@ -68,6 +68,8 @@ def log_metrics(model: nn.Module, to: str | os.PathLike[str] | ScalarWriter, *, 
         ValueError: ``model`` is not sharded.
         TypeError: ``to`` is neither a path nor an object with ``add_scalar``.
         OSError: the file cannot be opened.
+
+    Ranks: each for itself.
     """
     schedule = schedule_of(model, "log_metrics")
     return Metrics(schedule, _writer(to), first_step)
@@ -110,6 +112,8 @@ class Metrics(StepObserver):
 
     Attributes:
         step: the number of the current step. It may be set.
+
+    Ranks: each for itself.
     """
 
     def __init__(self, schedule: Schedule, write: Callable[[int, dict[str, float]], None], first_step: int) -> None:

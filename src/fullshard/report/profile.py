@@ -59,7 +59,10 @@ class Trace:
         return self._recorder is not None and self._recorder.is_running
 
     def stop(self) -> None:
-        """Stop recording. May be called again. Each rank may call it for itself."""
+        """Stop recording. May be called again.
+
+        Ranks: each for itself.
+        """
         if self._recorder is not None:
             self._recorder.stop()
 
@@ -70,11 +73,13 @@ class Trace:
         self.stop()
 
     def gather(self) -> None:
-        """Gather the traces of all ranks on rank 0, with times of rank 0's clock. Every rank must call it.
+        """Gather the traces of all ranks on rank 0, with times of rank 0's clock.
 
         Ranks of one host share a clock. The clock of another host is compared with rank 0's in a few exchanges. Each
         exchange bounds the difference from both sides. The ``clock_error`` of a rank is the error that remains
         possible.
+
+        Ranks: all alike.
         """
         self.stop()
         if self._is_gathered:
@@ -86,16 +91,24 @@ class Trace:
 
     def findings(self) -> list[Finding]:
         """What the trace shows, the most important first. After :meth:`gather`, rank 0 has the findings of all
-        ranks."""
+        ranks.
+
+        Ranks: each for itself.
+        """
         return findings(self.ranks)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``trace.json`` and ``report.html`` into a directory, on rank 0.
 
-        Every rank must call it: it calls :meth:`gather` first if that is still to be done. ``trace.json`` is for
-        :meth:`load`, and for https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one
-        file that needs no network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says
-        how to write the page elsewhere.
+        It calls :meth:`gather` first if that is still to be done. ``trace.json`` is for :meth:`load`, and for
+        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one file that needs no
+        network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says how to write the
+        page elsewhere.
+
+        Args:
+            directory: is made if it does not exist.
+
+        Ranks: all alike.
         """
         if not self._is_gathered:
             self.gather()
@@ -115,17 +128,27 @@ class Trace:
 
     @staticmethod
     def load(directory: str | os.PathLike[str]) -> Trace:
-        """Read a trace from the directory into which :meth:`save` wrote it. Needs no process group.
+        """Read a trace. Needs no process group.
+
+        Args:
+            directory: the directory into which :meth:`save` wrote it.
 
         Raises:
-            FileNotFoundError: the directory has no ``trace.json``.
-            ValueError: the file is not a trace of fullshard, or has a different version.
+        It calls :meth:`gather` first if that is still to be done. ``trace.json`` is for :meth:`load`, and for
+        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one file that needs no
+        network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says how to write the
+        page elsewhere.
+
+        Args:
+            directory: is made if it does not exist.
+
+        Ranks: all alike.
         """
         return Trace(chrome_trace.read(Path(directory, "trace.json")))
 
 
 def profile(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Trace:
-    """Record what this rank does in the next training steps. Call it on every rank that you want to see.
+    """Record what this rank does in the next training steps.
 
     Call it between two steps. The first steps of a training differ from the others, so let a few pass before. The
     trace ends by itself after ``steps`` training steps, or earlier with ``stop()`` or the end of a ``with``::
@@ -147,6 +170,8 @@ def profile(model: nn.Module, steps: int = 3, *, first_step: int = 0) -> Trace:
     Raises:
         ValueError: ``model`` is not sharded, or ``steps`` is less than 1.
         RuntimeError: the model is being recorded already, or the model is in a forward or backward.
+
+    Ranks: each that you want to see, for itself.
     """
     schedule = schedule_of(model, "profile")
     if steps < 1:

@@ -68,9 +68,11 @@ class _IsFlat(type(nn.Parameter)):  # type: ignore[misc]
 class FlatParameter(nn.Parameter, metaclass=_IsFlat):
     """This rank's shard of several parameters laid end to end: 1-D, padded at the end to the same size on all ranks.
 
-    The constructor makes an ``nn.Parameter``, which ``isinstance`` knows as this class. Sharding fills in ``_fqns``,
-    ``_shapes`` and ``_numels`` of the parameters, ``_num_params``, the sizes ``_unpadded_unsharded_size``,
-    ``_padded_unsharded_size`` and ``_sharded_size``, and ``shard_metadata``, a :class:`ShardMetadata`.
+    The constructor makes an ``nn.Parameter`` from ``data`` (``None`` for no elements) and ``requires_grad``, which
+    ``isinstance`` knows as this class. Sharding fills in ``_fqns``, ``_shapes`` and ``_numels`` of the parameters,
+    ``_num_params``, the sizes ``_unpadded_unsharded_size``, ``_padded_unsharded_size`` and ``_sharded_size``, and
+    ``shard_metadata``: names, shapes and numbers of elements of the parameters, and the first and last element of each
+    that this rank has.
     """
 
     _fqns: tuple[str, ...]

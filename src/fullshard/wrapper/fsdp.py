@@ -48,14 +48,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
         optimizer = torch.optim.AdamW(model.parameters())   # after wrapping, unless use_orig_params=True
 
-    Every rank must make the same calls in the same order. torch's own enums and settings are accepted too.
+    Attributes and indices pass through to ``module``. torch's own enums and settings are accepted too.
 
     Args:
         module: the module to wrap. Modules inside of it that are wrapped already keep their parameters.
         process_group: the ranks to shard over; for a hybrid strategy a pair, to shard over and to replicate over.
-        sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default.
+        sharding_strategy: what is sharded and when it is gathered; ``FULL_SHARD`` by default. With one rank to shard
+            over it becomes ``NO_SHARD``, with a warning. The attribute of this name has what was chosen.
         cpu_offload: whether shards are kept on the CPU.
-        auto_wrap_policy: which modules inside are wrapped first, each on its own; see :mod:`fullshard.wrap`.
+        auto_wrap_policy: which modules inside are wrapped first, each on its own; see ``fullshard.wrap``.
         backward_prefetch: whether backward gathers the next module before or after it computes the current gradients.
         mixed_precision: dtypes of computation, reduction and buffers.
         ignored_modules: modules that are not sharded, with all modules inside.
@@ -71,12 +72,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         device_mesh: a mesh instead of ``process_group``: 1-D, or 2-D (replicate, shard) for a hybrid strategy.
 
     Raises:
-        ValueError: settings that exclude one another; parameters that cannot be flattened, share memory with other
-            tensors, or differ between ranks; with a policy, modules that are wrapped already; modules that torch's FSDP
-            has sharded.
+        ValueError: settings that exclude one another; a group or mesh that does not fit the strategy; parameters that
+            cannot be flattened (integers, or frozen beside trained ones without ``use_orig_params``), share memory with
+            other tensors, or differ between ranks; with a policy, modules that are wrapped already; modules that
+            torch's FSDP has sharded.
         RuntimeError: parameters on several devices; parameters or buffers that are on the meta device after
             ``param_init_fn``.
         TypeError: an argument of a wrong type.
+
+    Ranks: all alike, in the same order, and for methods too, unless a method says otherwise.
     """
 
     _has_hook = _is_summoned = False
@@ -182,7 +186,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers in ``module``, itself included; with ``root_only`` those that no other contains."""
+        """The wrappers in ``module``, itself included; with ``root_only`` those that no other contains.
+
+        Ranks: each for itself.
+        """
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         if root_only:
             inner = {other for each in found for other in each.modules() if other is not each}
@@ -196,23 +203,30 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         return next((data.shard_group or data.replicate_group for data in groups), None)
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper. If none has run yet, the call makes this wrapper the root."""
+        """Whether this is the outermost wrapper. If none has run yet, the call makes this wrapper the root.
+
+        Ranks: each for itself.
+        """
         return (self._unit.schedule or self._unit.start()).root is self._unit
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Like ``nn.Module.named_parameters()``; in :meth:`summon_full_params` with the names of the plain model."""
+        """Like ``nn.Module.named_parameters()``; in :meth:`summon_full_params` with the names of the plain model.
+
+        Ranks: each for itself.
+        """
         for name, param in super().named_parameters(*args, **kwargs):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like ``nn.Module.named_buffers()``; in :meth:`summon_full_params` with the names of the plain model."""
+        """Like ``nn.Module.named_buffers()``; in :meth:`summon_full_params` with the names of the plain model.
+
+        Ranks: each for itself.
+        """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield (name.replace(f"{WRAPPED_NAME}.", "") if self._is_summoned else name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call ``fn`` with every module inside and with this one, while they show full parameters, which it may change.
-
-        All ranks must call it.
 
         Raises:
             ValueError: inside :meth:`summon_full_params`, or in a forward or backward.
@@ -234,9 +248,15 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Show full parameters, in their modules and under their names; see :func:`fullshard.summon_full_params`.
+        """Show full parameters, in their modules and under their names.
 
-        Every rank must enter and leave.
+        Args:
+            module: a wrapped model, or a model with wrappers inside.
+            recurse: as in :func:`fullshard.summon_full_params`, like the other arguments.
+            writeback: not with ``rank0_only``.
+            rank0_only: not with ``with_grads``.
+            offload_to_cpu: not with ``with_grads``, or with ``NO_SHARD``.
+            with_grads: only with ``use_orig_params``.
 
         Raises:
             NotImplementedError: options that exclude one another, or that the wrappers' settings exclude.
@@ -268,6 +288,8 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def no_sync(self) -> Iterator[None]:
         """A context in which backward does not communicate: gradients accumulate unsharded until a backward outside.
 
+        They accumulate in the reduce dtype. Until then ``grad`` is zero, and clearing it discards them.
+
         Raises:
             RuntimeError: this is not the root.
         """
@@ -284,14 +306,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm, over all parameters and ranks, is at most ``max_norm``.
 
-        All ranks must call it.
-
         Args:
             max_norm: the largest norm that stays as it is.
             norm_type: any p above 0; ``math.inf`` for the largest absolute value.
 
         Returns:
-            The norm before scaling: a 0-dim tensor on the compute device, the same on all ranks. It is computed in
+            The norm before scaling, a 0-dim tensor on the compute device, the same on all ranks. It is computed in
             fp32 and returned in the dtype to which this rank's gradients promote, or in fp32 if that is fp16.
 
         Raises:
@@ -319,8 +339,10 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, here and in all modules inside.
 
-        ``hook`` is called with ``state``, the unsharded gradient (1-D), and a tensor for this rank's part of the
-        reduced gradient. With ``NO_SHARD`` it gets no such tensor, and reduces in place. It must sum and divide itself.
+        Args:
+            state: the first argument of ``hook``.
+            hook: called with ``state``, the unsharded gradient (1-D), and a tensor for this rank's part of the reduced
+                gradient. With ``NO_SHARD`` it gets no such tensor, and reduces in place. It must sum and divide itself.
 
         Raises:
             AssertionError: this is not the root; a hook was registered before; the strategy is hybrid.
@@ -347,7 +369,12 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
         with shards_may_change(self):
             return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    __deepcopy__, free_buffers = FSDPModule.__deepcopy__, FSDPModule.free_buffers
+    def free_buffers(self) -> int:
+        """Free the buffers that this tree keeps for its next step, and return their size in bytes. Not in PyTorch,
+        which keeps none."""
+        return FSDPModule.free_buffers(self)  # type: ignore[arg-type]
+
+    __deepcopy__ = FSDPModule.__deepcopy__
 
 
 def _auto_wrap(root: nn.Module, policy: Any, kept: initialise.Ignored, options: dict[str, Any]) -> None:

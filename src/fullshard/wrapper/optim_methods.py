@@ -28,13 +28,6 @@ class OptimStateMethods:
     """Static methods. A *named* state dict has the names of the plain model as keys.
 
     All ranks must call them, except :meth:`shard_full_optim_state_dict` and :meth:`rekey_optim_state_dict`.
-
-    Raises:
-        AssertionError: the wrappers in a model differ in their settings of state dicts or in ``use_orig_params``.
-        KeyError: the optimizer has parameters that the model lacks, or the state dict some that the optimizer lacks.
-        ValueError: a state does not have the shape of its parameter; parameters of one flat parameter have states that
-            cannot be concatenated; there is no ``"state"``.
-        RuntimeError: without ``use_orig_params``, a rank lacks a state that the first rank has.
     """
 
     @staticmethod
@@ -45,13 +38,21 @@ class OptimStateMethods:
 
         A full state dict has whole tensors. The other kinds have DTensors, of which each rank has its rows. You can
         load into these DTensors even before the optimizer's first step: they then have the values with which torch's
-        optimizer begins, mostly zeros. All ranks must call it. :class:`OptimStateMethods` lists its errors.
+        optimizer begins, mostly zeros.
 
         Args:
             model: the root, wrapped.
             optim: the optimizer of its parameters.
             optim_state_dict: a state dict to convert instead of ``optim.state_dict()``.
             group: a process group of the model's ranks, which are the default.
+
+        Raises:
+            AssertionError: the wrappers differ in their settings of state dicts or in ``use_orig_params``.
+            KeyError: the optimizer has parameters that the model lacks, or the state dict some that the optimizer
+                lacks.
+            ValueError: a state does not have the shape of its parameter; parameters of one flat parameter have states
+                that cannot be concatenated; there is no ``"state"``.
+            RuntimeError: without ``use_orig_params``, a rank lacks a state that the first rank has.
         """
         state_dict, new = (optim.state_dict(), optim) if optim_state_dict is None else (optim_state_dict, None)
         keys = [key for options in state_dict.get("param_groups", ()) for key in options["params"]]
@@ -70,7 +71,7 @@ class OptimStateMethods:
     ) -> StateDict:
         """Convert a named state dict of any kind, from any sharding or none, for ``optim.load_state_dict``.
 
-        All ranks must call it. :class:`OptimStateMethods` lists its errors.
+        Its errors are those of :meth:`optim_state_dict`.
 
         Args:
             model: the root, wrapped.
@@ -96,13 +97,27 @@ class OptimStateMethods:
         rank0_only: bool = True,
         group: ProcessGroup = None,
     ) -> StateDict:
-        """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU."""
+        """Deprecated: :meth:`optim_state_dict` of a full state dict, on the CPU.
+
+        Args:
+            model: the root, wrapped.
+            optim: the optimizer of its parameters.
+            optim_input: deprecated: what was given to the optimizer.
+            rank0_only: whether all ranks but the first get an empty dict.
+            group: a process group of the model's ranks, which are the default.
+        """
         params = _given(model, optim, optim_input, "full_optim_state_dict", "optim_state_dict")
         return whole_state(model, params, optim.state_dict(), FullOptimStateDictConfig(True, rank0_only), group)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: ProcessGroup = None) -> StateDict:
-        """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU."""
+        """Deprecated: :meth:`optim_state_dict` of a sharded state dict, on the CPU.
+
+        Args:
+            model: the root, wrapped.
+            optim: the optimizer of its parameters.
+            group: a process group of the model's ranks, which are the default.
+        """
         params = _given(model, optim, None, "sharded_optim_state_dict", "optim_state_dict")
         return whole_state(model, params, optim.state_dict(), OptimStateDictConfig(), group)
 
@@ -110,7 +125,16 @@ class OptimStateMethods:
     def shard_full_optim_state_dict(
         full_optim_state_dict: StateDict, model: nn.Module, optim_input: OptimInput = None, optim: Optim = None
     ) -> StateDict:
-        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has."""
+        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that every rank has.
+
+        Ranks: each for itself.
+
+        Args:
+            full_optim_state_dict: the state dict.
+            model: the root, wrapped.
+            optim_input: deprecated: what was given to the optimizer.
+            optim: the optimizer of its parameters.
+        """
         params = _given(model, optim, optim_input, "shard_full_optim_state_dict")
         return local_state(model, params, full_optim_state_dict)
 
@@ -118,7 +142,13 @@ class OptimStateMethods:
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
-        """Deprecated: :meth:`optim_state_dict_to_load` of a sharded state dict."""
+        """Deprecated: :meth:`optim_state_dict_to_load` of a sharded state dict.
+
+        Args:
+            sharded_optim_state_dict: the state dict.
+            model: the root, wrapped.
+            optim: the optimizer of its parameters.
+        """
         params = _given(model, optim, None, "flatten_sharded_optim_state_dict")
         return local_state(model, params, sharded_optim_state_dict)
 
@@ -130,7 +160,15 @@ class OptimStateMethods:
         optim: Optim = None,
         group: Any | None = None,
     ) -> StateDict:
-        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has."""
+        """Deprecated: :meth:`optim_state_dict_to_load` of a full state dict that the first rank has.
+
+        Args:
+            full_optim_state_dict: the state dict on the first rank.
+            model: the root, wrapped.
+            optim_input: deprecated: what was given to the optimizer.
+            optim: the optimizer of its parameters.
+            group: a process group of the model's ranks, which are the default.
+        """
         params = _given(model, optim, optim_input, "scatter_full_optim_state_dict")
         return local_state(model, params, full_optim_state_dict or {}, True, group)
 
@@ -144,12 +182,21 @@ class OptimStateMethods:
     ) -> StateDict:
         """Converts the keys of a state dict of the whole ``model`` to names, or to numbers in the optimizer.
 
+        Args:
+            optim_state_dict: the state dict.
+            optim_state_key_type: which of the two.
+            model: the model, not sharded.
+            optim_input: deprecated: what was given to the optimizer.
+            optim: the optimizer of its parameters.
+
         Raises:
             AssertionError: ``optim_state_key_type`` is not an :class:`OptimStateKeyType`.
             ValueError: the state dict has keys of both kinds.
             RuntimeError: several parameters lie in one flat parameter, so that each has no key of its own.
             KeyError: the optimizer has parameters that the model lacks, or the state dict some that the optimizer
                 lacks.
+
+        Ranks: each for itself.
         """
         params = _given(model, optim, optim_input)
         wanted = {"PARAM_NAME": str, "PARAM_ID": int}.get(getattr(optim_state_key_type, "name", ""))

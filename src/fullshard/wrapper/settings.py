@@ -24,26 +24,33 @@ __all__ += ["StateDictSettings"]
 
 
 class ShardingStrategy(Enum):
-    """What each rank keeps whole, and when."""
+    """What each rank keeps whole, and when.
 
-    #: Parameters are gathered for each use; parameters, gradients and optimizer state are kept in shards.
+    Attributes:
+        FULL_SHARD: parameters are gathered for each use; parameters, gradients and optimizer state are kept in shards.
+        SHARD_GRAD_OP: the same, but parameters stay whole from forward to the end of their backward.
+        NO_SHARD: everything is whole on every rank, and gradients are averaged, as by ``DistributedDataParallel``.
+            Deprecated above one rank.
+        HYBRID_SHARD: ``FULL_SHARD`` over the ranks of one node, replicated over nodes.
+        _HYBRID_SHARD_ZERO2: ``SHARD_GRAD_OP`` over the ranks of one node, replicated over nodes.
+    """
+
     FULL_SHARD = auto()
-    #: The same, but parameters stay whole from forward to the end of their backward.
     SHARD_GRAD_OP = auto()
-    #: Everything is whole on every rank, and gradients are averaged, as by ``DistributedDataParallel``.
     NO_SHARD = auto()
-    #: ``FULL_SHARD`` over the ranks of one node, replicated over nodes.
     HYBRID_SHARD = auto()
-    #: ``SHARD_GRAD_OP`` over the ranks of one node, replicated over nodes.
     _HYBRID_SHARD_ZERO2 = auto()
 
 
 class BackwardPrefetch(Enum):
-    """When backward starts to gather the parameters that it needs next. ``None`` instead of a member: never early."""
+    """When backward starts to gather the parameters that it needs next. ``None`` instead of a member: never early.
 
-    #: Before it computes the current gradients: most overlap, but two units are gathered at a time.
+    Attributes:
+        BACKWARD_PRE: before it computes the current gradients: most overlap, but two units are gathered at a time.
+        BACKWARD_POST: after it has computed them: the current parameters are freed first.
+    """
+
     BACKWARD_PRE = auto()
-    #: After it has computed them: the current parameters are freed first.
     BACKWARD_POST = auto()
 
 
@@ -53,8 +60,8 @@ class MixedPrecision(Checked):
 
     Args:
         param_dtype: dtype of gathered parameters, and so of forward and backward. ``None``: the original dtype.
-        reduce_dtype: dtype in which gradients are reduced. ``None``: that of the computation.
-        buffer_dtype: dtype to which floating-point buffers are cast. ``None``: left as they are.
+        reduce_dtype: dtype in which gradients are reduced and accumulate. ``None``: that of the computation.
+        buffer_dtype: dtype to which floating-point buffers are cast, except in state dicts. ``None``: left as they are.
         keep_low_precision_grads: whether gradients stay in ``param_dtype``.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost module, if ``cast_forward_inputs`` is ``False``.
@@ -64,6 +71,8 @@ class MixedPrecision(Checked):
         TypeError: a dtype is neither a ``torch.dtype`` nor ``None``, a switch is not a ``bool``, or
             ``_module_classes_to_ignore`` is not a sequence of classes.
         ValueError: a dtype is not floating-point.
+
+    Ranks: each for itself, alike.
     """
 
     param_dtype: torch.dtype | None = None
@@ -83,7 +92,10 @@ class MixedPrecision(Checked):
 
 @dataclass
 class CPUOffload(Checked):
-    """Whether sharded parameters and their gradients are kept on the CPU, where the optimizer then runs.
+    """Whether sharded parameters are kept on the CPU.
+
+    Args:
+        offload_params: if ``True``, their gradients are kept there too, and the optimizer runs there.
 
     Raises:
         TypeError: ``offload_params`` is neither ``True`` nor ``False``.
@@ -93,13 +105,17 @@ class CPUOffload(Checked):
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` of a wrapped model returns."""
+    """What ``state_dict()`` of a wrapped model returns.
 
-    #: Whole parameters by their original names, as the model without the wrapper has them.
+    Attributes:
+        FULL_STATE_DICT: whole parameters by the names of the model without the wrapper. The default.
+        LOCAL_STATE_DICT: each rank's flat parameters as they are: DTensors of one dim, by names of flat parameters.
+        SHARDED_STATE_DICT: each rank's rows of every parameter, as DTensors by original names. Any sharding can load
+            it.
+    """
+
     FULL_STATE_DICT = auto()
-    #: Each rank's flat parameters as they are.
     LOCAL_STATE_DICT = auto()
-    #: Each rank's part of every parameter, by original names. Any sharding can load it.
     SHARDED_STATE_DICT = auto()
 
 
@@ -135,14 +151,23 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """How a model's local state dict returns each rank's flat parameters; see :class:`StateDictConfig`."""
+    """How a model's local state dict returns each rank's flat parameters.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+    """
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """How a model's sharded state dict returns each rank's parts; see :class:`StateDictConfig`."""
+    """How a model's sharded state dict returns each rank's parts.
 
-    _use_dtensor: bool = False  # only because PyTorch has it: the values are always DTensors
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+        _use_dtensor: without effect, only because PyTorch has it: the values are always DTensors.
+    """
+
+    _use_dtensor: bool = False
 
 
 @dataclass
@@ -177,14 +202,23 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """The optimizer's side of a local state dict; see :class:`OptimStateDictConfig`."""
+    """The optimizer's side of a local state dict.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """How an optimizer's sharded state dict returns each rank's parts; see :class:`OptimStateDictConfig`."""
+    """How an optimizer's sharded state dict returns each rank's parts.
+
+    Args:
+        offload_to_cpu: whether the values lie on the CPU.
+        _use_dtensor: without effect: the values are always DTensors.
+    """
 
     _use_dtensor: bool = False
 
@@ -192,6 +226,11 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 @dataclass
 class StateDictSettings:
     """The type of the state dicts of a model and its optimizer, and the configuration of each.
+
+    Args:
+        state_dict_type: the type of both.
+        state_dict_config: the configuration for the model.
+        optim_state_dict_config: the configuration for the optimizer.
 
     Raises:
         TypeError: a field is of another type, neither fullshard's nor PyTorch's.
@@ -217,7 +256,12 @@ CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCon
 
 
 class OptimStateKeyType(Enum):
-    """How an optimizer's state dict identifies parameters: by original names, or by their index in the optimizer."""
+    """How an optimizer's state dict identifies parameters.
+
+    Attributes:
+        PARAM_NAME: by original names.
+        PARAM_ID: by their index in the optimizer.
+    """
 
     PARAM_NAME = auto()
     PARAM_ID = auto()

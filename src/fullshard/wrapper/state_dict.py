@@ -75,6 +75,9 @@ class StateDictMethods(nn.Module):
     ) -> StateDictSettings:
         """Set the type of the state dicts of a model and its optimizer, for all wrappers in ``module``.
 
+        Deprecated, as in PyTorch: ``get_state_dict()`` and ``set_state_dict()`` of
+        ``torch.distributed.checkpoint.state_dict`` replace it.
+
         Args:
             module: the root of the wrappers to set; it may be a wrapper itself.
             state_dict_type: the type of both state dicts.
@@ -88,6 +91,8 @@ class StateDictMethods(nn.Module):
             TypeError: an argument has a wrong type.
             RuntimeError: a configuration does not belong to ``state_dict_type``.
             AssertionError: the wrappers in ``module`` have different settings.
+
+        Ranks: each for itself, alike.
         """
         warn(
             "FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated: get_state_dict() and "
@@ -105,7 +110,16 @@ class StateDictMethods(nn.Module):
             wrapper._settings = copy.copy(settings)
         return before
 
-    get_state_dict_type = staticmethod(settings_of)
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings of the wrappers in ``module``; the defaults if there are none.
+
+        Raises:
+            AssertionError: the wrappers have different settings.
+
+        Ranks: each for itself.
+        """
+        return settings_of(module)
 
     @staticmethod
     @contextmanager
@@ -115,7 +129,14 @@ class StateDictMethods(nn.Module):
         state_dict_config: kinds.StateDictConfig | None = None,
         optim_state_dict_config: kinds.OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """Set the type of state dicts within a context, see :meth:`set_state_dict_type`."""
+        """Set the type of state dicts within a context; deprecated too.
+
+        Args:
+            module: as for :meth:`set_state_dict_type`, like ``state_dict_type``, ``state_dict_config`` and
+                ``optim_state_dict_config``.
+
+        Ranks: each for itself, alike.
+        """
         configs = state_dict_config, optim_state_dict_config
         with temporarily(_wrappers(module), "_settings", settings_of(module)):
             # The warning names this line, so it is shown once in a program, not once for each line of the user.
@@ -123,8 +144,7 @@ class StateDictMethods(nn.Module):
             yield
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like ``nn.Module.state_dict()``, with the names of the plain model, and of the type that is set. All ranks
-        must call it.
+        """Like ``nn.Module.state_dict()``, with the names of the plain model, and of the type that is set.
 
         Raises:
             AssertionError: it was called in a forward or backward.
@@ -166,11 +186,15 @@ class StateDictMethods(nn.Module):
             saved[key] = saved[key].to("cpu" if config.offload_to_cpu else None, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Like ``nn.Module.load_state_dict()``: loads whole tensors or DTensors by the names of the plain model. All
-        ranks must call it.
+        """Like ``nn.Module.load_state_dict()``, whatever type is set.
+
+        Args:
+            state_dict: whole tensors or DTensors of any placement, by the names of the plain model; or a LOCAL state
+                dict, by its flat parameters.
 
         Raises:
             AssertionError: it was called in a forward or backward.
+            RuntimeError: as for any module; or a LOCAL state dict was made with a different sharding.
         """
         with_metadata = OrderedDict(state_dict)
         known = getattr(state_dict, "_metadata", {})
