@@ -213,8 +213,9 @@ def compare(settings: Settings, device: torch.device, losses: list[float], usage
         console = Console(file=sys.stdout, highlight=False)
         console.print()
         console.print(report.memory_table(memory.Usage(**highest), whole, ranks))
+        print("The peak includes activations and buffers, which sharding does not divide.")
         gap = max(abs(ours - theirs) for ours, theirs in zip(losses, unsharded["losses"], strict=False))
-        print(f"\nSame training: in the first {len(unsharded['losses'])} steps the losses differ by {gap:.1e} at most.")
+        print(f"Same training: in the first {len(unsharded['losses'])} steps the losses differ by {gap:.1e} at most.")
     dist.barrier()
 
 
@@ -296,6 +297,8 @@ def main() -> None:
     optimizer = new_optimizer(model, settings)
 
     done = resume(model, optimizer, settings, corpus)
+    if done:
+        meter.stop()
     if done < settings.steps:
         ended, losses, usage = train(model, optimizer, corpus, settings, done, device, meter)
         if ended:
