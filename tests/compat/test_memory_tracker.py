@@ -12,7 +12,7 @@ import torch
 import fullshard
 from fullshard.buffer.slots import SHARED, Lease, SlotBuffer
 from fullshard.compat.memory_tracker import state_of
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import schedule_of, unit_of
 from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -90,10 +90,10 @@ def test_the_hooks_of_a_forward_can_be_taken_off_and_called(world: World) -> Non
 def test_an_unsharded_parameter_is_its_leaf_once_it_was_gathered(world: World) -> None:
     model = shard_mlp()
     group = state_of(unit_of(model), model)._fsdp_param_group  # type: ignore[arg-type]
-    (before,) = group.fsdp_params
-    assert before.unsharded_param.numel() == 0
+    (param,) = group.fsdp_params
+    assert param.unsharded_param.numel() == 0
     model(inputs())
-    (param,) = [each for each in group.fsdp_params if each.sharded_param is model.scale]
+    (param,) = [each for each in group.fsdp_params if each.sharded_param is param.sharded_param]
     assert param.unsharded_param.shape == (3,)
     assert param.unsharded_param is unit_of(model).groups[0].params[0].unsharded  # type: ignore[union-attr]
 
@@ -106,7 +106,7 @@ def test_memory_is_reported_while_a_tracker_watches_and_not_otherwise(world: Wor
     group = state._fsdp_param_group
     buffers, leases = list[Any](), list[Any]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlotBuffer, "forget_address", buffers.append)
+        patch.setattr(SlotBuffer, "forget_address", lambda buffer: buffers.append(buffer))
         patch.setattr(Lease, "view", lambda *args: leases.append(args))
         state._report_memory()
         assert not buffers + leases
@@ -127,7 +127,7 @@ def test_a_buffer_that_was_viewed_is_shown_with_its_new_size(world: World) -> No
     pools = unit_of(model).schedule.comm.pools.values()  # type: ignore[union-attr]
     viewed = [buffer for pool in pools for buffer in pool.buffers if "memory" in vars(buffer)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "detach", seen.append)
+        patch.setattr(torch.Tensor, "detach", lambda tensor: seen.append(tensor))
         group.report_memory()
     assert [id(each) for each in seen] == [id(buffer.memory) for buffer in viewed] != []
 
@@ -167,6 +167,7 @@ def test_of_modules_that_were_sharded_together_the_others_run_too(world: World) 
     model = seeded(MLP)
     first, second, *_ = model.blocks
     fullshard.fully_shard([first, second])
+    schedule_of(fullshard.fully_shard(model), "a test")
     state = state_of(unit_of(second), second)  # type: ignore[arg-type]
     args, _ = state._pre_forward(second, (torch.ones(1, 7),), {})
     assert args[0].shape == (1, 7)
