@@ -66,7 +66,7 @@ def run(file: str, tests: list[str], count: int, seed: int) -> int:
     for item, result in found:
         if result.test_outcome is not TestOutcome.KILLED:
             lines = [line for line in (result.diff or "").splitlines() if line.startswith(("-", "+"))]
-            print(f"{result.test_outcome} at line {item.mutations[0].start_pos[0]}:", *lines[2:], sep="\n  ")
+            print(f"{result.test_outcome.value} at line {item.mutations[0].start_pos[0]}:", *lines[2:], sep="\n  ")
     kinds = TestOutcome.KILLED, TestOutcome.SURVIVED, TestOutcome.INCOMPETENT
     killed, survived, odd = map(outcomes.count, kinds)
     print(f"{file}: {killed} killed, {survived} survived, {odd} without a result, of {len(wanted)} changes,", end=" ")

@@ -162,8 +162,7 @@ def test_a_root_that_is_small_or_a_small_share_is_not_told() -> None:
 def test_padding_is_told_above_its_bounds(share: float, padding: int, told: bool) -> None:
     found = facts()
     padded = replace(found.groups[1], padding=padding, content=round(padding / share))
-    if abs(padded.padding_share - share) > 1e-3:  # it is of another sum
-        pytest.fail(f"the share of padding is {padded.padding_share}, not {share}")
+    assert padded.padding_share == pytest.approx(share, rel=1e-3)
     groups = (found.groups[0], padded, *found.groups[2:])
     assert ("Padding makes" in texts(replace(found, groups=groups))) is told
 
