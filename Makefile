@@ -13,6 +13,7 @@ RANKS ?=
 STEPS ?=
 PROGRAMS ?= 500
 FIRST ?= 0
+FILE ?=
 ARGS ?=
 TORCH ?=
 RATE ?=
@@ -26,7 +27,7 @@ OTHER := .venv-torch-$(TORCH)
 # Ranks that share one machine share its cores, and more threads than cores only slow each other down.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 
-.PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types docs docs-test fuzz bench \
+.PHONY: help train finetune hosts test quick test-all test-torch frameworks lint types docs docs-test fuzz mutate bench \
 	bench-gpu clean
 .DEFAULT_GOAL := help
 
@@ -95,6 +96,10 @@ docs-test: $(VENV)/.installed-test ## run the code of the README and of the docs
 
 fuzz: $(VENV)/.installed-test ## run random programs against unsharded training: PROGRAMS=500, FIRST=0 is the first seed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --programs $(PROGRAMS) --first-seed $(FIRST) $(ARGS)
+
+mutate: $(VENV)/.installed-mutate ## make small changes in FILE=report/text.py, and say which of them its tests do not find
+	$(if $(FILE),,$(error say which file below src/fullshard: make mutate FILE=report/text.py))
+	$(BIN)/python -m tests.mutants $(FILE) $(ARGS)
 
 bench: $(VENV)/.installed-bench ## compare with DDP and torch's own FSDP, side by side, some minutes; FULL=1: longer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(ARGS)

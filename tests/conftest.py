@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,24 +50,43 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "everywhere: in the quick lane too with all cases, world sizes and real transports"
     )
-    if config.getoption("--all"):
+    if config.getoption("--all") or config.getoption("markexpr") not in ("", "not slow"):
         os.environ[WITH_TORCH] = "1"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let tests of a file follow each other by the number of their ranks: process groups are kept for the next one.
 
-    Leave to the long lane what is slow, what runs torch's own library alone (it proves the tests, and not ours), and
-    of each test the cases whose values meet in other cases of it.
+    Mark as slow, so that the long lane alone has it, what runs torch's own library alone (it proves the tests, and not
+    ours), and of each test the cases whose values meet in other cases of it. Without ``--all`` and ``-m`` deselect what
+    is slow, except tests that the command names: each of these runs, all of its cases if all are slow.
     """
     files = {item.path: number for number, item in reversed(list(enumerate(items)))}
     items.sort(key=lambda item: (files[item.path], _ranks_of(item)))
-    if not config.getoption("--all"):
-        quick = [item for item in items if not (item.get_closest_marker("slow") or _runs_torch(item))]
-        chosen = set(map(id, _cases(quick)))
+    chosen = set(map(id, _cases([item for item in items if not (_is_slow(item) or _runs_torch(item))])))
+    for item in items:
+        if id(item) not in chosen and not _is_slow(item):
+            item.add_marker(pytest.mark.slow)
+    if not config.getoption("--all") and not config.getoption("markexpr"):
+        for name in (argument for argument in config.args if "::" in argument):
+            named = [item for item in items if _is_named(item, name, config.invocation_params.dir)]
+            if not chosen.intersection(map(id, named)):
+                chosen.update(map(id, named))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _is_named(item: pytest.Item, name: str, directory: Path) -> bool:
+    """Whether an argument such as ``tests/test_x.py::test_y``, with or without a case in brackets, names a test."""
+    file, _, inside = name.partition("::")
+    found = item.nodeid.partition("::")[2]
+    is_there = found == inside or found.startswith((f"{inside}[", f"{inside}::"))
+    return is_there and item.path == (directory / file).resolve()
 
 
 def pytest_collection_finish() -> None:
@@ -131,27 +151,36 @@ def rank_pool(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
 
-    A transport that the mark names, or the environment, is the only one. The quick lane takes of both a part; in it
-    tests/pretend alone runs on the accelerators that only pretend.
+    A transport that the mark names, or the environment, is the only one. Those that the long lane alone has are marked
+    as slow: in the quick lane tests/pretend alone runs on the accelerators that only pretend.
     """
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
     transports = [mark.kwargs["transport"]]
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
-    everywhere = metafunc.config.getoption("--all") or metafunc.definition.get_closest_marker("everywhere")
     if in_parity and transports == [None]:
-        transports = ["shm", "p2p", "collective"] if everywhere else ["shm"]
-        transports += PRETENDED if metafunc.config.getoption("--all") else ()
+        transports = ["shm", "p2p", "collective", *PRETENDED]
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:
         worlds = [world for world in worlds if world != (1, "shm")]
-    if not everywhere:
+    if metafunc.definition.get_closest_marker("everywhere"):
+        quick = [world for world in worlds if world[1] not in PRETENDED]
+    else:
         sizes = (2, 3) if metafunc.module.__name__.startswith(("tests.parity.", "tests.comm.")) else (2,)
-        worlds = [world for world in worlds if world[0] in sizes] or worlds[:1]
-    ids = [f"W{size}-{transport}" if named else f"W{size}" for size, transport in worlds]
-    metafunc.parametrize("world", worlds, ids=ids)
+        quick = [world for world in worlds if world[0] in sizes and world[1] == transports[0]] or worlds[:1]
+    metafunc.parametrize(
+        "world",
+        [
+            pytest.param(
+                world,
+                id=f"W{world[0]}-{world[1]}" if named else f"W{world[0]}",
+                marks=() if world in quick else pytest.mark.slow,
+            )
+            for world in worlds
+        ],
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,145 +1,97 @@
-"""Random bugs in the library: `python -m tests.mutants --count 100 --seed 1 --package checkpoint`.
+"""Small changes of a file, and whether its tests find them: `python -m tests.mutants report/text.py`.
 
-Each is one small change that the syntax allows: another comparison, a number off by one, a condition negated, a call
-left out, two arguments swapped. :mod:`tests.mutations` has the list of chosen bugs, and runs both kinds. What survives
-the nearest tests of the quick lane is a claim that nobody tests, or a change that changes nothing.
+cosmic-ray makes the changes, one at a time, in a copy of the source. On each run the tests of the file that has the
+module's name, and with ``--near`` those that stand near it. A change that survives is a claim that nobody tests, or
+changes nothing. :mod:`tests.mutations` has a list of chosen bugs of the engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import os
 import random
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from tests.mutations import ROOT, Mutation, find, nearest
-
-PACKAGES = ("checkpoint", "report", "wrapper", "optim", "compat")
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-}  # fmt: skip
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Div: ast.Mult,
-    ast.Mod: ast.Mult, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
-}  # fmt: skip
-_OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+from tests.mutations import ROOT, nearest
 
 
-class Change(NamedTuple):
-    """One part of a file, from byte ``start`` to ``end``, becomes ``after``."""
-
-    file: str
-    line: int
-    start: int
-    end: int
-    after: str
+def settings() -> dict[str, Any]:
+    """What pyproject.toml says of cosmic-ray."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return tomllib.load(file)["tool"]["cosmic-ray"]
 
 
-def changes(file: str) -> list[Change]:
-    """All that may be changed in a file below `src/fullshard`, in its order."""
-    source = (ROOT / "src" / "fullshard" / file).read_bytes()
-    begins = [0]
-    for line in source.splitlines(keepends=True):
-        begins.append(begins[-1] + len(line))
-    found = []
-    for node, after in _changed(ast.parse(source)):
-        start = begins[node.lineno - 1] + node.col_offset
-        end = begins[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        found.append(Change(file, node.lineno, start, end, after))
-    return found
+def copy_tree(folder: Path) -> None:
+    """Copies the source and the tests, and links what stands beside them."""
+    for path in ROOT.iterdir():
+        if path.name in ("src", "tests"):
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.name != ".git":
+            (folder / path.name).symlink_to(path)
 
 
-def _changed(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Nodes with what each may become. Types, messages and docstrings stay as they are."""
-    if isinstance(node, ast.expr):
-        yield from ((node, f"({ast.unparse(other)})") for other in _other_expressions(node))
-    elif isinstance(node, (ast.AugAssign, ast.Raise, ast.Continue, ast.Break)) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, (ast.Call, ast.Await))
-    ):
-        yield node, "pass"
-    for test in [getattr(node, "test", None), *getattr(node, "ifs", ())]:
-        if isinstance(test, (ast.Name, ast.Attribute, ast.Call, ast.NamedExpr)):
-            yield test, f"(not ({ast.unparse(test)}))"
-    if isinstance(node, (ast.JoinedStr, ast.Raise)) or (isinstance(node, ast.Call) and _name(node.func) == "warn"):
-        return
-    types = {id(getattr(node, name, None)) for name in ("annotation", "returns")}
-    for child in ast.iter_child_nodes(node):
-        if id(child) not in types:
-            yield from _changed(child)
+def run(file: str, tests: list[str], count: int, seed: int) -> int:
+    """Runs at most ``count`` changes of a file in the current directory; returns how many no test found."""
+    from cosmic_ray.commands import execute, init
+    from cosmic_ray.config import ConfigDict
+    from cosmic_ray.work_db import use_db
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
-
-def _other_expressions(node: ast.expr) -> Iterator[ast.expr]:
-    match node:
-        case ast.Compare(left, [op, *ops], comparators):
-            yield ast.Compare(left, [_COMPARISONS[type(op)](), *ops], comparators)
-        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-            yield ast.BinOp(left, _OPERATORS[type(op)](), right)
-        case ast.BoolOp(op, values):
-            yield ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
-            yield ast.BoolOp(op, values[1:]) if len(values) > 2 else values[1]
-        case ast.UnaryOp(ast.Not(), operand):
-            yield operand
-        case ast.IfExp(test, body, other):
-            yield ast.IfExp(test, other, body)
-        case ast.Constant(bool(value)):
-            yield ast.Constant(not value)
-        case ast.Constant(int(value) | float(value)):
-            yield ast.Constant(value + 1)
-        case ast.Call(function, [first, second, *rest], keywords) if _may_swap(function, first, second):
-            yield ast.Call(function, [second, first, *rest], keywords)
-        case ast.Call(ast.Name(name), arguments, keywords) if name in _OPPOSITES:
-            yield ast.Call(ast.Name(_OPPOSITES[name]), arguments, keywords)
-
-
-def _may_swap(function: ast.expr, first: ast.expr, second: ast.expr) -> bool:
-    """Whether two arguments look alike: others are of different types, and any test finds that they are swapped."""
-    alike = type(first) is type(second) and ast.dump(first) != ast.dump(second)
-    return alike and _name(function) not in ("isinstance", "issubclass", "partial")
-
-
-def _name(function: ast.expr) -> str:
-    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
-
-
-def drawn(packages: list[str], count: int, seed: int) -> list[Change]:
-    """So many changes of packages, the same for the same seed."""
-    below = ROOT / "src" / "fullshard"
-    files = sorted(path.relative_to(below).as_posix() for each in packages for path in (below / each).rglob("*.py"))
-    every = [change for file in files for change in changes(file)]
-    return sorted(random.Random(seed).sample(every, min(count, len(every))))
+    began, chosen = time.monotonic(), settings()
+    command = f"{sys.executable} -m pytest -x -q --tb=no -p no:cacheprovider {' '.join(tests)}"
+    unchanged = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if unchanged.returncode:
+        sys.exit(f"the tests fail without a change: {command}\n{unchanged.stdout[-2000:]}")
+    config = ConfigDict({"test-command": command, "timeout": chosen["timeout"], "distributor": {"name": "local"}})
+    skips = re.compile("|".join(chosen["exclude-operators"]))
+    with use_db("session.sqlite") as session:
+        init([Path("src/fullshard", file)], session, {})
+        every = list(session.pending_work_items)
+        wanted = [each.job_id for each in every if not skips.match(each.mutations[0].operator_name)]
+        drawn = set(random.Random(seed).sample(wanted, min(count, len(wanted))))
+        for each in every:
+            if each.job_id not in drawn:
+                session.set_result(each.job_id, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
+        execute(session, config)
+        found = [(item, result) for item, result in session.completed_work_items if item.job_id in drawn]
+    outcomes = [result.test_outcome for _, result in found]
+    for item, result in found:
+        if result.test_outcome is not TestOutcome.KILLED:
+            lines = [line for line in (result.diff or "").splitlines() if line.startswith(("-", "+"))]
+            print(f"{result.test_outcome.value} at line {item.mutations[0].start_pos[0]}:", *lines[2:], sep="\n  ")
+    kinds = TestOutcome.KILLED, TestOutcome.SURVIVED, TestOutcome.INCOMPETENT
+    killed, survived, odd = map(outcomes.count, kinds)
+    print(f"{file}: {killed} killed, {survived} survived, {odd} without a result, of {len(wanted)} changes,", end=" ")
+    print(f"by {' '.join(tests)}; {time.monotonic() - began:.0f} s", flush=True)
+    return len(found) - killed
 
 
 def main() -> int:
-    """Runs random changes; returns how many were not found."""
+    """Runs the changes of some files; returns 1 if some were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=20, help="how many changes")
+    parser.add_argument("files", nargs="+", help="files below src/fullshard, such as report/text.py")
+    parser.add_argument("--count", type=int, default=10_000, help="at most so many changes of each file")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--package", action="append", choices=[*PACKAGES, "comm", "group", "schedule", "buffer"])
-    parser.add_argument("--number", type=int, help="only the change of this number")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each")
+    parser.add_argument("--near", action="store_true", help="run all tests that stand near the file")
     options = parser.parse_args()
-    missed = 0
-    for number, change in enumerate(drawn(options.package or list(PACKAGES), options.count, options.seed)):
-        if options.number not in (None, number):
-            continue
-        began, text = time.monotonic(), Path(ROOT, "src", "fullshard", change.file).read_bytes()
-        before, after = text.decode(), (text[: change.start] + change.after.encode() + text[change.end :]).decode()
-        found = find(Mutation(change.file, before, after, ""), [nearest(change.file)], options.timeout)
-        if found.startswith("tests/"):  # by a test that passes without the change
-            test = found.partition(" - ")[0]
-            again = find(Mutation(change.file, before, before, ""), [[test]], options.timeout)
-            assert not again, f"{test} fails without a change too"
-        missed += not found
-        what = " ".join(text[change.start : change.end].decode().split())
-        print(f"{number:3} {time.monotonic() - began:4.0f} s  {change.file}:{change.line}: {what} -> {change.after}")
-        print(f"             {found or 'NOT FOUND'}", flush=True)
-    print(f"{missed} were not found")
-    return missed
+    with tempfile.TemporaryDirectory() as folder:
+        copy_tree(Path(folder))
+        os.chdir(folder)
+        os.environ |= {"PYTHONPATH": f"{folder}/src:{folder}", "OMP_NUM_THREADS": "1"}
+        missed = [
+            run(file, nearest(file)[: None if options.near else 1], options.count, options.seed)
+            for file in options.files
+        ]
+        os.chdir(ROOT)
+    return int(any(missed))
 
 
 if __name__ == "__main__":

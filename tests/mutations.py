@@ -968,7 +968,7 @@ def find(mutation: Mutation, stages: Iterable[list[str]], seconds: float, option
 
 def nearest(file: str) -> list[str]:
     """The tests that stand nearest to a file, the most telling ones first: arguments of pytest."""
-    mirror = Path("tests", file).parent / f"test_{Path(file).name}"
+    mirror = Path("tests", file).parent / f"test_{Path(file).stem.strip('_')}.py"
     return [
         *([str(mirror)] if (ROOT / mirror).exists() else []),
         *next(tests for prefix, tests in NEAREST.items() if file.startswith(prefix)),

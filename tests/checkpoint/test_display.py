@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.display import (
+    _shown,
     parse_size,
     print_json,
     print_lines,
@@ -68,6 +71,22 @@ def test_values_are_shown_as_json_can_hold_them(tmp_path: Path) -> None:
     assert found["deep"].endswith(" in one another)")
 
 
+@pytest.mark.parametrize("wrap", [lambda value: [value], lambda value: (value,), lambda value: {"a": value}])
+def test_values_are_shown_that_are_nested_64_deep_and_no_deeper(wrap: Callable[[Any], Any]) -> None:
+    value: Any = 5
+    for _ in range(64):
+        value = wrap(value)
+    assert _shown(value) == value
+    with pytest.raises(RecursionError):
+        _shown(wrap(value))
+
+
+def test_values_are_shown_that_have_few_parts() -> None:
+    assert _shown([None] * 65_535) == [None] * 65_535  # with the list itself
+    with pytest.raises(RecursionError):
+        _shown([None] * 65_536)
+
+
 def test_a_value_that_cannot_be_read_is_described(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, nn.Linear(1, 1), step=1, state={"n": 1})
     path = checkpoint.list_checkpoints(tmp_path)[0]
@@ -95,9 +114,21 @@ def test_in_a_terminal_rich_draws_the_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
-    print_table(["name", ">size"], [["a[red]", 5]])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [["name", "size"], ["a[red]", "5"]]
+    print_table(["name", ">size"], [["a[red]", 5], ["b", 1234]])
+    assert capsys.readouterr().out.splitlines() == ["name    size", "a[red]     5", "b       1234"]
+
+
+def test_in_a_terminal_what_is_broken_is_red(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_table(["state"], [["broken: a file is missing"], ["whole"]])
+    _, broken, whole = capsys.readouterr().out.splitlines()
+    assert "\x1b[31mbroken" in broken
+    assert "\x1b[31m" not in whole
 
 
 def test_lines_and_json_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
+import pytest
+import torch
+
 import fullshard
+from fullshard.buffer.slots import SHARED, Lease, SlotBuffer
 from fullshard.compat.memory_tracker import state_of
-from fullshard.schedule.unit import unit_of
+from fullshard.schedule.unit import schedule_of, unit_of
 from tests.fully_shard.cases import inputs, shard_mlp
 from tests.harness import World, ranks
 from tests.harness.models import MLP, seeded
@@ -79,3 +84,92 @@ def test_the_hooks_of_a_forward_can_be_taken_off_and_called(world: World) -> Non
     args, kwargs = state._pre_forward(model, (inputs(),), {})
     output = state._post_forward(model, args, type(model).forward(model, *args, **kwargs))
     assert output.equal(expected)
+
+
+@ranks(2, transport="p2p")
+def test_an_unsharded_parameter_is_its_leaf_once_it_was_gathered(world: World) -> None:
+    model = shard_mlp()
+    group = state_of(unit_of(model), model)._fsdp_param_group  # type: ignore[arg-type]
+    (param,) = group.fsdp_params
+    assert param.unsharded_param.numel() == 0
+    model(inputs())
+    (param,) = [each for each in group.fsdp_params if each.sharded_param is param.sharded_param]
+    assert param.unsharded_param.shape == (3,)
+    assert param.unsharded_param is unit_of(model).groups[0].params[0].unsharded  # type: ignore[union-attr]
+
+
+@ranks(2, transport="p2p")
+def test_memory_is_reported_while_a_tracker_watches_and_not_otherwise(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    state = state_of(unit_of(model), model)  # type: ignore[arg-type]
+    group = state._fsdp_param_group
+    buffers, leases = list[Any](), list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlotBuffer, "forget_address", lambda buffer: buffers.append(buffer))
+        patch.setattr(Lease, "view", lambda *args: leases.append(args))
+        state._report_memory()
+        assert not buffers + leases
+        group.is_watched = True
+        state._report_memory()
+    pools = unit_of(model).schedule.comm.pools.values()  # type: ignore[union-attr]
+    assert set(buffers) == {buffer for pool in pools for buffer in pool.buffers} != set()
+    kept = [lease for free in SHARED.free.values() for _, lease in free]
+    assert leases == [(lease, torch.uint8, 0, (lease.nbytes,)) for lease in kept] != []
+
+
+@ranks(2, transport="p2p")
+def test_a_buffer_that_was_viewed_is_shown_with_its_new_size(world: World) -> None:
+    model = shard_mlp()
+    model(inputs()).sum().backward()
+    group = state_of(unit_of(model), model)._fsdp_param_group  # type: ignore[arg-type]
+    seen = list[Any]()
+    pools = unit_of(model).schedule.comm.pools.values()  # type: ignore[union-attr]
+    viewed = [buffer for pool in pools for buffer in pool.buffers if "memory" in vars(buffer)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "detach", lambda tensor: seen.append(tensor))
+        group.report_memory()
+    assert [id(each) for each in seen] == [id(buffer.memory) for buffer in viewed] != []
+
+
+@ranks(2)
+def test_a_recomputation_that_stops_early_ends_no_forward(world: World) -> None:
+    model = shard_mlp()
+    state = state_of(unit_of(model), model)  # type: ignore[arg-type]
+    ended = list[Any]()
+    state._after = lambda module, args, output: ended.append(output)
+    try:
+        raise RuntimeError("all is recomputed that is needed")
+    except RuntimeError:
+        assert state._post_forward(model, (), None) is None
+        assert not ended
+        state._post_forward(model, (), "an output")
+    state._post_forward(model, (), None)
+    assert ended == ["an output", None]
+
+
+@ranks(2)
+def test_hooks_of_others_are_not_taken_for_ours(world: World) -> None:
+    model = seeded(MLP)
+    called = list[str]()
+    fullshard.fully_shard(model)
+    for name, register in (("pre", model.register_forward_pre_hook), ("post", model.register_forward_hook)):
+        register(lambda *_, name=name: called.append(name), prepend=True)  # type: ignore[misc]
+        register(partial(lambda *_, name: called.append(name), name=name), prepend=True)
+        register(partial(lambda other, *_: called.append(other), name), prepend=True)
+    state = state_of(unit_of(model), model)  # type: ignore[arg-type]
+    assert [hook.args[0] for hook in (state._before, state._after)] == [unit_of(model)] * 2
+    assert not called
+
+
+@ranks(2)
+def test_of_modules_that_were_sharded_together_the_others_run_too(world: World) -> None:
+    model = seeded(MLP)
+    first, second, *_ = model.blocks
+    fullshard.fully_shard([first, second])
+    schedule_of(fullshard.fully_shard(model), "a test")
+    state = state_of(unit_of(second), second)  # type: ignore[arg-type]
+    args, _ = state._pre_forward(second, (torch.ones(1, 7),), {})
+    assert args[0].shape == (1, 7)
+    state._pre_forward_hook_handle.remove()
+    assert state._post_forward(second, args, torch.ones(1)).shape == (1,)

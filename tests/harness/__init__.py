@@ -17,13 +17,14 @@ process group (gloo) has exactly `W` ranks, so that for the code under test the 
         assert total[0] == world.size * (world.size - 1) // 2
 
 There are two lanes. `make test` runs the quick one, which leaves out what proves the tests rather than the library, or
-proves it once more: torch's own library in the same cases; worlds of other sizes than 2 (in tests/parity and tests/comm
-2 and 3) where a test has that one; in tests/parity all transports but the first (tests/comm compares their bytes); and
-tests with the mark `slow`. Of a test with three parameters or more (the number of ranks is one) it takes so many cases
-that every two values meet, and on four ranks so many that each value is met: a mistake that only more values together
-show is left to the long lane. `make test-all` runs everything. A test with the mark `@everywhere` has all its cases,
-worlds and real transports in both lanes. Parity on the accelerators that only pretend stands in `tests.pretend` for the
-quick lane, each way to train once.
+proves it once more: torch's own library in the same cases; worlds of other sizes than 2 (in tests/parity and
+tests/comm 2 and 3) where a test has that one; in tests/parity all transports but the first (tests/comm compares their
+bytes); and tests with the mark `slow`. What it leaves out has that mark when pytest selects: `-m slow` runs it alone.
+Of a test with three parameters or more (the number of ranks is one) it takes so many cases that every two values meet,
+and on four ranks so many that each value is met: a mistake that only more values together show is left to the long
+lane. `make test-all` runs everything. A test with the mark `@everywhere` has all its cases, worlds and real transports
+in both lanes. Parity on the accelerators that only pretend stands in `tests.pretend` for the quick lane, each way to
+train once.
 
 What a test may count on, and what it may not:
 

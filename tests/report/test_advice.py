@@ -121,3 +121,78 @@ def test_names_are_written_for_a_sentence() -> None:
     ]  # fmt: skip
     assert (_are(["a"]), _are(["a", "b"])) == ("'a' is", "'a' and 'b' are each")
     assert str(Advice("A problem", "Do this")) == "A problem. Do this."
+
+
+def with_root(whole: int, places: int = 1, share: float = 0.5, **change: Any) -> ModelFacts:
+    """A model whose root has a group that stays whole, of these bytes and this share of all."""
+    found = facts()
+    block = found.groups[1]
+    head = replace(
+        block.parameters[0], name="inner.head.weight", places=("inner.head.weight", "tokens.weight")[:places]
+    )
+    rest = round(whole / share) - whole
+    root = replace(block, name="", reshards=False, whole=whole, parameters=(head,), **change)
+    blocks = tuple(replace(block, name=f"blocks.{number}", whole=rest // 2) for number in range(2))
+    return replace(found, groups=(root, *blocks))
+
+
+def test_a_root_that_stays_whole_is_told_with_its_largest_parameter() -> None:
+    found = texts(with_root(2**24))
+    assert "The root's group has 50 % of all bytes, mostly 'inner.head.weight', and stays whole" in found
+    assert "fully_shard(model.inner.head)" in found
+
+
+def test_a_root_that_is_tied_may_have_to_stay_whole() -> None:
+    assert "It is tied and needed at both ends, so this may be what you want" in texts(with_root(2**24, places=2))
+
+
+def test_a_root_that_is_small_or_a_small_share_is_not_told() -> None:
+    for given in (
+        with_root(2**24 - 2),
+        with_root(2**24, share=0.099),
+        with_root(2**24, communicates=False),
+    ):
+        assert "The root's group" not in texts(given)
+    assert "The root's group" in texts(with_root(2**24, share=0.1))
+
+
+@pytest.mark.parametrize(
+    ("share", "padding", "told"), [(0.031, 2**20 + 1, True), (0.03, 2**20 + 1, False), (0.5, 2**20, False)]
+)
+def test_padding_is_told_above_its_bounds(share: float, padding: int, told: bool) -> None:
+    found = facts()
+    padded = replace(found.groups[1], padding=padding, content=round(padding / share))
+    assert padded.padding_share == pytest.approx(share, rel=1e-3)
+    groups = (found.groups[0], padded, *found.groups[2:])
+    assert ("Padding makes" in texts(replace(found, groups=groups))) is told
+
+
+def test_a_group_of_many_bytes_is_not_told_where_it_is_a_small_share() -> None:
+    found = facts()
+    groups = tuple(replace(each, whole=2**27) if each.elements else each for each in found.groups)
+    assert "has 25 % of all bytes" not in texts(replace(found, groups=groups))
+
+
+def test_a_parameter_that_is_tied_to_another_group_is_told_where_the_group_is_much_larger() -> None:
+    found = facts()
+    at = next(number for number, each in enumerate(found.groups) if each.name == "blocks.1")
+    group = found.groups[at]
+    tied = replace(group.parameters[0], places=("blocks.1.weight", "head.weight"))
+
+    def told(whole: int, name: str = "head.weight") -> str:
+        param = replace(tied, places=("blocks.1.weight", name))
+        groups = [*found.groups]
+        groups[at] = replace(group, parameters=(param,), whole=whole)
+        return texts(replace(found, groups=tuple(groups)))
+
+    much = 8 * tied.numel
+    assert "'blocks.1.weight' is also 'head.weight', so all of blocks.1 is gathered for that module too" in told(
+        much + 1
+    )
+    assert "is also" not in told(much)
+    assert "is also" not in told(much + 1, "blocks.1.inner.weight")
+
+
+def test_the_first_block_is_the_one_that_is_named() -> None:
+    found = replace(facts(by_block=False), blocks=("layers.0", "layers.1"))
+    assert "2 repeated blocks (layers.0)" in texts(found)

@@ -46,7 +46,9 @@ def test_a_size_has_a_unit_of_powers_of_1024(nbytes: int, text: str) -> None:
         (0.9994, "999 ms"),
         (0.9996, "1 s"),
         (12.34, "12.3 s"),
+        (0.9995, "1 s"),
         (999.4, "999 s"),
+        (999.5, "1,000 s"),
         (999.6, "1,000 s"),
         (123456, "123,456 s"),
     ],
@@ -70,6 +72,11 @@ def test_lines_end_before_a_width_and_a_number_keeps_its_unit() -> None:
         assert all(line.startswith("  ") for line in lines[1:]), first
         text = "\n".join(lines)
         assert all(whole in text for whole in ("1.5 GiB", "3 x 4", "12 %", "5 ms")), first
+
+
+def test_a_line_has_110_characters_at_most() -> None:
+    assert wrapped("x" * 50 + " " + "y" * 59) == "x" * 50 + " " + "y" * 59
+    assert wrapped("x" * 50 + " " + "y" * 60, "    ") == "x" * 50 + "\n    " + "y" * 60
 
 
 def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
