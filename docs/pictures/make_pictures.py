@@ -1,4 +1,4 @@
-"""Writes what `docs/how-to/explain.md` shows, the tables and the picture: ``python docs/pictures/make_pictures.py``.
+"""Writes two explanations and the picture of `docs/how-to/explain.md`: ``python docs/pictures/make_pictures.py``.
 
 Needs matplotlib and transformers. Each table stands in the page after a line ``<!-- NAME -->``.
 """
@@ -9,12 +9,16 @@ import re
 import runpy
 from pathlib import Path
 
+import torch
 from torch import nn
 
 import fullshard
+from fullshard.report.explain import Explanation
+from fullshard.report.tables import estimate_text
 
-DOCS = Path(__file__).parent
-_EXAMPLE = runpy.run_path(str(DOCS.parents[1] / "examples" / "model.py"))
+PICTURES = Path(__file__).parent
+PAGE = PICTURES.parent / "how-to" / "explain.md"
+_EXAMPLE = runpy.run_path(str(PICTURES.parents[1] / "examples" / "model.py"))
 
 
 def example() -> nn.Module:
@@ -23,13 +27,30 @@ def example() -> nn.Module:
     return model
 
 
+def explained() -> Explanation:
+    """What the page shows of the example."""
+    batch = torch.empty(8, 129, dtype=torch.long, device="meta")
+    return fullshard.explain(example, ranks=4, batch=batch, loss=_EXAMPLE["loss_of"], device_memory="80GB")
+
+
 def llama() -> nn.Module:
-    """Llama 3 with 8 B parameters, from its sizes."""
+    """Llama 3 with 70 B parameters, from its sizes, with activation checkpointing and mixed precision."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
-    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    model.gradient_checkpointing_enable()
+    low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model.model.embed_tokens, model.lm_head):
+        fullshard.fully_shard(module, mp_policy=low)
+    return fullshard.fully_shard_blocks(model, mp_policy=low)
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    """A batch of one rank for :func:`llama`."""
+    ids = torch.empty(1, 8192, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
 
 
 def shown(name: str, text: str, page: str) -> str:
@@ -40,18 +61,20 @@ def shown(name: str, text: str, page: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The paragraphs of an explanation that the page shows of a large model: groups and advice."""
-    starts = ("Llama", "group ", "Advice")
+    """The paragraphs of an explanation that the page shows of a large model."""
+    starts = ("Llama", "Activations", "Fits")
     return "\n\n".join(paragraph for paragraph in text.split("\n\n") if paragraph.startswith(starts))
 
 
 def main() -> None:
-    page = (DOCS / "explain.md").read_text()
-    small = fullshard.explain(example, ranks=4)
-    small.picture(DOCS / "groups.png")
+    page, small = PAGE.read_text(), explained()
+    small.picture(PICTURES / "groups.png")
     page = shown("example", str(small), page)
-    page = shown("llama", shortened(str(fullshard.explain(llama, ranks=100_000))), page)
-    (DOCS / "explain.md").write_text(page)
+    large = fullshard.explain(llama, ranks=1024, batch=tokens(), device_memory="80GB")
+    network = {"bandwidth": 150e9, "ranks_per_node": 8, "node_bandwidth": 400e9, "latency": 5e-6}
+    estimate = large.estimate(peak_flops=989e12, efficiency=0.5, **network)  # type: ignore[arg-type]
+    page = shown("llama", f"{shortened(str(large))}\n\n{estimate_text(estimate)}", page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":
