@@ -181,6 +181,13 @@ def test_samples_are_counted_where_the_batch_is_no_tokens() -> None:
     assert sum(found.flops.values()) == 2 * 18 * (2 * 8 * 4 + 3 * 4 * 2)  # of the batch nobody needs a gradient
 
 
+def test_gradients_of_parameters_are_no_activations() -> None:
+    """Also where autograd makes them before the gradient of the input."""
+    found = predicted(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.ones(1, 512))
+    assert found.kept == 3 * 4 * 512
+    assert found.backward < 8 * 4 * 512 < 4 * 512 * 512
+
+
 def test_the_order_is_that_of_the_forward() -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
