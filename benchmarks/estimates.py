@@ -123,7 +123,7 @@ def _measure_activations(sequences: int, tokens: int, checkpointed: bool) -> tup
     with resident.Peak() as backward:
         loss.backward()
     measured = {"kept": kept, "forward": forward.bytes, "backward": backward.bytes}
-    predicted = {"kept": found.kept, "forward": found.forward, "backward": found.backward}
+    predicted: dict[str, float] = {"kept": found.kept, "forward": found.forward, "backward": found.backward}
     return predicted, {phase: nbytes - before for phase, nbytes in measured.items()}
 
 

@@ -20,7 +20,7 @@ import fullshard
 from benchmarks import resident
 from benchmarks.contenders import ALONE, DDP, FSDP1, FSDP2, Contender, ours
 from benchmarks.models import TINY, Awkward, Block, Work
-from benchmarks.ranks import run_simulated, run_ranks
+from benchmarks.ranks import run_ranks, run_simulated
 from benchmarks.traffic import Traffic
 from fullshard.buffer.plan import ALIGNMENT, ParamShape, make_plan
 

@@ -1,4 +1,4 @@
-"""Draws ``memory.png`` and ``groups.png``, and writes the tables of `docs/how-to/explain.md`.
+"""Draws ``memory.png`` and ``groups.png``, and writes two explanations into `docs/how-to/explain.md`.
 
     python docs/pictures/make_pictures.py
 
@@ -12,11 +12,13 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 import fullshard
 from fullshard.report.explain import Explanation
 from fullshard.report.palette import MEMORY
+from fullshard.report.tables import estimate_text
 
 PICTURES = Path(__file__).parent
 PAGE = PICTURES.parent / "how-to" / "explain.md"
@@ -29,18 +31,39 @@ def example() -> nn.Module:
     return model
 
 
+def explained() -> Explanation:
+    """What the page shows of the example."""
+    batch = torch.empty(8, 129, dtype=torch.long, device="meta")
+    return fullshard.explain(example, ranks=4, batch=batch, loss=_EXAMPLE["loss_of"], device_memory="80GB")
+
+
 def llama() -> nn.Module:
-    """Llama 3 with 8 B parameters, from its sizes."""
+    """Llama 3 with 70 B parameters, from its sizes, with activation checkpointing and mixed precision."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    model.gradient_checkpointing_enable()
+    low = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model.model.embed_tokens, model.lm_head):
+        fullshard.fully_shard(module, mp_policy=low)
+    return fullshard.fully_shard_blocks(model, mp_policy=low)
+
+
+def tokens() -> dict[str, torch.Tensor]:
+    """A batch of one rank for :func:`llama`."""
+    ids = torch.empty(1, 8192, dtype=torch.long, device="meta")
+    return {"input_ids": ids, "labels": ids}
+
+
+def small_llama() -> nn.Module:
+    """Llama 3 with 8 B parameters, with a group for each layer, one for the embedding and one for the head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
     sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
-
-
-def sharded_llama() -> nn.Module:
-    """The same with a group for each layer, one for the embedding and one for the head, as `explain` advises."""
-    model: Any = llama()
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     for module in (model.model.embed_tokens, *model.model.layers, model.lm_head):
         fullshard.fully_shard(module)
     return fullshard.fully_shard(model)
@@ -61,9 +84,9 @@ def draw_memory(file: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    whole = memory_of(fullshard.explain(sharded_llama, ranks=1)) | {"other": 0.0}  # DDP gathers nothing
+    whole = memory_of(fullshard.explain(small_llama, ranks=1)) | {"other": 0.0}  # DDP gathers nothing
     bars = {"DDP, on any\nnumber of ranks": whole}
-    bars |= {f"fullshard, {n} ranks": memory_of(fullshard.explain(sharded_llama, ranks=n)) for n in (8, 64)}
+    bars |= {f"fullshard, {n} ranks": memory_of(fullshard.explain(small_llama, ranks=n)) for n in (8, 64)}
     figure = Figure(figsize=(10, 2.5), layout="constrained")
     axes: Any = figure.add_subplot()
     labels = ("parameters", "gradients", "optimizer state (AdamW)", "whole layers, while they are in use")
@@ -92,18 +115,20 @@ def shown(name: str, text: str, page: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The paragraphs of an explanation that the page shows of a large model: groups and advice."""
-    starts = ("Llama", "group ", "Advice")
+    """The paragraphs of an explanation that the page shows of a large model."""
+    starts = ("Llama", "Activations", "Fits")
     return "\n\n".join(paragraph for paragraph in text.split("\n\n") if paragraph.startswith(starts))
 
 
 def main() -> None:
     draw_memory(PICTURES / "memory.png")
-    page = PAGE.read_text()
-    small = fullshard.explain(example, ranks=4)
+    page, small = PAGE.read_text(), explained()
     small.picture(PICTURES / "groups.png")
     page = shown("example", str(small), page)
-    page = shown("llama", shortened(str(fullshard.explain(llama, ranks=100_000))), page)
+    large = fullshard.explain(llama, ranks=1024, batch=tokens(), device_memory="80GB")
+    network = {"bandwidth": 150e9, "ranks_per_node": 8, "node_bandwidth": 400e9, "latency": 5e-6}
+    estimate = large.estimate(peak_flops=989e12, efficiency=0.5, **network)  # type: ignore[arg-type]
+    page = shown("llama", f"{shortened(str(large))}\n\n{estimate_text(estimate)}", page)
     PAGE.write_text(page)
 
 

@@ -168,9 +168,9 @@ def test_a_model_that_trains_is_as_it_was(world: World, front_end: str) -> None:
     before = state(model)
     if world.rank == 0:
         assert explain(model, batch={"x": x, "twice": True}).activations.kept > 0  # type: ignore[union-attr]
-        with pytest.raises(RuntimeError, match="the forward of this .* failed on tensors without values"):
+        with pytest.raises(RuntimeError, match="failed on tensors without values, so its activations"):
             explain(model, batch=torch.ones(5, 3, 7))
-    assert [each for each in zip(before, state(model)) if each[0] != each[1]] == []
+    assert [each for each in zip(before, state(model), strict=True) if each[0] != each[1]] == []
     model(x)["y"].sum().backward()
 
 
@@ -179,6 +179,13 @@ def test_samples_are_counted_where_the_batch_is_no_tokens() -> None:
     assert (found.count, found.unit) == (6, "samples")
     assert found.kept == 4 * 6 * 3 * (4 + 2)  # between the layers, and what forward returned
     assert sum(found.flops.values()) == 2 * 18 * (2 * 8 * 4 + 3 * 4 * 2)  # of the batch nobody needs a gradient
+
+
+def test_gradients_of_parameters_are_no_activations() -> None:
+    """Also where autograd makes them before the gradient of the input."""
+    found = predicted(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))), torch.ones(1, 512))
+    assert found.kept == 3 * 4 * 512
+    assert found.backward < 8 * 4 * 512 < 4 * 512 * 512
 
 
 def test_the_order_is_that_of_the_forward() -> None:

@@ -148,8 +148,8 @@ def test_a_model_whose_root_is_not_sharded_is_explained(world: World, transport:
 
 def test_the_page_shows_what_is_said_today() -> None:
     docs = Path(fullshard.__file__).parents[2] / "docs"
-    example = runpy.run_path(str(docs / "pictures" / "make_pictures.py"))["example"]
-    assert str(explain(example, ranks=4)) in (docs / "how-to" / "explain.md").read_text()
+    explained = runpy.run_path(str(docs / "pictures" / "make_pictures.py"))["explained"]
+    assert str(explained()) in (docs / "how-to" / "explain.md").read_text()
 
 
 def blocks(count: int = 3, width: int = 64) -> nn.Module:

@@ -19,19 +19,22 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import nn
+
 from fullshard import tree
 from fullshard.group.context import GroupContext
 from fullshard.group.owners import owner_of
 from fullshard.group.parameter import ShardedParameter
-from fullshard.report.text import bytes_text, counted
+from fullshard.report.text import bytes_text, counted, quantity_text
 from fullshard.schedule.unit import Inputs, Unit, units_in
 from fullshard.torch_private import DispatchMode, FakeTensorMode, plain_parts, pytree, storage_id
 
 Pass = Literal["forward", "backward"]
+_NOT_COUNTED = -1
 #: A function of the model and a batch: it runs the model and returns the loss.
 Loss = Callable[[nn.Module, Any], Any]
 
@@ -68,11 +71,11 @@ class Activations:
         }
 
     def __str__(self) -> str:
-        total = sum(self.flops.values())
+        flops = quantity_text(sum(self.flops.values()), "FLOP")
         return (
-            f"Activations of {counted(self.count, self.unit.removesuffix('s'))}: {bytes_text(self.kept)} kept by forward "
-            f"for backward, {bytes_text(self.forward)} at the peak of forward, {bytes_text(self.backward)} at the peak of "
-            f"backward. {total:,} FLOPs"
+            f"Activations of {counted(self.count, self.unit.removesuffix('s'))}: forward keeps {bytes_text(self.kept)} "
+            f"for backward; {bytes_text(self.forward)} at the peak of forward, {bytes_text(self.backward)} at the peak "
+            f"of backward. Forward and backward compute {flops}"
         )
 
 
@@ -104,21 +107,18 @@ def trace_step(model: nn.Module, batch: Any, loss: Loss | None = None) -> Activa
                 step.begin_backward()
                 if starts := _starts(output):
                     torch.autograd.backward(starts, [each.new_ones(()).expand_as(each) for each in starts])
-                step.note_peak()
         except Exception as error:
             raise RuntimeError(
-                f"the {step.during} of this {type(model).__name__} failed on tensors without values, so its activations "
-                f"are unknown ({type(error).__name__}: {error}). Check that the batch fits the model. If it does, the "
-                f"model reads values of tensors: explain it without a batch"
+                f"the {step.during} of this {type(model).__name__} failed on tensors without values, so its "
+                f"activations are unknown ({type(error).__name__}: {error}). Check that the batch fits the model. If "
+                f"it does, the model reads values of tensors: explain it without a batch"
             ) from error
     if not starts:
         raise ValueError(f"nothing that the forward of this {type(model).__name__} returned requires gradients")
     first = tensors[0]
     is_tokens = not (first.is_floating_point() or first.is_complex())
     return Activations(
-        step.kept,
-        step.peaks["forward"],
-        step.peaks["backward"],
+        *step.memory(),
         dict(step.flops),
         tuple(step.order),
         first.numel() if is_tokens or not first.ndim else first.shape[0],
@@ -261,8 +261,6 @@ class _Step(DispatchMode):
 
     Attributes:
         during: the pass that runs.
-        kept: bytes that were alive when forward ended.
-        peaks: the most bytes that were alive at once, by pass.
         flops: by pass and by the position of a unit.
         order: the positions of the units in the order in which their forwards began. That of a unit is the position of
             its first group.
@@ -273,14 +271,15 @@ class _Step(DispatchMode):
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.during: Pass = "forward"
-        self.kept = 0
-        self.peaks: dict[Pass, int] = {"forward": 0, "backward": 0}
         self.flops: Counter[tuple[Pass, int]] = Counter()
         self.order: list[int] = []
         self._device = units[0].device.type
         self._formulas = _formulas()
-        self._alive = 0
-        self._sizes: dict[int, int] = {}  # of each storage that is alive
+        self._alive: dict[int, int] = {}  # the number of each storage that is alive
+        #: The storages in the order in which they came and went: a number, and the bytes (negative: they are gone).
+        self._changes: list[tuple[int, int]] = []
+        self._ended_forward = 0  # the changes until forward ended
+        self._gradients = {_NOT_COUNTED}  # the storages that do not count
         sizes = [len(unit.groups) for unit in units]
         self._position = {unit: sum(sizes[:at]) for at, unit in enumerate(units) if unit.groups}
         self._running: list[Unit] = []  # the units whose forward runs, the innermost last
@@ -288,10 +287,10 @@ class _Step(DispatchMode):
         self._unit = next(iter(self._position), units[0])  # the one whose operations run
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the memory of tensors. Drop gradients of parameters when they are complete, as groups do."""
+        """Do not count the memory of tensors, and drop their gradients when they are complete, as groups do."""
         for tensor in tensors:
             for part in plain_parts(tensor):
-                self._sizes[storage_id(part)] = 0
+                self._alive[storage_id(part)] = _NOT_COUNTED
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(self._drop_gradient)
 
@@ -311,33 +310,31 @@ class _Step(DispatchMode):
     def _count(self, tensor: torch.Tensor) -> None:
         """Count the memory of a result from now on, unless it lies in memory that counts already."""
         key, storage = storage_id(tensor), tensor.untyped_storage()
-        if key in self._sizes:
-            return
-        self.note_peak()  # of what was alive before: a gradient of a parameter is dropped before the next result
-        self._sizes[key] = storage.nbytes()
-        self._alive += storage.nbytes()
-        weakref.finalize(storage, self._forget, key).atexit = False
+        if key not in self._alive:
+            number = self._alive[key] = len(self._changes)
+            self._changes.append((number, storage.nbytes()))
+            weakref.finalize(storage, self._forget, key, number, storage.nbytes()).atexit = False
 
-    def _forget(self, key: int) -> None:
-        self.note_peak()
-        self._alive -= self._sizes.pop(key, 0)
-
-    def note_peak(self) -> None:
-        """Note how much is alive, if it is more than before in this pass."""
-        self.peaks[self.during] = max(self.peaks[self.during], self._alive)
+    def _forget(self, key: int, number: int, nbytes: int) -> None:
+        self._changes.append((number, -nbytes))
+        del self._alive[key]
 
     def _drop_gradient(self, param: torch.Tensor) -> None:
         assert param.grad is not None
-        for part in plain_parts(param.grad):
-            key = storage_id(part)
-            self._alive -= self._sizes.get(key, 0)
-            self._sizes[key] = 0
+        self._gradients.update(self._alive[storage_id(part)] for part in plain_parts(param.grad))
         param.grad = None
+
+    def memory(self) -> tuple[int, int, int]:
+        """The bytes that were alive when forward ended, and the most bytes that were alive in forward and in backward.
+        Gradients of parameters do not count, from the operation that made them on."""
+        sizes = [0 if number in self._gradients else nbytes for number, nbytes in self._changes]
+        alive = list(accumulate(sizes, initial=0))
+        forward, backward = alive[: self._ended_forward + 1], alive[self._ended_forward :]
+        return forward[-1], max(forward), max(backward)
 
     def begin_backward(self) -> None:
         """Forward has ended, and backward begins."""
-        self.note_peak()
-        self.kept, self.during = self._alive, "backward"
+        self._ended_forward, self.during = len(self._changes), "backward"
 
     # what units do meanwhile
 

@@ -8,7 +8,17 @@ from itertools import groupby
 from fullshard.report.estimate import Estimate
 from fullshard.report.facts import GroupFacts, ModelFacts
 from fullshard.report.replay import ExchangeTotal, Phase
-from fullshard.report.text import WIDTH, bytes_text, counted, percent, seconds_text, shape_text, table, wrapped
+from fullshard.report.text import (
+    WIDTH,
+    bytes_text,
+    counted,
+    percent,
+    quantity_text,
+    seconds_text,
+    shape_text,
+    table,
+    wrapped,
+)
 
 
 def runs(groups: Sequence[GroupFacts]) -> list[list[GroupFacts]]:
@@ -135,21 +145,24 @@ def order_text(facts: ModelFacts) -> str:
 def estimate_text(estimate: Estimate) -> str:
     """An estimate as text."""
     rows, given = [], estimate.given
-    for key, alike in groupby(estimate.groups, key=lambda each: (each.forward, each.backward)):
+    for key, alike in groupby(
+        estimate.groups, key=lambda each: (each.forward, each.backward, each.name.rpartition(".")[0])
+    ):
         members = list(alike)
         name = members[0].name if len(members) == 1 else f"{members[0].name} .. {members[-1].name.rpartition('.')[2]}"
         exchanges, exposed = (sum(getattr(each, what) for each in members) for what in ("exchanges", "exposed"))
         times = [len(members) * key[0], len(members) * key[1], exchanges, exposed]
         rows.append([name, *map(seconds_text, times)])
     share = percent(estimate.exposed / max(estimate.step, 1e-12))
+    left_out = "" if estimate.is_counted else ", attention's products of activations, recomputation (give a batch)"
     lines = [
         f"A step (forward and backward): {seconds_text(estimate.step)}, of which {seconds_text(estimate.computing)} "
         f"compute and {seconds_text(estimate.exposed)} ({share}) wait for communication",
-        f"{estimate.throughput:,.0f} {given.unit}/s on all ranks together; {percent(estimate.peak_share, 1)} of the "
-        f"peak FLOP/s",
+        f"{estimate.throughput:,.0f} {given.unit}/s on all ranks together; each rank computes "
+        f"{quantity_text(estimate.flops, 'FLOP')}{', recomputation included' * estimate.is_counted}: "
+        f"{percent(estimate.peak_share, 1)} of its peak",
         f"Assumed: {given}",
-        "Not counted: the optimizer step, the input of data, the host's own work"
-        + ("" if estimate.is_counted else ", attention's products of activations, recomputation (give a batch)"),
+        f"Not counted: the optimizer step, the input of data, the host's own work{left_out}",
     ]
-    table_ = table(["group", "forward", "backward", "exchanges", "exposed"], rows)
-    return "\n".join([*map(wrapped, lines), "", table_])
+    seconds = table(["group", "forward", "backward", "exchanges", "exposed"], rows)
+    return "\n".join([*map(wrapped, lines), "", seconds])
