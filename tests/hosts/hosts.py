@@ -92,7 +92,7 @@ class Host:
         started = self.start(*command)
         printed, _ = started.communicate(timeout=60)
         if started.returncode:
-            raise HostsError(f"'{shlex.join(command)}' failed on {self.name}: {printed.strip()}")
+            raise HostsError(f"'{shlex.join(command)}' failed on {self.name}: {printed.strip().rstrip('.')}")
         return printed
 
     def torchrun(

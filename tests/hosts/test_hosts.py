@@ -174,6 +174,20 @@ def test_nothing_is_left_of_hosts_whose_process_was_killed() -> None:
         time.sleep(0.05)
 
 
+@needs_hosts
+@pytest.mark.slow
+def test_an_interrupt_ends_the_hosts() -> None:
+    """As Ctrl-C does, which goes to all processes of a terminal."""
+    command = [sys.executable, "-m", "tests.hosts", "--", *LONG]
+    running = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    wait_for_line(running, "host-b | rank 1 step 1")
+    os.killpg(running.pid, signal.SIGINT)
+    running.communicate(timeout=60)
+    assert running.returncode == 130
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can become somebody else")
 def test_without_root_one_sentence_says_what_to_do() -> None:
     source = (
