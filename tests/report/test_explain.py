@@ -282,6 +282,16 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--ranks", "2", "--rank", "-1"], "--rank -1 is not one of 2 ranks, which are 0 to 1"),
         (["--ranks", "2", "--peak-flops", "0"], "argument --peak-flops: expected a number above 0, got '0'"),
         (["--ranks", "2", "--tokens", "nan"], "argument --tokens: expected a whole number above 0, got 'nan'"),
+        (
+            ["--ranks", "2", "--device-memory", "80 gigs"],
+            "argument --device-memory: expected bytes, or a number with one",
+        ),
+        (["--ranks", "2", "--loss", "torch:sum"], "--loss needs --batch too"),
+        (["--ranks", "2", "--batch", "torch:nothing"], "torch:nothing names no function"),
+        (
+            ["--ranks", "2", "--node-bandwidth", "1e9"],
+            "an estimate needs --bandwidth and --peak-flops and --tokens too",
+        ),
         (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number that is not below 0, got '-1'"),
     ],
 )
@@ -315,6 +325,15 @@ def test_the_command_explains_a_file(tmp_path: Path) -> None:
     found = json.loads(ended.stdout)
     assert (found["ranks"], found["groups"][0]["elements"]) == (16, 64 * 65)
     assert found["estimate"]["step"] > 0
+    (tmp_path / "batch.py").write_text("import torch\ndef batch():\n    return torch.ones(10, 64)\n")
+    numbers = ["--bandwidth", "1e9", "--peak-flops", "1e12", "--device-memory", "1MB"]
+    numbers += ["--batch", f"{tmp_path / 'batch.py'}:batch"]
+    ended = subprocess.run([*command, *numbers], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["estimate"]["flops"] == 2 * 2 * 10 * 64 * 64
+    assert found["activations"]["kept"] == 4 * 10 * 64
+    assert found["fit"]["fits"]
     ended = subprocess.run(
         [*command[:-3], "--ranks", "2", "--peak-flops", "1"], capture_output=True, text=True, timeout=120
     )

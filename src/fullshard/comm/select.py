@@ -59,8 +59,8 @@ def _tell(process_group: dist.ProcessGroup, name: str, why: str) -> None:
     elif size > 1 and name != CollectiveTransport.name:
         line += f". FULLSHARD_TRANSPORT={' or '.join(others)} chooses another"
     _told.add(process_group)
-    is_configured = _log.level != logging.NOTSET or _log.hasHandlers()
-    if size > 1 and dist.get_rank() == 0 and not _has_shown and not is_configured:
+    is_quiet = _log.level != logging.NOTSET or _log.hasHandlers() or dist.get_backend() == "fake"
+    if size > 1 and dist.get_rank() == 0 and not _has_shown and not is_quiet:
         _has_shown = True
         print(f"fullshard: {line}", file=sys.stderr, flush=True)
     else:
