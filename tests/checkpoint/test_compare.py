@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.compare import compare
+
+comparison: Any = importlib.import_module("fullshard.checkpoint.compare")
 
 
 def saved(path: Path, state: dict[str, Any] | None = None, **tensors: torch.Tensor) -> Checkpoint:
@@ -74,3 +77,20 @@ def test_the_difference_of(
     tmp_path: Path, one: torch.Tensor, other: torch.Tensor, difference: list[tuple[float, float]]
 ) -> None:
     assert differing(tmp_path, one, other) == difference
+
+
+@pytest.mark.parametrize("at", [0, 5, 9])
+def test_runs_of_a_tensor_are_compared_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(comparison, "_RUN", 4)
+    other = torch.zeros(10)
+    other[at] = -5
+    assert differing(tmp_path, torch.zeros(10), other) == [(5.0, 0.5)]
+
+
+def test_bits_that_are_no_numbers_are_equal_or_not(tmp_path: Path) -> None:
+    bits = torch.tensor([1, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    other = torch.tensor([1, 3], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert comparison._difference(bits, bits.clone()) == (0, 0)
+    assert comparison._difference(bits, other) == (math.inf, math.inf)

@@ -99,3 +99,34 @@ def test_nothing_is_hashed() -> None:
 def test_what_is_no_plain_data_is_refused(data: bytes, says: str) -> None:
     with pytest.raises((UnpicklingError, ValueError, IndexError), match=says):
         parse(data)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_values_that_lie_beside_others_are_taken_from_their_end(protocol: int) -> None:
+    shared = ["shared"]
+    value = (0, ("x", (1,), (2, 3)), [(4, 5, 6), shared], (7, 8, 9), shared)
+    found: Any = parse(pickle.dumps(value, protocol))
+    assert found == value
+    assert found[2][1] is found[4]
+
+
+def test_of_objects_beside_others_each_has_its_own_state() -> None:
+    seen = list[Any]()
+    found: Any = parse(pickle.dumps((0, Point(5)), 2), seen.append)
+    assert (found[0], found[1].state) == (0, ["x", 5])
+    assert found[1] in seen
+
+
+@pytest.mark.parametrize(
+    ("data", "keys"),
+    [(b"(K\x01K\x02K\x03K\x04d.", [1, 3]), (b"\x80\x04(K\x01K\x02K\x03\x91.", [1, 2, 3]), (b"(NK\x05Q.", 5)],
+    ids=["dict", "frozenset", "persistent id"],
+)
+def test_what_may_be_hashed_is_visited(data: bytes, keys: Any) -> None:
+    seen = list[Any]()
+    parse(data, seen.append)
+    assert seen == [keys] if isinstance(keys, list) else seen[0].id == keys
+
+
+def test_a_name_may_have_spaces_after_the_first() -> None:
+    assert parse(b"ca\nb c\n.") == Global("a", "b c")

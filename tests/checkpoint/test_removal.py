@@ -93,3 +93,28 @@ def test_leftovers_are_removed_unless_somebody_writes_to_them(tmp_path: Path) ->
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[3:])
+
+
+def test_what_is_no_directory_does_not_keep_leftovers(tmp_path: Path) -> None:
+    for number in range(8):
+        (tmp_path / f".step-0000000{number}.file.partial").write_text("")
+        (tmp_path / f".step-0000000{number}.dir.partial").mkdir()
+    remove_leftovers(tmp_path)
+    assert {path.suffixes[-2] for path in tmp_path.iterdir()} == {".file"}
+
+
+def test_what_cannot_be_removed_is_told_and_the_next_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _, newest = saved(tmp_path, 3)
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == first:
+            raise PermissionError(1, "Operation not permitted")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.warns(UserWarning, match=f"{first} could not be removed: Operation not permitted"):
+        remove_older(tmp_path, newest.name, 1)
+    assert left(tmp_path) == [1, 3]

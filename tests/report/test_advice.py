@@ -14,6 +14,7 @@ from fullshard import MixedPrecisionPolicy
 from fullshard.report.advice import Advice, _are, _few, advise
 from fullshard.report.explain import explain
 from fullshard.report.facts import ModelFacts
+from fullshard.report.text import bytes_text
 
 WIDTH = 2048
 
@@ -113,6 +114,10 @@ def test_gradients_that_travel_in_more_bytes_than_they_need_are_told(exact: bool
     found = replace(found, groups=tuple(replace(each, adds_in_fp32=exact) for each in found.groups))
     assert ("computed in bfloat16 and travel in float32" in texts(found)) is bool(says)
     assert says in texts(found)
+    assert "are added up over" not in texts(found)  # they travel in fp32
+    if says:
+        more = sum(each.reduction.sent for each in found.groups if each.elements) // 2
+        assert f"float32: {bytes_text(more)} more in a step" in texts(found)
 
 
 def test_names_are_written_for_a_sentence() -> None:
