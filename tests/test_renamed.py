@@ -51,6 +51,13 @@ def test_old_names_of_the_preemption_handler() -> None:
         checkpoint.PreemptionHandler(grace_period=1.0, within=3.0)  # type: ignore[call-arg]
 
 
+def test_the_old_keyword_of_an_estimate() -> None:
+    found: Any = fullshard.explain(lambda: nn.Sequential(nn.Linear(4, 4)), ranks=2)
+    with pytest.warns(DeprecationWarning, match="'flops' of .*estimate is called 'peak_flops' since 0.2.0"):
+        estimate = found.estimate(bandwidth=1e9, flops=1e9, tokens=8)
+    assert estimate == found.estimate(bandwidth=1e9, peak_flops=1e9, tokens=8)
+
+
 @ranks(2, fresh=True)
 def test_the_transport_host_is_shm(world: World) -> None:
     group, cpu = dist.distributed_c10d._get_default_group(), torch.device("cpu")

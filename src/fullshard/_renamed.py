@@ -42,6 +42,7 @@ NAMES = {
 }
 #: New keywords by old keywords, for each function that had them. ``not`` says that the new one means the opposite.
 KEYWORDS = {
+    "fullshard.report.explain.Explanation.estimate": {"flops": "peak_flops"},
     "fullshard.checkpoint.PreemptionHandler": {"within": "grace_period"},
     "fullshard.checkpoint.forget_replicas": {"near": "replicas"},
     "fullshard.checkpoint.load": {"near": "replicas"},

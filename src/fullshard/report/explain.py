@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard._renamed import renamed_keywords
 from fullshard.fully_shard import fully_shard_blocks
 from fullshard.report import tables
 from fullshard.report.activations import Activations, Loss, trace_step
@@ -118,6 +119,7 @@ class Explanation:
             return None
         return fit_into(self.device_memory, self.memory, self.activations is not None)
 
+    @renamed_keywords("fullshard.report.explain.Explanation.estimate")
     def estimate(
         self,
         *,
