@@ -19,7 +19,7 @@ from fullshard.report.text import bytes_text, counted, percent, seconds_text
 #: The most ranks whose steps are drawn, the most ranks in other charts and tables, and the most groups in a table.
 _DRAWN, _RANKS, _GROUPS = 2, 16, 10
 #: Heights in pixels: of a bar, of the chart of memory, and of what is above and below the bars of a chart.
-_BAR, _MEMORY, _ABOVE, _BELOW = 26, 110, 40, 90
+_BAR, _MEMORY, _ABOVE, _BELOW = 26, 110, 52, 90
 #: The colours and dashes of the ranks whose steps are drawn.
 _LINES = ((palette.BLUE, "solid"), (palette.VERMILION, "dot"))
 
