@@ -871,7 +871,7 @@ MUTATIONS = (
         "report/page.py",
         "times = [(when - begin) / 1e6",
         "times = [(when - begin) / 1e3",
-        "tests/report/test_chrome_trace.py::test_the_picture_of_a_step_has_the_memory_of_that_step_in_milliseconds_and_mib",
+        "tests/report/test_page.py::test_the_memory_of_a_step_is_in_milliseconds_and_mib",
     ),
     Mutation(
         "report/estimate.py",

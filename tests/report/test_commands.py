@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.report.commands import _above_0, _count, _from_0, _function, add_explain
+from fullshard.report.commands import _above_0, _count, _from_0, _function, _Refused, add_explain
 
 BUILD = """
 from torch import nn
@@ -41,7 +41,7 @@ def explain(*arguments: str) -> int:
 def test_a_function_is_found_in_a_file_or_a_module(program: Path, where: str) -> None:
     assert len(_function(f"{where}:build")()) == 2  # type: ignore[arg-type]
     for name in ("name", "missing"):
-        with pytest.raises(LookupError, match=f"{where} has no function '{name}'"):
+        with pytest.raises(_Refused, match=f"{where} has no function '{name}'"):
             _function(f"{where}:{name}")
 
 
@@ -53,12 +53,15 @@ def test_an_explanation_is_printed(program: Path, capsys: pytest.CaptureFixture[
 
 
 def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = ("--bandwidth", "1e9", "--flops", "1e12", "--tokens", "5", "--latency", "1e-5")
+    numbers = ("--bandwidth", "1e9", "--peak-flops", "1e12", "--tokens", "5", "--latency", "1e-5")
     assert explain(f"{program}:build", "--ranks", "4", *numbers) == 0
-    assert "(given: 1e+09 bytes/s, 10 us an exchange, 1e+12 FLOP/s, 5 tokens a rank)" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "each rank processes 5 tokens, computes at 100 % of 1 TFLOP/s and sends 1 GB/s" in printed
+    assert "takes W - 1 steps (ring) of 10 us" in printed
     assert explain(f"{program}:build", "--ranks", "4", "--json", *numbers) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["estimate"]["given"] == {"bandwidth": 1e9, "flops": 1e12, "tokens": 5, "latency": 1e-5}
+    given = {"bandwidth": 1e9, "peak_flops": 1e12, "count": 5, "unit": "tokens", "latency": 1e-5}
+    assert found["estimate"]["given"].items() >= given.items()
     assert found["ranks"] == 4
     assert explain(f"{program}:build", "--ranks", "4", "--json", "--optimizer-bytes", "0") == 0
     assert "estimate" not in json.loads(capsys.readouterr().out)
@@ -67,7 +70,7 @@ def test_numbers_for_an_estimate_add_one(program: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--bandwidth", "1e9"], "an estimate needs --flops and --tokens too"),
+        (["--bandwidth", "1e9"], "an estimate needs --peak-flops and --tokens too"),
         (["--rank", "4"], "--rank 4 is not one of 4 ranks, which are 0 to 3"),
         (["--rank", "-1"], "--rank -1 is not one of 4 ranks"),
         (["--picture", "no/such/directory.svg"], "no/such/directory.svg cannot be drawn"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fullshard.report.rank_trace import RankTrace, Shares, Span, Work, own_work, read, shares, tracks, write
+from fullshard.report.rank_trace import RankTrace, Shares, Span, Work, as_data, from_data, own_work, shares, tracks
 from tests.report.cases import MS, by_hand
 
 
@@ -97,16 +96,14 @@ def test_the_work_of_a_unit_is_without_units_in_it_and_waits() -> None:
     assert all(isinstance(each, Work) for each in own_work(trace))
 
 
-def test_a_file_has_all_of_a_trace_and_begins_at_zero(tmp_path: Path) -> None:
+def test_the_data_has_all_of_a_trace_and_begins_at_zero() -> None:
     traces = [by_hand(rank).shifted(-7 * MS) for rank in range(2)]
-    write(traces, tmp_path / "recording.json")
-    found = read(tmp_path / "recording.json")
+    found = from_data(json.loads(json.dumps(as_data(traces))))
     assert found == [each.shifted(7 * MS) for each in traces]
     assert min(each.start for each in found[0].spans) == 0
 
 
 @pytest.mark.parametrize("content", [[], {}, {"version": 99, "ranks": []}], ids=str)
-def test_a_file_of_another_version_is_refused(tmp_path: Path, content: Any) -> None:
-    (tmp_path / "file").write_text(json.dumps(content))
+def test_data_of_another_version_is_refused(content: Any) -> None:
     with pytest.raises(ValueError, match="is not a trace of version 1, which this release of fullshard reads"):
-        read(tmp_path / "file")
+        from_data(content)

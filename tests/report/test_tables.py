@@ -99,14 +99,20 @@ def test_exchanges_are_added_up() -> None:
 def test_the_order_says_whether_a_step_recorded_it() -> None:
     facts = explained().facts
     assert order_text(facts).startswith("Order (of the modules; the first step records its own; 1 gathered ahead): ")
-    assert order_text(replace(facts, is_recorded=True, prefetch=2)).startswith("Order (recorded; 2 gathered ahead): ")
+    recorded = replace(facts, order_of="step", prefetch=2)
+    assert order_text(recorded).startswith("Order (recorded in a step; 2 gathered ahead): ")
+        "Order (recorded in a step; 2 gathered ahead): "
+    )
 
 
 def test_an_estimate_says_what_part_waits_and_what_it_assumes() -> None:
-    given = {"bandwidth": 1e6, "flops": 1e9, "latency": 1e-4}
+    given = {"bandwidth": 1e6, "peak_flops": 1e9, "latency": 1e-4}
     text = estimate_text(explained().estimate(**given, tokens=1000))
     first, second, *_ = text.splitlines()
-    assert first.startswith("A step: ")
+    assert first.startswith("A step (forward and backward): ")
     assert first.endswith(" wait for communication")
-    assert second == "(given: 1e+06 bytes/s, 100 us an exchange, 1e+09 FLOP/s, 1,000 tokens a rank)"
-    assert text.splitlines()[3].split() == ["group", "forward", "backward", "exchanges", "exposed"]
+    assert second == "32,927 tokens/s on all ranks together; each rank computes 77.6 MFLOP: 63.9 % of its peak"
+    said = " ".join(text.split())
+    assert "each rank processes 1,000 tokens, computes at 100 % of 1 GFLOP/s and sends 1 MB/s" in said
+    assert "takes W - 1 steps (ring) of 100 us" in said
+    assert ["group", "forward", "backward", "exchanges", "exposed"] in [line.split() for line in text.splitlines()]

@@ -86,4 +86,4 @@ def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
         "a              1",
         "long name  1,000",
     ]
-    assert table(["name", "n"], []).splitlines() == ["name  n", "----  -"]
+    assert table(["name", "n"], []).splitlines() == ["name    n", "------  ---"]
