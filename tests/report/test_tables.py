@@ -101,8 +101,6 @@ def test_the_order_says_whether_a_step_recorded_it() -> None:
     assert order_text(facts).startswith("Order (of the modules; the first step records its own; 1 gathered ahead): ")
     recorded = replace(facts, order_of="step", prefetch=2)
     assert order_text(recorded).startswith("Order (recorded in a step; 2 gathered ahead): ")
-        "Order (recorded in a step; 2 gathered ahead): "
-    )
 
 
 def test_an_estimate_says_what_part_waits_and_what_it_assumes() -> None:
