@@ -55,7 +55,7 @@ finetune: $(VENV)/.installed-finetune ## train a model of transformers with LoRA
 hosts: $(VENV)/.installed-train ## train the example on two hosts that are one machine, as root: RANKS=1 on each, RATE=1gbit, DELAY=1ms
 	@rm -rf runs/hosts
 	$(BIN)/python -m tests.hosts --ranks $(or $(RANKS),1) $(if $(RATE),--rate $(RATE)) $(if $(DELAY),--delay $(DELAY)) \
-		-- examples/train.py --checkpoint-dir runs/hosts --steps $(or $(STEPS),20) $(ARGS)
+		-- examples/train.py --directory runs/hosts --steps $(or $(STEPS),20) $(ARGS)
 
 # Two processes share the files of the tests: while the ranks of one wait for each other, those of the other compute.
 # Files are compiled once, and not again in each of the ranks, whatever the environment says.

@@ -152,7 +152,7 @@ def test_names_of_the_loopback_interface_need_the_name_of_the_network() -> None:
 @pytest.mark.slow
 def test_make_hosts_trains_the_example(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.hosts", "--rate=10gbit", "--", "examples/train.py", "--steps=2"]
-    command += [f"--checkpoint-dir={tmp_path}"]
+    command += [f"--directory={tmp_path}"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^host-a \| .*loss \d", ended.stdout, re.MULTILINE)
