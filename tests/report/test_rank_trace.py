@@ -107,3 +107,12 @@ def test_the_data_has_all_of_a_trace_and_begins_at_zero() -> None:
 def test_data_of_another_version_is_refused(content: Any) -> None:
     with pytest.raises(ValueError, match="is not a trace of version 1, which this release of fullshard reads"):
         from_data(content)
+
+
+@pytest.mark.parametrize("ranks", [None, 5, [3], [{"spans": []}], [{"spans": [[1]], "memory": []}]], ids=str)
+def test_damaged_data_is_refused(ranks: Any) -> None:
+    data = {**as_data([by_hand(0)]), **({} if ranks is None else {"ranks": ranks})}
+    if ranks is None:
+        del data["ranks"]
+    with pytest.raises(ValueError, match=r"its data is damaged: (KeyError|TypeError)"):
+        from_data(data)

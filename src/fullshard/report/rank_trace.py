@@ -254,7 +254,10 @@ def from_data(data: Any) -> list[RankTrace]:
     """
     if not isinstance(data, dict) or data.get("version") != _VERSION:
         raise ValueError(f"it is not a trace of version {_VERSION}, which this release of fullshard reads")
-    return [as_rank(each) for each in data["ranks"]]
+    try:
+        return [as_rank(each) for each in data["ranks"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its data is damaged: {type(error).__name__}: {error}") from error
 
 
 def as_rank(found: dict[str, Any]) -> RankTrace:
