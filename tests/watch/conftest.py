@@ -22,3 +22,9 @@ def watcher(store: Any) -> Any:
     yield Watch(store)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def key(watcher: Watch) -> str:
+    """What the keys of the reports begin with. It has the number of process groups that were tried before."""
+    return watcher._reports._key

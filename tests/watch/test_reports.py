@@ -15,11 +15,10 @@ from fullshard.watch.reports import Report, Reports
 from fullshard.watch.watch import Watch
 
 
-def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any) -> None:
+def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, store: Any, key: str) -> None:
     """A program may destroy its process group and make another one, over the same store."""
     connection = StoreConnection(store, 0)
-    other, key = Report(1, 99, "there", ended=watch._LEFT), "fullshard/0/"
-    Reports(connection, other, key, 1.0).write()
+    Reports(connection, Report(1, 99, "there", ended=watch._LEFT), key, 1.0).write()
     assert 1 in watcher._reports.read([1])
     later = Watch(store, watcher)
     assert 1 not in later._reports.read([1])
@@ -28,19 +27,21 @@ def test_a_report_about_an_earlier_process_group_is_not_read(watcher: Watch, sto
 
 
 def test_a_report_from_before_a_restart_is_not_read(
-    watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch
+    watcher: Watch, store: Any, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun starts all ranks anew over the store in which the failed attempt left how it ended."""
     ended = Report(1, 99, host_id(), ended="ValueError: a bad batch")
-    Reports(StoreConnection(store, 0), ended, "fullshard/0/", 1.0).write()
+    Reports(StoreConnection(store, 0), ended, key, 1.0).write()
     assert 1 in watcher._reports.read([1])
     monkeypatch.setattr(reports, "_BEGUN", time.monotonic() + 1)
     assert 1 not in Watch(store)._reports.read([1])
 
 
-def test_the_clocks_of_other_hosts_do_not_count(watcher: Watch, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clocks_of_other_hosts_do_not_count(
+    watcher: Watch, store: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was set wrong made the ranks of its host invisible to others, or those of an attempt before visible."""
-    theirs = Reports(StoreConnection(store, 0), Report(1, 99, "another host"), "fullshard/0/", 1.0)
+    theirs = Reports(StoreConnection(store, 0), Report(1, 99, "another host"), key, 1.0)
     for clock in ("time", "monotonic"):
         monkeypatch.setattr(reports.time, clock, lambda: 0.0)
     theirs.write()

@@ -39,14 +39,14 @@ def test_an_error_at_a_prompt_ends_no_rank(watcher: Watch) -> None:
     assert not watcher._ending.is_set()
 
 
-def test_an_error_that_ends_the_program_is_told_at_once(watcher: Watch, store: Any) -> None:
+def test_an_error_that_ends_the_program_is_told_at_once(watcher: Watch, store: Any, key: str) -> None:
     """Threads of the user may keep the process from its end."""
     watcher.thread.start()
     thread = threading.Thread(target=watcher.show, args=(ValueError("a bad batch"),))  # without a module below it
     thread.start()
     thread.join()
     assert watcher._ending.is_set()
-    assert b"ValueError: a bad batch" in store.get("fullshard/0/0")
+    assert b"ValueError: a bad batch" in store.get(f"{key}0")
 
 
 def test_ranks_to_which_values_still_come_are_not_stuck(watcher: Watch) -> None:
