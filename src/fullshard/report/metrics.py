@@ -178,5 +178,8 @@ class Metrics(StepObserver):
         """Write the metrics of the steps whose end the device has passed."""
         while self._ended and self.clock.has_passed(self._ended[0].end):
             step = self._ended.popleft()
-            seconds = {"seconds": self.clock.between(step.begin, step.end), "waited_seconds": self.clock.total(step.waits)}
+            seconds = {
+                "seconds": self.clock.between(step.begin, step.end),
+                "waited_seconds": self.clock.total(step.waits),
+            }
             self._write(step.number, {**seconds, "received_bytes": step.received, **step.memory})
