@@ -31,8 +31,9 @@ from fullshard.checkpoint.display import (
     progress,
     value_of,
 )
+from fullshard.checkpoint.local import is_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
-from fullshard.checkpoint.reader import Checkpoint, is_checkpoint, list_checkpoints
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -35,7 +35,11 @@ from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import checked_state, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, newest_first
+from fullshard.checkpoint.storage import Location, located
 from fullshard.policies import warn
+
+if TYPE_CHECKING:
+    from upath import UPath
 
 _log = logging.getLogger("fullshard")
 
@@ -43,7 +47,7 @@ _log = logging.getLogger("fullshard")
 @renamed_keywords("fullshard.checkpoint.load")
 @without_collections()
 def load(
-    directory: str | Path,
+    directory: str | Path | UPath,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
@@ -84,9 +88,9 @@ def load(
     """
     state = checked_state(state)
     wait_until_finished()
-    ranks, directory = Ranks(process_group), Path(directory)
+    ranks, root = Ranks(process_group), located(directory)
     broken: list[str] = []
-    for path, opens, served, why in _candidates(directory, Path(replicas) if replicas is not None else None, ranks):
+    for path, opens, served, why in _candidates(root, Path(replicas) if replicas is not None else None, ranks):
         loading = _Loading(path, opens, strict, ranks)
         with served(), loading.opened:
             try:
@@ -103,26 +107,26 @@ def load(
                 warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
         return loaded
     if broken:
-        raise CheckpointError(f"no checkpoint in {directory} is whole: {'; '.join(broken)}")
-    if number_of(directory.name):
+        raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(broken)}")
+    if number_of(root.name):
         raise CheckpointError(
-            f"there is no checkpoint {directory}: give load() the directory of all, {directory.parent}"
+            f"there is no checkpoint {root}: give load() the directory of all, {root.parent}"
         )
     if ranks.first:
-        _log.info(f"nothing is loaded: {directory} has no checkpoint")
+        _log.info(f"nothing is loaded: {root} has no checkpoint")
     return None
 
 
 class _Candidate(NamedTuple):
     """A checkpoint that may be loaded."""
 
-    path: Path
+    path: Location
     open: Callable[[], Checkpoint]
     served: Callable[[], AbstractContextManager[None]]  # the context in which ranks read it
     why: str  # the reason why it is tried next, for the log
 
 
-def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
+def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
     """The checkpoints that may be loaded, the newest first. A replica comes before a checkpoint that is not newer. All
     ranks must take the next one together."""
     found, why = list[Replica](), ""
@@ -138,7 +142,8 @@ def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[
             why = f": the in-memory replica of step {found[0].step} is passed over: {found[0].refused or 'it is older'}"
     on_disk = newest_first(directory)
     while True:
-        path: Path | None = ranks.attempt(lambda: (next(on_disk, None) if ranks.first else None,))[1][0]
+        name = ranks.attempt(lambda: (_relative(next(on_disk, None), directory) if ranks.first else None,))[1][0]
+        path = None if name is None else directory / name if name else directory
         step = -1 if path is None else (number_of(path.name) or (-1, 0))[0]
         while found and found[0].step >= step:
             replica = found.pop(0)
@@ -152,10 +157,15 @@ def _candidates(directory: Path, memory: Path | None, ranks: Ranks) -> Iterator[
         yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
 
 
+def _relative(path: Location | None, directory: Location) -> str | None:
+    """The name of a checkpoint in a directory; empty if it is the directory itself."""
+    return None if path is None else "" if path == directory else path.name
+
+
 class _Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(self, path: Path, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
+    def __init__(self, path: Location, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
         self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
         self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
         self.state: dict[str, Any] = {}
