@@ -1,7 +1,7 @@
 """What sharding asks of a device in a step, in counts: launches, copies, allocations, waits of the host, collectives.
 
 Nothing is measured on a device. One process simulates a rank of many, with tensors of the CPU. fullshard takes
-them for those of a device with streams (``tests/pretend``) and for NCCL's; torch's FSDP2 has no such place to pretend,
+them for those of a device with streams (``tests/simulated``) and for NCCL's; torch's FSDP2 has no such place,
 but calls the same operations on the CPU as on a device. A chain of blocks is run forward and backward, what the same
 chain does without sharding is subtracted, and the rest is divided by the number of blocks.
 """
@@ -15,8 +15,8 @@ from typing import Any, Self
 from unittest import mock
 
 import torch
-from tests.pretend.device import PretendedStreams, pretend
-from tests.pretend.operations import SYNCHRONIZES, accesses, fills, tensors_in
+from tests.simulated.device import SimulatedStreams, simulate
+from tests.simulated.operations import SYNCHRONIZES, accesses, fills, tensors_in
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -82,7 +82,7 @@ def _measure_count(world_size: int, count: int | str, groups: int) -> dict[str, 
     for contender in (_OURS, FSDP2, ALONE):
         model, blocks, x = _build(count, groups)
         unit = sum(param.nbytes for param in blocks[0].parameters())
-        with _device() if contender is _OURS else nullcontext(PretendedStreams(_Unordered())) as streams:
+        with _device() if contender is _OURS else nullcontext(SimulatedStreams(_Unordered())) as streams:
             model = contender.wrap(model, blocks)
             for _ in range(_WARM_UP):
                 _run(model, x)
@@ -152,9 +152,9 @@ class _Unordered:
 
 
 @contextmanager
-def _device() -> Iterator[PretendedStreams]:
+def _device() -> Iterator[SimulatedStreams]:
     """The CPU as a device with streams, whose collectives are those of NCCL."""
-    with pretend(_Unordered()) as streams, ExitStack() as stack:
+    with simulate(_Unordered()) as streams, ExitStack() as stack:
         for name, value in (
             ("backend_name", lambda *_: "nccl"),
             ("all_gather_over", torch_private.all_gather_over),

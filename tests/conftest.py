@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("tests.harness")
 from tests.harness import RankPool, failure_report  # noqa: E402
 from tests.harness.compare import WITH_TORCH  # noqa: E402
 from tests.harness.lanes import covering  # noqa: E402
-from tests.harness.rank import PRETENDED, run_test  # noqa: E402
+from tests.harness.rank import SIMULATED, run_test  # noqa: E402
 
 #: A store of torch looks up the names of its clients, once for each connection. Where the name server loses a request,
 #: each costs 5 s.
@@ -152,7 +152,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size of the mark, and of those in tests/parity one for each transport.
 
     A transport that the mark names, or the environment, is the only one. Those that the long lane alone has are marked
-    as slow: in the quick lane tests/pretend alone runs on the accelerators that only pretend.
+    as slow: in the quick lane only tests/simulated runs on simulated accelerators.
     """
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
@@ -160,13 +160,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     transports = [mark.kwargs["transport"]]
     in_parity = metafunc.module.__name__.startswith("tests.parity.") and "FULLSHARD_TRANSPORT" not in os.environ
     if in_parity and transports == [None]:
-        transports = ["shm", "p2p", "collective", *PRETENDED]
+        transports = ["shm", "p2p", "collective", *SIMULATED]
     named = len(transports) > 1
     worlds = [(size, transport) for size in mark.args for transport in transports]
     if named:
         worlds = [world for world in worlds if world != (1, "shm")]
     if metafunc.definition.get_closest_marker("everywhere"):
-        quick = [world for world in worlds if world[1] not in PRETENDED]
+        quick = [world for world in worlds if world[1] not in SIMULATED]
     else:
         sizes = (2, 3) if metafunc.module.__name__.startswith(("tests.parity.", "tests.comm.")) else (2,)
         quick = [world for world in worlds if world[0] in sizes and world[1] == transports[0]] or worlds[:1]

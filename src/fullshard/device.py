@@ -75,7 +75,7 @@ class HoldingMark:
 
 
 class Streams:
-    """The streams of accelerators. The tests have others, which only pretend."""
+    """The streams of accelerators. The tests replace them by simulated ones."""
 
     def make(self, device: torch.device) -> torch.Stream:
         """A stream whose copies do not queue behind the computation's kernels: its priority is high."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -16,27 +15,12 @@ from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.display import (
     _shown,
-    parse_size,
     print_json,
     print_lines,
     print_table,
     progress,
     value_of,
 )
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("1", 1), ("500MB", 500_000_000), ("5G", 5 * 10**9), ("1.5 kB", 1500), ("2KiB", 2048), ("1TiB", 2**40)],
-)
-def test_a_size_is_read_with_either_kind_of_unit(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1", "5 XB", "GB", "1e9", "1.GB"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size such as 500MB or 5GB"):
-        parse_size(text)
 
 
 def test_values_are_shown_as_json_can_hold_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.harness import World, fake_world, ranks
 
 @pytest.fixture(autouse=True)
 def forget_meshes() -> Iterator[None]:
-    """Meshes of pretended worlds are equal, and their ranks differ."""
+    """Meshes of fake worlds are equal, and their ranks differ."""
     for cached in (layouts._position_in, layouts._layout_on):
         cached.cache_clear()
     yield

@@ -59,7 +59,7 @@ class OwnMemory:
         return tensor.untyped_storage().data_ptr() in storages
 
 
-class PretendedGather(OwnMemory, AllGather):
+class SimulatedGather(OwnMemory, AllGather):
     """Delivers what all ranks of a case would send."""
 
     def __init__(self, case: Case) -> None:
@@ -81,7 +81,7 @@ class PretendedGather(OwnMemory, AllGather):
             messages[rank] = transfer.shard
 
 
-class PretendedReduction(OwnMemory, ReduceScatter):
+class SimulatedReduction(OwnMemory, ReduceScatter):
     """Keeps what it was given, and returns this rank's part of it as if others had sent zeros."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def test_the_messages_of_all_ranks_become_parameters(size: int, layout: LayoutNa
         assert dist.group.WORLD is not None
         transfers = transfers_of(case, size)
         fill_shards(case, transfers, rank)
-        gather(CollectiveTransport(all_gather=PretendedGather(case)), transfers, dist.group.WORLD, 0).finish()
+        gather(CollectiveTransport(all_gather=SimulatedGather(case)), transfers, dist.group.WORLD, 0).finish()
     assert_gathered(case, transfers, rank)
 
 
@@ -123,7 +123,7 @@ def test_the_messages_of_all_ranks_become_parameters(size: int, layout: LayoutNa
 def test_gradients_become_the_messages_for_all_ranks(size: int, layout: LayoutName) -> None:
     case = Case(layout, (Section(torch.float32, ODD),))
     rank = size // 2
-    comm = PretendedReduction()
+    comm = SimulatedReduction()
     with fake_world(size, rank):
         assert dist.group.WORLD is not None
         (transfer,) = transfers_of(case, size)
@@ -294,7 +294,7 @@ def test_equal_parameters_are_copied_together(size: int, monkeypatch: pytest.Mon
 
 
 def test_buffers_come_from_the_users_all_gather() -> None:
-    comm = PretendedGather(Case("even", ()))
+    comm = SimulatedGather(Case("even", ()))
     memory = CollectiveTransport(all_gather=comm).allocate(96, CPU)
     assert comm.owns(memory)
     assert (memory.dtype, memory.numel()) == (torch.uint8, 96)

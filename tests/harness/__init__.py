@@ -23,7 +23,7 @@ bytes); and tests with the mark `slow`. What it leaves out has that mark when py
 Of a test with three parameters or more (the number of ranks is one) it takes so many cases that every two values meet,
 and on four ranks so many that each value is met: a mistake that only more values together show is left to the long
 lane. `make test-all` runs everything. A test with the mark `@everywhere` has all its cases, worlds and real transports
-in both lanes. Parity on the accelerators that only pretend stands in `tests.pretend` for the quick lane, each way to
+in both lanes. Parity on simulated accelerators stands in `tests.simulated` for the quick lane, each way to
 train once.
 
 What a test may count on, and what it may not:

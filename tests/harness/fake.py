@@ -1,4 +1,4 @@
-"""A pretended world: one process that believes to be a rank of many, with collectives that move nothing.
+"""A fake world: one process that takes itself for a rank of many, with collectives that move nothing.
 
 It serves tests of integer arithmetic, order and cost at world sizes that no machine here could run. Results of
 collectives are whatever was in the output before, so nothing may be asserted about values.

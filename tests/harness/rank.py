@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
-#: What stands for a transport where the ranks have an accelerator that only pretends: see `tests.pretend`.
-PRETENDED = ("checked", "late")
+#: The simulated accelerators, which a test names in place of a transport: see `tests.simulated`.
+SIMULATED = ("checked", "late")
 
 #: Runs a test in the quick lane too with all its cases, world sizes and real transports.
 everywhere = pytest.mark.everywhere
@@ -115,10 +115,10 @@ class Job:
 
 def run_test(world: World, test: Callable[..., None], arguments: dict[str, Any], transport: str | None) -> None:
     """Call a test with its arguments, of which `world` need not be the first."""
-    if transport in PRETENDED:
+    if transport in SIMULATED:
         os.environ["FULLSHARD_TRANSPORT"] = "collective"
         os.environ.pop("FULLSHARD_TESTS_WITH_TORCH", None)
-        with importlib.import_module("tests.pretend").pretended(transport):
+        with importlib.import_module("tests.simulated").simulated(transport):
             test(world=world, **arguments)
         return
     if transport is not None:

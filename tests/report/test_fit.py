@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 import fullshard
 from fullshard.report.explain import explain
-from fullshard.report.fit import bytes_of
 
 
 def linear() -> nn.Module:
@@ -17,20 +15,6 @@ def linear() -> nn.Module:
 
 #: Bytes of the weight and of a rank's shard.
 WEIGHT, SHARD = 4 * 2**20, 2**20
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), ("1.5tb", 1.5e12), ("24000 MiB", 24000 * 2**20), (10**9, 10**9)],
-)
-def test_sizes_have_decimal_or_binary_units(text: str | int, size: int) -> None:
-    assert bytes_of(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "80 gigs", "-1GB", "0", "1.2.3GB", "inf", "nan"])
-def test_a_size_without_meaning_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="such as '80GB'"):
-        bytes_of(text)
 
 
 def test_a_step_fits_to_the_byte() -> None:

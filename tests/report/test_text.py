@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 import torch
 
 from fullshard.report.text import (
+    bytes_argument,
+    bytes_of,
     bytes_text,
     counted,
     dtype_name,
@@ -87,3 +91,31 @@ def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
         "long name  1,000",
     ]
     assert table(["name", "n"], []).splitlines() == ["name    n", "------  ---"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("500MB", 500_000_000),
+        ("5G", 5 * 10**9),
+        ("1.5 kB", 1500),
+        ("2KiB", 2048),
+        ("1TiB", 2**40),
+        ("80 GiB", 80 * 2**30),
+        ("1.5tb", 1.5e12),
+        ("1e9", 10**9),
+        (10**9, 10**9),
+    ],
+)
+def test_sizes_have_decimal_or_binary_units(text: str | int, size: int) -> None:
+    assert bytes_of(text) == size
+    assert bytes_argument(str(text)) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1GB", "5 XB", "GB", "80 gigs", "5 bb", "1.2.3GB", "inf", "nan"])
+def test_a_size_without_meaning_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as '80GB'"):
+        bytes_of(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="units B, kB, MB, GB, TB, KiB"):
+        bytes_argument(text)

@@ -1,4 +1,4 @@
-"""Recordings and figures on devices with streams, here pretended ones: no step waits for the device."""
+"""Traces and metrics on devices with streams, here simulated ones: no step waits for the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 import fullshard
 from fullshard.report.watching import Clock
 from tests.harness import World, ranks
-from tests.pretend import pretended
 from tests.report.cases import sharded, trained
+from tests.simulated import simulated
 
 
 @dataclass
 class TimedEvent:
-    """An event of a pretended stream, with the time at which it was recorded."""
+    """An event of a simulated stream, with the time at which it was recorded."""
 
     event: Any
     at: int
@@ -40,7 +40,7 @@ def timed(clock: Clock) -> TimedEvent:
 @pytest.mark.parametrize("look", ["profile", "log_metrics"])
 def test_no_step_waits_for_the_device(world: World, look: str, tmp_path: Path) -> None:
     with (
-        pretended("checked") as streams,
+        simulated("checked") as streams,
         mock.patch.object(Clock, "_record", timed),
         mock.patch("torch.accelerator.memory_allocated", return_value=1),
         mock.patch("torch.accelerator.max_memory_allocated", return_value=1),

@@ -25,7 +25,6 @@ from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError,
 from fullshard.checkpoint.compare import compare
 from fullshard.checkpoint.convert import FORMATS, WrongUse, export, files_of, import_model
 from fullshard.checkpoint.display import (
-    parse_size,
     print_json,
     print_lines,
     print_table,
@@ -34,7 +33,7 @@ from fullshard.checkpoint.display import (
 )
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
 from fullshard.checkpoint.reader import Checkpoint, is_checkpoint, list_checkpoints
-from fullshard.report.text import bytes_text, dtype_name, shape_text
+from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
 #: The most names that are listed of tensors that only one checkpoint has.
@@ -67,7 +66,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add_step(command, "of this step, and not the newest that is whole")
     command.add_argument("--format", choices=FORMATS, help="safetensors, if the suffix of OUT does not say otherwise")
     command.add_argument("--dtype", type=_parse_dtype, help="cast floating-point values: bf16, fp16, fp32, fp64")
-    command.add_argument("--max-shard-size", type=parse_size, help="of the files in a directory: 5GB if not given")
+    command.add_argument("--max-shard-size", type=bytes_argument, help="of the files in a directory: 5GB if not given")
     command = add(_import, "import", "SOURCE", "DIR")
     add_step(command, "the step of the checkpoint: the next one if not given")
     add(_diff, "diff", "A", "B")

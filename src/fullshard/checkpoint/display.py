@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,12 +15,6 @@ from fullshard.report.text import bytes_text, table
 
 #: Only values with fewer stored bytes are shown.
 _SHORT = 1 << 16
-
-
-def parse_size(text: str) -> int:
-    if not (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]?)(i?)B?", text)) or not float(found[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
 
 
 def value_of(checkpoint: Checkpoint, name: str) -> Any:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.report.explain import ADAM, explain
-from fullshard.report.fit import bytes_of
 from fullshard.report.tables import estimate_text
+from fullshard.report.text import bytes_argument
 
 #: Options of an estimate of time, by the names of the arguments of ``Explanation.estimate``.
 _TIMING = (
@@ -44,13 +44,6 @@ def _count(text: str) -> int:
 
 def _from_0(text: str) -> float:
     return _number(text, float, "a number that is not below 0", lambda number: number >= 0)
-
-
-def _size(text: str) -> int:
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], bool]) -> float:
@@ -85,7 +78,10 @@ def add_explain(parser: argparse.ArgumentParser) -> None:
         "--loss", metavar="FUNCTION", help="a function of the model and the batch that returns the loss (forward does)"
     )
     parser.add_argument(
-        "--device-memory", type=_size, metavar="SIZE", help="the memory of a rank's device, such as 80GB: does it fit?"
+        "--device-memory",
+        type=bytes_argument,
+        metavar="SIZE",
+        help="the memory of a rank's device, such as 80GB: does it fit?",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     parser.add_argument("--picture", metavar="FILE", help="draw the groups too, as PNG, SVG or PDF; needs matplotlib")

@@ -26,9 +26,9 @@ from fullshard.report.activations import Activations, Loss, trace_step
 from fullshard.report.advice import Advice, advise
 from fullshard.report.estimate import Algorithm, Estimate, Hardware, estimate_step
 from fullshard.report.facts import ON_CPU, GroupFacts, ModelFacts, facts_of
-from fullshard.report.fit import Fit, bytes_of, fit_into, memory_of
+from fullshard.report.fit import Fit, fit_into, memory_of
 from fullshard.report.replay import ExchangeTotal, Phase, Replay
-from fullshard.report.text import wrapped
+from fullshard.report.text import bytes_of, wrapped
 from fullshard.schedule.unit import unit_of, units_in
 from fullshard.torch_private import simulated_world
 

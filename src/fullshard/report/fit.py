@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +9,6 @@ import torch
 
 from fullshard.report.replay import Phase
 from fullshard.report.text import bytes_text
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", 1)}
-_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
-_BY_TEXT = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 @dataclass(frozen=True)
@@ -58,24 +52,6 @@ def fit_into(device_memory: int, phases: Sequence[Phase], counts_activations: bo
     """Compares the largest phase with the memory of a device."""
     largest = max(phases, key=lambda phase: phase.on_device)
     return Fit(device_memory, largest.on_device, largest.name, counts_activations)
-
-
-def bytes_of(size: float | str) -> int:
-    """Bytes from a number of bytes, or from text such as ``"80GB"`` (80 * 10**9) or ``"80 GiB"`` (80 * 2**30).
-
-    Raises:
-        ValueError: ``size`` is not positive, or not a number with one of these units.
-    """
-    text = str(size).strip()
-    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([A-Za-z]*)", text)
-    try:
-        number = float(found[1]) * _BY_TEXT[found[2].lower()] if found else 0.0
-    except (ValueError, KeyError):
-        number = 0.0
-    if not 0 < number < float("inf"):
-        units = ", ".join(filter(None, _UNITS))
-        raise ValueError(f"expected bytes, or a number with one of the units {units}, such as '80GB', got {text!r}")
-    return round(number)
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -177,7 +177,9 @@ class Metrics(StepObserver):
     def _flush(self) -> None:
         """Write the metrics of the steps whose end the device has passed."""
         while self._ended and self.clock.has_passed(self._ended[0].end):
-            step, between = self._ended.popleft(), self.clock.between
-            waited = sum(between(begin, end) for begin, end in step.waits)
-            figures = {"seconds": between(step.begin, step.end), "waited_seconds": waited}
-            self._write(step.number, {**figures, "received_bytes": step.received, **step.memory})
+            step = self._ended.popleft()
+            seconds = {
+                "seconds": self.clock.between(step.begin, step.end),
+                "waited_seconds": self.clock.total(step.waits),
+            }
+            self._write(step.number, {**seconds, "received_bytes": step.received, **step.memory})

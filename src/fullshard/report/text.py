@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,11 @@ from tabulate import tabulate
 
 #: The width of wrapped text, in letters.
 WIDTH = 110
+#: The units of sizes in bytes, without the letter B.
+_UNITS = {"": 1}
+_UNITS |= {prefix: 1000**power for power, prefix in enumerate("kMGT", 1)}
+_UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate("KMGT", 1)}
+_BY_TEXT = {unit.lower(): size for unit, size in _UNITS.items()}
 
 
 def bytes_text(nbytes: float) -> str:
@@ -20,6 +26,36 @@ def bytes_text(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     raise AssertionError
+
+
+def bytes_of(size: float | str) -> int:
+    """Bytes from a number of bytes, or from text such as ``"80GB"`` (80 * 10**9) or ``"80 GiB"`` (80 * 2**30).
+
+    Raises:
+        ValueError: ``size`` is not positive, or not a number with one of these units.
+    """
+    text = str(size).strip()
+    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([A-Za-z]*)", text)
+    try:
+        number = float(found[1]) * _BY_TEXT[found[2].lower().removesuffix("b")] if found else 0.0
+    except (ValueError, KeyError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        units = ", ".join(f"{unit}B" for unit in _UNITS)
+        raise ValueError(f"expected bytes, or a number with one of the units {units}, such as '80GB', got {text!r}")
+    return round(number)
+
+
+def bytes_argument(text: str) -> int:
+    """:func:`bytes_of` for an argument of a command.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no size.
+    """
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def seconds_text(seconds: float) -> str:

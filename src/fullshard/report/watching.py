@@ -10,7 +10,7 @@ import os
 import resource
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -64,6 +64,12 @@ class Clock:
     def between(self, begin: Point, end: Point) -> float:
         """Seconds from one point to another."""
         return (end - begin) / 1e9 if isinstance(begin, int) else begin.elapsed_time(end) / 1e3
+
+    def total(self, intervals: Iterable[tuple[Point, Point]]) -> float:
+        """Seconds of intervals together."""
+        if self.streams is None:  # without a call for each
+            return sum([end - begin for begin, end in intervals]) / 1e9
+        return sum(self.between(begin, end) for begin, end in intervals)
 
     def time_of(self, point: Point) -> int:
         """The time of a point, in nanoseconds of the host's clock."""

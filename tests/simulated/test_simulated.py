@@ -1,4 +1,4 @@
-"""The pretended accelerator finds what has no order: a check that finds nothing would be worth nothing."""
+"""The simulated accelerator finds accesses without an order: a check that finds nothing would be worth nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fullshard.device import CPU, Done, Lane, current_stream, host_memory, mark_now
-from tests.pretend import AccessError, Checker, Late, pretend
-from tests.pretend.device import PretendedStreams
+from tests.simulated import AccessError, Checker, Late, simulate
+from tests.simulated.device import SimulatedStreams
 
 
 @pytest.fixture
-def checked() -> Iterator[PretendedStreams]:
-    with pretend(Checker()) as streams:
+def checked() -> Iterator[SimulatedStreams]:
+    with simulate(Checker()) as streams:
         yield streams
 
 
@@ -23,13 +23,13 @@ def filled(lane: Lane, tensor: torch.Tensor, value: float) -> object:
     return lane.run(Done, lambda: tensor.fill_(value))
 
 
-def test_a_result_that_is_waited_for_may_be_read(checked: PretendedStreams) -> None:
+def test_a_result_that_is_waited_for_may_be_read(checked: SimulatedStreams) -> None:
     lane, tensor = Lane(CPU), torch.zeros(4)
     lane.run(Done, lambda: tensor.fill_(1.0)).wait()
     assert tensor.sum().item() == 4
 
 
-def test_a_read_before_the_wait_is_an_error(checked: PretendedStreams) -> None:
+def test_a_read_before_the_wait_is_an_error(checked: SimulatedStreams) -> None:
     lane, tensor = Lane(CPU), torch.zeros(4)
     filled(lane, tensor, 1.0)
     with pytest.raises(
@@ -37,23 +37,23 @@ def test_a_read_before_the_wait_is_an_error(checked: PretendedStreams) -> None:
     ) as error:
         tensor.sum()
     assert "aten.fill_.Scalar in lane 2" in str(error.value)
-    assert str(error.value).count("test_pretend.py") >= 2  # both stacks
+    assert str(error.value).count("test_simulated.py") >= 2  # both stacks
 
 
-def test_a_write_while_another_lane_reads_is_an_error(checked: PretendedStreams) -> None:
+def test_a_write_while_another_lane_reads_is_an_error(checked: SimulatedStreams) -> None:
     lane, tensor, copy = Lane(CPU), torch.zeros(4), torch.empty(4)
     lane.run(Done, lambda: copy.copy_(tensor))
     with pytest.raises(AccessError, match="a write and a read of the same bytes"):
         tensor.add_(1)
 
 
-def test_other_bytes_of_the_same_memory_need_no_order(checked: PretendedStreams) -> None:
+def test_other_bytes_of_the_same_memory_need_no_order(checked: SimulatedStreams) -> None:
     lane, tensor = Lane(CPU), torch.zeros(8)
     filled(lane, tensor[:4], 1.0)
     assert tensor[4:].sum().item() == 0
 
 
-def test_memory_that_is_freed_while_another_lane_reads_it_must_not_serve_again(checked: PretendedStreams) -> None:
+def test_memory_that_is_freed_while_another_lane_reads_it_must_not_serve_again(checked: SimulatedStreams) -> None:
     lane, tensor, copy = Lane(CPU), torch.zeros(4), torch.empty(4)
     lane.run(Done, lambda tensor=tensor: copy.copy_(tensor))
     del tensor
@@ -61,14 +61,14 @@ def test_memory_that_is_freed_while_another_lane_reads_it_must_not_serve_again(c
         torch.zeros(4)
 
 
-def test_memory_that_is_kept_for_a_lane_may_be_freed(checked: PretendedStreams) -> None:
+def test_memory_that_is_kept_for_a_lane_may_be_freed(checked: SimulatedStreams) -> None:
     lane, tensor, copy = Lane(CPU), torch.zeros(4), torch.empty(4)
     lane.run(Done, lambda tensor=tensor: (copy.copy_(tensor), checked.keep(tensor)))
     del tensor
     torch.zeros(4)
 
 
-def test_the_host_must_not_read_what_the_device_still_writes(checked: PretendedStreams) -> None:
+def test_the_host_must_not_read_what_the_device_still_writes(checked: SimulatedStreams) -> None:
     pinned, tensor = host_memory((4,), torch.float32, CPU), torch.ones(4)
     pinned.copy_(tensor, non_blocking=True)
     event = current_stream(CPU).record_event()
@@ -79,14 +79,14 @@ def test_the_host_must_not_read_what_the_device_still_writes(checked: PretendedS
     assert checked.synchronizations == 1
 
 
-def test_a_value_that_the_host_waits_for_is_counted(checked: PretendedStreams) -> None:
+def test_a_value_that_the_host_waits_for_is_counted(checked: SimulatedStreams) -> None:
     assert isinstance(checked.model, Checker)
     torch.ones(2).sum().item()
     assert len(checked.model.synchronized) == 1
 
 
 def test_a_late_lane_shows_old_values_until_it_is_waited_for() -> None:
-    with pretend(Late()):
+    with simulate(Late()):
         lane, tensor = Lane(CPU), torch.zeros(4)
         mark = lane.run(Done, lambda: tensor.fill_(1.0))
         assert tensor.sum().item() == 0
@@ -95,7 +95,7 @@ def test_a_late_lane_shows_old_values_until_it_is_waited_for() -> None:
 
 
 def test_a_late_lane_waits_for_what_it_was_told_to() -> None:
-    with pretend(Late()):
+    with simulate(Late()):
         one, other, tensor, copy = Lane(CPU), Lane(CPU), torch.zeros(4), torch.zeros(4)
         mark = one.run(Done, lambda: tensor.fill_(1.0))
         copied = other.run(Done, lambda: copy.copy_(tensor), after=[mark])

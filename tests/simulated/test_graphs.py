@@ -23,21 +23,21 @@ from tests.harness import World, ranks
 from tests.harness.compare import ShardFunction, each_block, kept, whole_parameters
 from tests.harness.models import MLP, seeded
 from tests.harness.wrapper import wrap_blocks
-from tests.pretend.device import PretendedStreams, pretend
-from tests.pretend.graphs import CaptureError, Graph, Graphs
+from tests.simulated.device import SimulatedStreams, simulate
+from tests.simulated.graphs import CaptureError, Graph, Graphs
 
 #: After so many steps all buffers are there and the order of groups is known.
 _WARM_UP = 2
 
 
 @pytest.fixture
-def streams() -> Iterator[PretendedStreams]:
-    with pretend(Graphs()) as found:
+def streams() -> Iterator[SimulatedStreams]:
+    with simulate(Graphs()) as found:
         yield found
 
 
 @pytest.fixture
-def device(streams: PretendedStreams) -> Graphs:
+def device(streams: SimulatedStreams) -> Graphs:
     assert isinstance(streams.model, Graphs)
     return streams.model
 
@@ -227,7 +227,7 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
 ) -> None:
     for name in names:
         try:
-            with pretend(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
+            with simulate(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
                 patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
                 assert isinstance(streams.model, Graphs)
                 train(Captured(world, streams.model, ways(world)[name]))
@@ -238,7 +238,7 @@ def test_a_step_does_the_same_in_every_capture_and_replayed_it_is_training(
 
 @ranks(2, transport="collective", timeout=120)
 def test_a_capture_begins_while_reductions_are_under_way(world: World) -> None:
-    with pretend(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
+    with simulate(Graphs()) as streams, pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients, "MOST_WAITING", 1)  # gradients do not wait for one another
         assert isinstance(streams.model, Graphs)
         trained = Captured(world, streams.model, ways(world)["several in flight"])

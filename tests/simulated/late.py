@@ -16,8 +16,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fullshard.torch_private import Collective, swap_memory
-from tests.pretend.device import COMPUTE, HOST
-from tests.pretend.operations import as_it_lies, fills, finish
+from tests.simulated.device import COMPUTE, HOST
+from tests.simulated.operations import as_it_lies, fills, finish
 
 #: A lane, and how many of its entries.
 Point = tuple[int, int]

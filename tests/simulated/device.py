@@ -1,7 +1,7 @@
-"""Streams and events that only pretend, and the switch by which the library takes the CPU for a device that has them.
+"""Simulated streams and events, and the switch by which the library takes the CPU for a device that has them.
 
-It leaves to a *model* what a stream means: :class:`~tests.pretend.checked.Checker` or
-:class:`~tests.pretend.late.Late`.
+It leaves to a *model* what a stream means: :class:`~tests.simulated.checked.Checker` or
+:class:`~tests.simulated.late.Late`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.buffer import slots
 from fullshard.comm import collective
 from fullshard.device import CPU
 from fullshard.torch_private import Collective, Collectives
-from tests.pretend.operations import tensors_in
+from tests.simulated.operations import tensors_in
 
 #: The host itself, and the stream in which the model computes.
 HOST, COMPUTE = 0, 1
@@ -69,7 +69,7 @@ class Model(Protocol):
 class Event:
     """A point in a stream."""
 
-    streams: PretendedStreams
+    streams: SimulatedStreams
     point: Any
     was_asked: bool = False
 
@@ -89,7 +89,7 @@ class Event:
 class Stream:
     """A stream: entered, it is the one in which operations run."""
 
-    streams: PretendedStreams
+    streams: SimulatedStreams
     stream_id: int
 
     def wait_stream(self, other: Stream) -> None:
@@ -112,8 +112,8 @@ class Stream:
         self.streams.entered.pop()
 
 
-class PretendedStreams(fullshard.device.Streams):
-    """The streams of the pretended device."""
+class SimulatedStreams(fullshard.device.Streams):
+    """The streams of the simulated device."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -149,7 +149,7 @@ class PretendedStreams(fullshard.device.Streams):
 class _Operations(TorchDispatchMode):
     """Gives every operation of torch to the stream that is current."""
 
-    def __init__(self, streams: PretendedStreams) -> None:
+    def __init__(self, streams: SimulatedStreams) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._streams = streams
 
@@ -162,9 +162,9 @@ class _Operations(TorchDispatchMode):
 
 
 @contextmanager
-def pretend(model: Model) -> Iterator[PretendedStreams]:
+def simulate(model: Model) -> Iterator[SimulatedStreams]:
     """Let the library take the CPU for a device with streams while this is entered."""
-    streams = PretendedStreams(model)
+    streams = SimulatedStreams(model)
     swap: Callable[..., None] = torch_private.swap_memory
     resizes = torch.UntypedStorage.resize_
 

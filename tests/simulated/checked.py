@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from fullshard.torch_private import Collective, storage_id
-from tests.pretend import device as pretended_device
-from tests.pretend.device import HOST
-from tests.pretend.operations import SYNCHRONIZES, Access, accesses, extent, tensors_in
+from tests.simulated import device as simulated_device
+from tests.simulated.device import HOST
+from tests.simulated.operations import SYNCHRONIZES, Access, accesses, extent, tensors_in
 
 #: Calls that an error shows.
 _DEPTH = 14
 #: Files that it leaves out.
-_OWN = {__file__, pretended_device.__file__}
+_OWN = {__file__, simulated_device.__file__}
 Clock = Counter[int]
 _NEVER: Clock = Clock()
 _Stack = tuple[tuple[CodeType, int], ...]
@@ -98,7 +98,7 @@ class Checker:
         self._freed: dict[int, list[tuple[_Allocation, _Stack]]] = {}
         self.synchronized: list[_Stack] = []  # where the host waited for a value
 
-    # -- what the pretended device asks --------------------------------------------------------------------------------
+    # -- what the simulated device asks --------------------------------------------------------------------------------
 
     def record(self, actor: int) -> Clock:
         self._look_for_freed()

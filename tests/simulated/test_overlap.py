@@ -22,8 +22,8 @@ from tests.fully_shard.cases import groups_of
 from tests.harness import World, ranks
 from tests.harness.compare import each_block
 from tests.harness.models import seeded
-from tests.pretend import pretended
-from tests.pretend.device import COMPUTE, Event, Stream
+from tests.simulated import simulated
+from tests.simulated.device import COMPUTE, Event, Stream
 
 BLOCKS = 5
 
@@ -81,7 +81,7 @@ def blocks(width: int) -> Any:
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_the_all_reduces_of_so_many_reductions_may_run(world: World, buffers: int) -> None:
     """Those of the last reductions overlap with the backward that follows, whatever the number of buffers."""
-    with pretended("late"), Waits().counted() as waits:
+    with simulated("late"), Waits().counted() as waits:
         model = seeded(lambda: blocks(6))
         each_block(mesh=world.mesh(2, 1, names=("replicate", "shard")))(fullshard, model)
         model.set_reduce_scatter_max_input_buffers(buffers)
@@ -107,7 +107,7 @@ def test_a_reduction_is_waited_for_when_the_next_buffer_is_written(world: World,
         receive(*args)
 
     with (
-        pretended("late"),
+        simulated("late"),
         Waits().counted() as waits,
         mock.patch.object(collective, "_LAUNCHES_TOGETHER", ("gloo",)),
         mock.patch.object(Gradients, "receive", staticmethod(look)),
@@ -136,7 +136,7 @@ def test_the_computation_waits_for_no_comparison_of_passes(world: World) -> None
         found.append(streams.current(CPU).stream_id)
         return all_gather_single(*args, **kwargs)
 
-    with pretended("checked") as streams, mock.patch.object(step_log, "all_gather_single", look):
+    with simulated("checked") as streams, mock.patch.object(step_log, "all_gather_single", look):
         model = seeded(lambda: blocks(6))
         each_block()(fullshard, model)
         for _ in range(2):
@@ -167,7 +167,7 @@ def test_a_collective_is_waited_for_before_the_next_of_its_lane_starts(world: Wo
         one, together = made(*args)
         return call, together
 
-    with pretended("checked"):
+    with simulated("checked"):
         made = collective.reduce_scatter_over
         with mock.patch.object(collective, "reduce_scatter_over", over):
             model = seeded(lambda: nn.Sequential(*[nn.Linear(512, 512) for _ in range(2)]))

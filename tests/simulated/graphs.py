@@ -1,7 +1,7 @@
 """A device that captures what it is given in a graph, and replays it: by the rules by which CUDA captures streams.
 
 Unlike on a real device, what is captured runs at once too, and every access is checked as by
-:class:`~tests.pretend.checked.Checker`. While a graph is captured it is an error if
+:class:`~tests.simulated.checked.Checker`. While a graph is captured it is an error if
 
 - a stream that takes part waits for an event from before the capture, or anybody later for one of the capture,
 - a stream does something that did not come to take part, by waiting for one that does, or has not come back at the end,
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fullshard.torch_private import Collective, storage_id
-from tests.pretend.checked import Checker, Clock
-from tests.pretend.device import COMPUTE, HOST
-from tests.pretend.operations import accesses, as_it_lies, extent, fills, finish, tensors_in
+from tests.simulated.checked import Checker, Clock
+from tests.simulated.device import COMPUTE, HOST
+from tests.simulated.operations import accesses, as_it_lies, extent, fills, finish, tensors_in
 
 #: Where memory begins: its address or, if it was allocated in the capture, the number of its allocation and the offset.
 Place = int | tuple[int, int]

@@ -1,6 +1,6 @@
-"""A pretended accelerator: lanes are streams with an order of their own, on tensors of the CPU.
+"""A simulated accelerator: lanes are streams with an order of their own, on tensors of the CPU.
 
-`pretended("checked")` and `pretended("late")` let the library take the CPU for a device with streams, as an accelerator
+`simulated("checked")` and `simulated("late")` let the library take the CPU for a device with streams, as an accelerator
 has them. It replaces :mod:`fullshard.device` alone: the kernels that a lane would run are the operations of torch that
 are called while it is current.
 
@@ -11,20 +11,20 @@ are called while it is current.
   missing shows in the numbers.
 
 Both run in the tests of parity (`pytest --all tests/parity -k "W2-checked or W2-late"`). A third one, in
-:mod:`tests.pretend.graphs`, captures steps in graphs and replays them.
+:mod:`tests.simulated.graphs`, captures steps in graphs and replays them.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from tests.pretend.checked import AccessError, Checker
-from tests.pretend.device import Model, PretendedStreams, pretend
-from tests.pretend.late import Late
+from tests.simulated.checked import AccessError, Checker
+from tests.simulated.device import Model, SimulatedStreams, simulate
+from tests.simulated.late import Late
 
-__all__ = ["AccessError", "Checker", "Late", "pretend", "pretended"]
+__all__ = ["AccessError", "Checker", "Late", "simulate", "simulated"]
 
 
-def pretended(kind: str) -> AbstractContextManager[PretendedStreams]:
-    """The pretended device of a kind: "checked" or "late"."""
+def simulated(kind: str) -> AbstractContextManager[SimulatedStreams]:
+    """The simulated device of a kind: "checked" or "late"."""
     models: dict[str, Callable[[], Model]] = {"checked": Checker, "late": Late}
-    return pretend(models[kind]())
+    return simulate(models[kind]())

@@ -1,4 +1,4 @@
-"""Training on an accelerator that only pretends is as training unsharded, and every access to memory has its order.
+"""Training on a simulated accelerator equals training unsharded, and every access to memory is ordered.
 
 `pytest --all tests/parity -k "W2-checked or W2-late"` runs all of the parity tests so; these are the ways of
 communicating, and the ways to train that the quick lane takes on all transports.
@@ -38,7 +38,7 @@ from tests.parity import (
     test_wrapper_original,
     test_wrapper_strategies,
 )
-from tests.pretend import pretended
+from tests.simulated import simulated
 
 
 def a_hook_on_a_stream_of_its_own(world: World) -> None:
@@ -171,7 +171,7 @@ def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> N
     for way in ways:
         torch.manual_seed(0)
         try:
-            with pretended(kind):
+            with simulated(kind):
                 WAYS[way](world)
         except Exception as error:
             error.add_note(f"in the way that is called {way!r}")
@@ -181,12 +181,12 @@ def test_every_way_to_train(world: World, kind: str, ways: tuple[str, ...]) -> N
 @ranks(4, timeout=240)
 @pytest.mark.parametrize("kind", ["checked", "late"])
 def test_parameters_that_rest_on_a_smaller_mesh(world: World, kind: str) -> None:
-    with pretended(kind):
+    with simulated(kind):
         test_sharding.test_reshard_after_forward_to_a_smaller_group(world)
 
 
 @ranks(4, timeout=240)
 @pytest.mark.parametrize("kind", ["checked", "late"])
 def test_replicas_of_shards(world: World, kind: str) -> None:
-    with pretended(kind):
+    with simulated(kind):
         test_accumulation.test_hybrid_accumulated_in_both_ways(world)
