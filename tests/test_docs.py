@@ -126,9 +126,9 @@ def test_a_block_of_the_readme_runs(rank_pool: RankPool, number: int) -> None:
 @pytest.mark.parametrize("number", range(len(readme_blocks())))
 def test_a_block_of_the_readme_is_a_program(tmp_path: Path, number: int) -> None:
     """Pasted into a file and started with the command that the README gives, on a machine without accelerators."""
-    file = tmp_path / "file.py"
+    file = tmp_path / "train.py"
     file.write_text(readme_blocks()[number])
-    command = "torchrun --nproc-per-node=2 file.py"
+    command = "torchrun --nproc-per-node=2 train.py"
     assert command in README.read_text()
     arguments = command.removeprefix("torchrun ").split()
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

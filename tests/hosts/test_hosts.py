@@ -180,7 +180,13 @@ def test_an_interrupt_ends_the_hosts() -> None:
     """As Ctrl-C does, which goes to all processes of a terminal."""
     command = [sys.executable, "-m", "tests.hosts", "--", *LONG]
     running = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which shells ignore in the background
     )
     wait_for_line(running, "host-b | rank 1 step 1")
     os.killpg(running.pid, signal.SIGINT)

@@ -75,7 +75,13 @@ class Late:
                 self._run(self.record(actor))  # it makes something new, or is a collective that the host waits for
             return func(*args, **kwargs)
         late_args, late_kwargs = tree_map_only(torch.Tensor, as_it_lies, (args, kwargs))
-        self._lanes[actor].entries.append(lambda: func(*late_args, **late_kwargs))
+        is_inference = torch.is_inference_mode_enabled()
+
+        def entry() -> None:
+            with torch.inference_mode(is_inference):  # as when it was enqueued
+                func(*late_args, **late_kwargs)
+
+        self._lanes[actor].entries.append(entry)
         self.deferred += 1
         return made
 
