@@ -29,6 +29,7 @@ from fullshard.checkpoint.blocks import (
     open_regular,
     read_regular,
 )
+from fullshard.checkpoint.local import LocalFiles
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, mark_of, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
@@ -143,6 +144,7 @@ class _Near(Checkpoint):
 
     def __init__(self, manifest: Manifest, copy: Replica) -> None:
         self.path, self.manifest, self._readers, self._replica = copy.path, manifest, {}, copy
+        self._files, self._unpin = LocalFiles(copy.path), lambda: None
 
     def _reader(self, file: str) -> BlockReader:
         if file not in self._readers:
