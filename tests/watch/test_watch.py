@@ -213,9 +213,13 @@ def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Wat
     slow.waits, slow.waits_for, slow.quiet = "a gather", [0, 1], 1
     assert watcher._judge(others, 9) is None
     slow.quiet = 5
-    assert "has ended" in (watcher._judge(others, 9) or "")
+    said = watcher._judge(others, 9) or ""
+    assert "has ended" in said
+    assert "It may have had fewer batches: all ranks must run the same number of steps" in said
     slow.waits, slow.waits_for, over.ended = "", [], "ValueError: a bad batch"
-    assert "a bad batch" in (watcher._judge(others, 9) or "")
+    said = watcher._judge(others, 9) or ""
+    assert "a bad batch" in said
+    assert "Look there for the first error" in said
 
 
 @pytest.mark.parametrize("has_gone", [True, False])

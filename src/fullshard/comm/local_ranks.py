@@ -167,7 +167,7 @@ class PassBarrier:
             if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
-                    f"backward. All ranks must run the same ones, as often as each other"
+                    f"backward. All ranks must run the same ones, also in an evaluation"
                 )
             raise RuntimeError(
                 f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "

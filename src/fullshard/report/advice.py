@@ -55,8 +55,8 @@ def advise(facts: ModelFacts) -> Iterator[Advice]:
     several = groups if len(groups) > 1 else []
     if small := [each.title for each in several if each.reshards and each.communicates and each.whole < _SMALL]:
         yield Advice(
-            f"{_are(small)} smaller than 1 MiB: its exchanges cost more than they move",
-            "Let the module around it shard its parameters, or shard several together: fully_shard([a, b])",
+            f"{_are(small)} smaller than 1 MiB: exchanges this small cost more than they move",
+            "Leave the parameters to the module around, or shard several modules together: fully_shard([a, b])",
         )
     for each in several:
         share = each.whole / every

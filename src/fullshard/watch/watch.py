@@ -227,7 +227,7 @@ class Watch:
         # A rank that has ended may have done its part. While others run, this rank may be waiting for them only.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
-            return f"{lost}. {self._parted()}"
+            return f"{lost}. {self._parted(lost)}"
         unanswered = {ends: unanswered_seconds(each) for each, ends in self._connections()}
         if unreachable := self._reports.unreachable(needed, unanswered):
             return unreachable
@@ -263,10 +263,13 @@ class Watch:
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
-    def _parted(self) -> str:
+    def _parted(self, lost: str) -> str:
         """Where ranks ran different things, which may be the reason why the backend ended one. Otherwise, advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
-        return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".rstrip(". "))
+        advice = "Look there for the first error"
+        if lost.endswith(_OVER):
+            advice = "It reported no error. It may have had fewer batches: all ranks must run the same number of steps"
+        return next(found, f"{advice}. {WAITS.position().unlike_before}".rstrip(". "))
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
         """The states of the ranks, one sentence for each state."""
@@ -326,7 +329,7 @@ class Watch:
                 if lost := self._lost(needed):
                     silent = sorted({*ranks}.difference(reports)) if self._store.has_gone else []
                     others = f"Nothing is known of ranks {silent}, which may have ended first. " if silent else ""
-                    return f"{lost}. {others}{self._parted()}"
+                    return f"{lost}. {others}{self._parted(lost)}"
                 no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
                 if no_news or time.monotonic() > deadline:
                     return f"{self._others(reports)}. Look on the others for the first error"
