@@ -450,10 +450,11 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
 
 
 def _is_in_forward(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is among the callers, and not one that an error ended."""
+    """Whether a call of ``module`` is among the callers, and not one that an error ended. Programs may replace
+    ``forward`` by any function."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+        if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals.get("self") is module:
             return True
         frame = frame.f_back
     return False

@@ -6,9 +6,9 @@ Once a second each rank writes its *report* to the store. A rank that waits read
     rank 1   waits for the gather of 'a' ──▶ reads ──▶ finds the verdict of rank 0    ──▶
 
 A verdict needs a proof: a process that has ended, the same pass with different groups, ranks that all wait for each
-    other, or the user's time limit. Operations of a backend cannot be cancelled. So the watch closes the connections
-    between ranks, and the operations end with an error. A process that still hangs is ended. Nothing here is part of a
-    step.
+other, a host that does not answer, or the user's time limit. Operations of a backend cannot be cancelled. So the watch
+closes the connections between ranks, and the operations end with an error. A process that still hangs is ended. Nothing
+here is part of a step.
 
 The thread starts when this process first waits for other ranks (``WAITS.begin``). With several ranks that happens when
 a model is sharded, because ranks then agree on names. It cannot start later: a rank that fails between sharding and its
