@@ -48,7 +48,7 @@ def test_every_wait_is_seen(world: World) -> None:
     told, is_late = Ranks(None), world.rank == 1
     told.gather = lambda mine: [mine] * 2  # type: ignore[method-assign]  # which would take the wait
     waits: dict[str, Callable[[], object]] = {
-        "what each rank tells the first one of a checkpoint": lambda: told.gather_to_first(1),
+        "each rank's message to the first about a checkpoint": lambda: told.gather_to_first(1),
         "a question to all ranks": lambda: told.any(False),
         "the norm of the gradients": lambda: model.clip_grad_norm_(1.0),
         "a process group to be made": separate.set_separate_reduce_scatter_group,
