@@ -130,7 +130,9 @@ def test_a_rank_is_lost_whose_memory_ended_with_it(world: World) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Segment, "open", gone)
-        with pytest.raises(PeerFailureError, match=rf"rank {world.rank} lost rank {1 - world.rank} in a reduction of"):
+        with pytest.raises(
+            PeerFailureError, match=rf"rank {world.rank} lost its connection to rank {1 - world.rank} in a reduction of"
+        ):
             pending.finish()
     dist.barrier()
 

@@ -81,7 +81,7 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     ids=["gloo", "NCCL"],
 )
 def test_an_error_of_a_backend_says_that_a_rank_was_lost(world: World, error: Exception) -> None:
-    lost = pytest.raises(PeerFailureError, match="lost another rank in an all-reduce")
+    lost = pytest.raises(PeerFailureError, match="lost its connection to another rank in an all-reduce")
     with lost as found, waiting("an all-reduce", None):
         raise error
     assert found.value.__cause__ is error

@@ -292,7 +292,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
             ["--ranks", "2", "--node-bandwidth", "1e9"],
             "an estimate needs --bandwidth and --peak-flops and --tokens too",
         ),
-        (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number that is not below 0, got '-1'"),
+        (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number of 0 or more, got '-1'"),
     ],
 )
 def test_numbers_that_make_no_sense_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,9 +66,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     add_step(command, "of this step instead of the newest whole one")
     command.add_argument("--format", choices=FORMATS, help="default: by the suffix of OUT, or else safetensors")
     command.add_argument("--dtype", type=_parse_dtype, help="cast floating-point values: bf16, fp16, fp32, fp64")
-    command.add_argument(
-        "--max-shard-size", type=bytes_argument, help="the largest file size in a directory (5GB)"
-    )
+    command.add_argument("--max-shard-size", type=bytes_argument, help="the largest file size in a directory (5GB)")
     command = add(_import, "import", "SOURCE", "DIR")
     add_step(command, "the step of the checkpoint (default: the next one)")
     add(_diff, "diff", "A", "B")

@@ -404,7 +404,7 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
     if any(each is local for each in inner.values()):
         raise ValueError(
             f"{checkpoint.path} has '{name}', a {outline[_KIND]}, for different parts of it than this rank has: "
-            f"load it on the same number of ranks, with the same sharding"
+            f"load it on the number of ranks that saved it, with the same sharding"
         )
     made: torch.Tensor = kind.__tensor_unflatten__(inner, outline["context"], local.shape, local.stride())
     return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made

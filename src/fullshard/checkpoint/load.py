@@ -239,7 +239,7 @@ class _Loading:
             if any(name.partition(".[")[0] in whole for name in missing):
                 raise ValueError(
                     f"{self.path} has {few(missing)}, for different parts of parameters than this rank has: "
-                    f"load it on the same number of ranks, with the same sharding"
+                    f"load it on the number of ranks that saved it, with the same sharding"
                 )
             raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it from a different model?")
         in_checkpoint = {name for name in in_checkpoint if ".[" not in name}

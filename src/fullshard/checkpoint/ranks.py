@@ -88,7 +88,7 @@ class Ranks:
         """The exception to raise after an ``error`` of a collective, which does not say that a rank was lost."""
         return PeerFailure(
             f"rank {self.rank} lost its connection to another rank while it saved or loaded a checkpoint: find "
-            f"the first error in the logs of the other ranks; checkpoints that existed before are whole ({error})"
+            f"the first error in other ranks' logs; checkpoints that existed before are whole ({error})"
         )
 
     def attempt(self, call: Callable[[], _Result]) -> tuple[_Result, list[Any]]:
