@@ -202,7 +202,7 @@ def test_a_subclass_is_made_again_only_if_its_library_allows_it(world: World, tm
     model, optimizer = states(0)
     checkpoint.save(tmp_path, model, optimizer)
     other, fresh = states(1)
-    with pytest.raises(CheckpointError, match=r"two' is a .*TwoTensor: import what defines it"):
+    with pytest.raises(CheckpointError, match=r"two' is a .*TwoTensor: import the module that defines it"):
         checkpoint.load(tmp_path, other, fresh)
     with torch.serialization.safe_globals([TwoTensor]):
         checkpoint.load(tmp_path, other, fresh)

@@ -74,7 +74,7 @@ def compressed() -> bytes:
     [
         (b"no archive", "x cannot be loaded"),
         (compressed(), "compressed"),
-        (b"\0" * 64 + archive(1), "does not begin as an archive of torch.save|directory is not where"),
+        (b"\0" * 64 + archive(1), "does not begin like an archive of torch.save|directory is not where"),
         (archive(1) + b"more", "directory is not where torch.save puts it|cannot be loaded"),
     ],
 )

@@ -388,7 +388,7 @@ def one_run_many_times(kind: Any) -> None:
 LIES: dict[str, Callable[[Any], Any]] = {
     "inside the directory": lambda told: told["files"].update({"../../secret": told["files"].pop("__0_0.distcp")}),
     "not inside": lambda told: told["files"].update({"/etc/passwd": [3, ["0" * 16]]}),
-    "not covered": lambda told: kind(told).__setitem__(1, [1 << 60]),
+    "do not cover each element": lambda told: kind(told).__setitem__(1, [1 << 60]),
     "has a piece of": lambda told: kind(told)[2][0].__setitem__(4, [1 << 60]),
     r"has a piece of \d+ bytes in": lambda told: kind(told)[2][0].__setitem__(2, 1 << 60),
     "lies at bytes": lambda told: kind(told)[2][0].__setitem__(1, 1 << 60),
@@ -400,7 +400,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "lie at the same bytes of": lambda told: told["objects"].update({"state.n.1": told["objects"]["state.n.0"]}),
     "lacks a value of the state": lambda told: told["state"].update(n=[7]),
     "has the shape": lambda told: kind(told).__setitem__(1, [-30]),
-    "is no dtype": lambda told: kind(told).__setitem__(0, "os"),
+    "is not a dtype": lambda told: kind(told).__setitem__(0, "os"),
     "has a name twice": lambda told: told["tensors"].__setitem__(0, told["tensors"][1]),
     "zip": lambda told: told["tensors"].pop(),
     "out of range": lambda told: told["kind"].__setitem__(0, 99),
@@ -431,5 +431,5 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 def test_reading_past_a_tensor_is_an_error(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, seeded(Filled), step=1)
     assert path is not None
-    with pytest.raises(ValueError, match=r"has the shape \(31,\) here, and \(30,\)"):
+    with pytest.raises(ValueError, match=r"has the shape \(31,\) here, but \(30,\)"):
         Checkpoint(path).read([("model.blocks.0.bias", (31,), (0,), torch.empty(31))])

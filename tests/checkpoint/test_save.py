@@ -457,12 +457,12 @@ def test_only_what_is_whole_and_older_is_removed(world: World, tmp_path: Path) -
 def test_a_name_of_one_checkpoint_is_refused_as_the_directory_of_all(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     with pytest.raises(
-        ValueError, match=r"step-00000003 is a name of one checkpoint: give save\(\) .*saves', and step=3"
+        ValueError, match=r"step-00000003 names a single checkpoint: give save\(\) .*saves', and step=3"
     ):
         checkpoint.save(tmp_path / "saves" / "step-00000003", model, step=3)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-00000003"):
         checkpoint.load(tmp_path / "saves" / "step-00000003", model)
-    with pytest.raises(ValueError, match=r"near/step-00000004 is a name of one checkpoint"):
+    with pytest.raises(ValueError, match=r"near/step-00000004 names a single checkpoint"):
         checkpoint.save(tmp_path / "saves", model, step=4, replicas=tmp_path / "near/step-00000004")
     assert not (tmp_path / "saves").exists()
     assert not (tmp_path / "near").exists()

@@ -105,10 +105,22 @@ def refuse(*args: Any) -> Any:
 
 #: What a system may lack or forbid, and what is said of rank 1, on which it is tried.
 LACKS: dict[str, tuple[str, Any, str]] = {
-    "shared memory": ("os.memfd_create", None, "rank 1 runs on a system without memory that processes share"),
-    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without memory that processes share"),
-    "pagemap": ("fullshard.buffer.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
-    "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
+    "shared memory": (
+        "os.memfd_create",
+        None,
+        "rank 1 runs on a system without the shared memory that this transport needs",
+    ),
+    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without the shared memory that this transport needs"),
+    "pagemap": (
+        "fullshard.buffer.shared_memory._PAGEMAP",
+        "/proc/none",
+        "rank 1 runs on a system without the shared memory",
+    ),
+    "processor": (
+        "platform.machine",
+        lambda: "aarch64",
+        "rank 1 runs on a system without the shared memory that this transport needs",
+    ),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
     "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map another rank's memory"),
 }

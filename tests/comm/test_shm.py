@@ -114,7 +114,7 @@ def test_ranks_that_reduce_different_parameters_of_a_group_are_told(world: World
     plan = whole.plan.select([0, 3] if world.rank else [0, 5])
     pending = start(transport, [Transfer(plan, whole.full, torch.empty(plan.shard_numel))])
     with pytest.raises(
-        RuntimeError, match=r"other parameters of the group with tag 1.*set_reduce_scatter_unused_params"
+        RuntimeError, match=r"different parameters of the group with tag 1.*set_reduce_scatter_unused_params"
     ):
         pending.finish()
     dist.barrier()

@@ -96,7 +96,7 @@ def test_it_is_refused_where_a_model_is_sharded() -> None:
         fullshard.patch()
         model = fsdp.FullyShardedDataParallel(torch.nn.Linear(2, 2))
         assert isinstance(model, fullshard.FullyShardedDataParallel)
-        with pytest.raises(RuntimeError, match="unpatch.. was called when a model, a FullyShardedDataParallel"):
+        with pytest.raises(RuntimeError, match="unpatch.. was called after a model, a FullyShardedDataParallel"):
             fullshard.unpatch()
         del model
         fullshard.unpatch()

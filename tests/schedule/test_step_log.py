@@ -229,7 +229,7 @@ def test_ranks_that_notice_a_difference_at_different_times_need_no_collective(wo
     comparison = _Comparison([], "forward", 3 + world.rank, dist.group.WORLD, 7)  # type: ignore[arg-type]
     comparison.start(torch.device("cpu"), Lane(torch.device("cpu")))
     assert comparison.is_there()
-    here, there = "rank 0 has a forward after 3 steps", "rank 1 has a forward after 4 steps"
+    here, there = "rank 0 has a forward after 3 optimizer steps", "rank 1 has a forward after 4 optimizer steps"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_PATIENCE", 0.1)
         if world.rank == 1:
@@ -272,5 +272,5 @@ def test_replicas_that_take_other_micro_batches_are_told(world: World, transport
                 routed(inputs(), [0, 1]).sum().backward()
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"rank . has a backward after 0 steps"):
+    with pytest.raises(RuntimeError, match=r"rank . has a backward after 0 optimizer steps"):
         train()
