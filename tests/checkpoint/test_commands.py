@@ -372,7 +372,7 @@ def miss_a_file(path: Path) -> None:
         (lambda path: path.write_bytes(b"no header"), "a.safetensors", "cannot be loaded"),
         (spoil_header, "a.safetensors", "cannot be loaded"),
         (spoil_index, "a", "files outside its directory"),
-        (miss_a_file, "a", "a.safetensors, which is missing"),
+        (miss_a_file, "a", "a.safetensors is missing, but model.safetensors.index.json names it"),
     ],
 )
 def test_import_refuses_what_would_execute_code_lead_out_or_take_too_much(

@@ -318,7 +318,7 @@ def files_of(source: Path) -> list[Path]:
                     f"{index} is not an index of files: {type(error).__name__}: {error}"
                 ) from error
             if missing := [name for name in names if not (source / name).is_file()]:
-                raise CorruptCheckpointError(f"{index.name} names {source / missing[0]}, which is missing")
+                raise CorruptCheckpointError(f"{source / missing[0]} is missing, but {index.name} names it")
             return [source / name for name in names]
         if found := sorted(path for path in source.glob("*") if path.suffix in suffixes and path.is_file()):
             return found
