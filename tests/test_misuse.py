@@ -172,7 +172,7 @@ def test_reading_a_number_of_which_a_rank_has_a_part_warns(world: World) -> None
     reads: list[Callable[[], object]] = [
         weight.grad.norm().item,
         weight.max().__float__,
-        weight.isnan().any().__bool__,
+        weight.sum().__bool__,
     ]
     for read in reads:
         with pytest.warns(UserWarning, match=r"placed as .*Partial.*: the ranks read different numbers") as told:

@@ -144,7 +144,7 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
     found = names.keys() & vars(module).keys()
     if missing := sorted(names.keys() - found - _NOT_EVERYWHERE):
         warn(
-            f"{module.__name__} of torch {torch.__version__} has no {missing}, so that it does not find what fullshard "
+            f"{module.__name__} of torch {torch.__version__} has no {missing}, so it does not find what fullshard "
             f"sharded: make state dicts of FullyShardedDataParallel by its own methods, or use an older torch",
             RuntimeWarning,
         )

@@ -75,6 +75,6 @@ def _causes(text: str, frames: Sequence[FrameType]) -> Iterator[str]:
         )
     yield (
         "between uses, the parameters, gradients and state dicts of a sharded model are DTensors, of which each rank "
-        "has a part. On every rank, take whole values by tensor.full_tensor(), or read and change whole parameters "
+        "has a part. On every rank, get whole values with tensor.full_tensor(), or read and change whole parameters "
         "inside fullshard.summon_full_params(model)"
     )

@@ -72,7 +72,7 @@ def open_regular(path: Path) -> tuple[int, int]:
         raise CorruptCheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise CorruptCheckpointError(f"{path} cannot be read: it is no regular file")
+        raise CorruptCheckpointError(f"{path} cannot be read: it is not a regular file")
     return file, found.st_size
 
 
@@ -219,7 +219,7 @@ class BlockReader:
         self._file, found = open_regular(path)
         if found != size:
             self.close()
-            raise CorruptCheckpointError(f"{path} has {found} bytes, and {size} were written")
+            raise CorruptCheckpointError(f"{path} has {found} bytes, but {size} were written")
 
     def read_into(self, target: memoryview, start: int) -> None:
         """Fills ``target`` with the bytes of the file from ``start`` on."""

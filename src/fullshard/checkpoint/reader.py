@@ -188,7 +188,7 @@ class Checkpoint:
             CorruptCheckpointError: a checksum is wrong.
         """
         if name not in self.manifest.objects:
-            raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
+            raise KeyError(f"{self.path} has no value '{name}', only {sorted(self.manifest.objects)}")
         stored = self.manifest.objects[name]
         try:
             data = self._bytes(*stored)
@@ -252,7 +252,7 @@ class Checkpoint:
         for name, shape, offsets, into in targets:
             kind, at = self.tensors.positions.get(name) or self._position(name)
             if kind.shape != shape:
-                raise ValueError(f"'{name}' has the shape {shape} here, and {kind.shape} in {self.path}")
+                raise ValueError(f"'{name}' has the shape {shape} here, but {kind.shape} in {self.path}")
             same = kind.boxes.get((offsets, into.shape), -1)
             if same >= 0 and into.dtype == kind.dtype and into.is_cpu and into.is_contiguous():
                 file, _, head, _, _ = kind.pieces[same]
@@ -306,7 +306,7 @@ class Checkpoint:
         begins = [low - at for low, at in zip(lows, piece.offsets, strict=True)]
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
-            whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"what {self.path / piece.file} has of it")
+            whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"its piece in {self.path / piece.file}")
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
             return
         strides = [math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -339,10 +339,10 @@ class Checkpoint:
                 status = path.stat()
                 size, is_file = status.st_size, stat.S_ISREG(status.st_mode)
             if size != file.size or not is_file:
-                lacks = f"has {size} bytes, and {file.size} were written" if is_file else "is no regular file"
+                lacks = f"has {size} bytes, but {file.size} were written" if is_file else "is not a regular file"
                 found[name] = f"{path} {'is missing' if size < 0 else lacks}"
                 if names := sorted(self._in(name, max(size, 0), file.size)):
-                    found[name] += f"; lost are parts of {few(names)}"
+                    found[name] += f"; parts of {few(names)} are lost"
         return found
 
     def _in(self, file: str, first: int, last: int) -> Iterator[str]:

@@ -126,7 +126,7 @@ def _of_reductions(groups: Sequence[GroupFacts]) -> Iterator[Advice]:
         yield Advice(
             f"Gradients of {_few([each.title for each in found])} are computed in {first.compute[0]} and travel in "
             f"float32: {bytes_text(more)} more in a step",
-            f"reduce_dtype=torch.{first.compute[0]}, or none, {result}. Keep float32 if the gradients of several "
+            f"reduce_dtype=torch.{first.compute[0]} {result}. Keep float32 if the gradients of several "
             f"micro-batches add up before they are reduced",
         )
 

@@ -162,7 +162,7 @@ class Watch:
         known = {thread: each for thread, each in self._beside.items() if waits.get(thread) is each.wait}
         self._beside = {thread: known.get(thread) or _Known(wait, now) for thread, wait in waits.items()}
         long = [(each, waits[thread]) for thread, each in self._beside.items() if now - each.since >= _READ]
-        text = "a thread beside training has waited {:.0f} s for {}"
+        text = "a background thread has waited {:.0f} s for {}"
         self._mine.beside = "; ".join(text.format(now - each.since, describe(wait)) for each, wait in long)
         for each, wait in long:
             if self._is_due(each, now):
@@ -237,7 +237,7 @@ class Watch:
         if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
         if waited > self._hang:
-            return f"Nothing came in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
+            return f"Nothing arrived in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
         return None
 
     def _is_over(self, report: Report) -> bool:
@@ -285,7 +285,7 @@ class Watch:
             nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
             if self._store.is_silent and not self._store.has_gone:
-                nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
+                nothing = "has not reported: the store does not answer, perhaps because its process, rank 0, is stopped"
             states[nothing] = missing
         return ". ".join(
             f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {state}"
@@ -332,9 +332,9 @@ class Watch:
                     return f"{lost}. {others}{self._parted(lost)}"
                 no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
                 if no_news or time.monotonic() > deadline:
-                    return f"{self._others(reports)}. Look on the others for the first error"
+                    return f"{self._others(reports)}. Find the first error in other ranks' logs"
                 time.sleep(0.05)
-        return "Look on the others for the first error"
+        return "Find the first error in other ranks' logs"
 
     def end(self) -> None:
         """Report that this rank ends. Called when the process ends."""
