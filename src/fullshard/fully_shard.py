@@ -325,7 +325,9 @@ def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPreci
     if policy.param_dtype is None or not kept:
         return policy
     chosen = policy.param_dtype_override_fn or (lambda param: None)
-    return replace(policy, param_dtype_override_fn=lambda param: param.dtype if id(param) in kept else chosen(param))
+    return replace(
+        policy, param_dtype_override_fn=lambda param: chosen(param) or (param.dtype if id(param) in kept else None)
+    )
 
 
 def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:

@@ -190,8 +190,10 @@ class Watch:
             mine.waits = describe(wait)
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
-                for each, _ in self._connections():
-                    probe(each)
+                theirs = {(to, at) for report in self._reports.known.values() for at, to in report.connections}
+                for each, ends in self._connections():
+                    if ends in theirs:  # others are the user's
+                        probe(each)
                     mine.quiet = min(mine.quiet, quiet_seconds(each))
                 if self._is_same():  # otherwise training went on in the meantime
                     mine.passes = position.passes
