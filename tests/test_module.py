@@ -122,7 +122,9 @@ def test_what_is_set_for_a_tree_is_set_at_its_root(world: World) -> None:
     model = seeded(MLP)
     fullshard.fully_shard([model.blocks[0], model.blocks[1]])
     fullshard.fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"before the root of its tree is known: .* call that module, or its method"):
+    with pytest.raises(
+        RuntimeError, match=r"before the root of the tree was known: .* call that module, or its method"
+    ):
         model.blocks[0].set_is_last_backward(False)  # type: ignore[operator]
     model.set_is_last_backward(True)  # type: ignore[operator]
     model.blocks[0].set_is_last_backward(True)  # type: ignore[operator]

@@ -76,7 +76,7 @@ def test_checkpoints_on_local_disks_are_refused_by_name(tmp_path: Path) -> None:
         running = [host.torchrun(PROGRAM, f"--checkpoints={tmp_path / 'saves'}") for host in hosts]
         resumed = [each.communicate(timeout=120)[0] for each in running]
     for text in printed:
-        assert re.search(r"CheckpointError: rank 1: host-b does not see \S+, which rank 0 has made: ", text)
+        assert re.search(r"CheckpointError: rank 1: host-b does not see \S+, which rank 0 created: ", text)
         assert f"{tmp_path / 'saves'} must be on a disk that all hosts share" in text
     for text in resumed:
         assert re.search(r"CheckpointError: .*rank 1: ", text)
