@@ -97,5 +97,5 @@ def test_a_command_replaces_this_process_if_its_pythons_will_find_fullshard(
         assert started == [("true", ["true", "--option"])]
     else:
         assert cli.main(["run", "true", "--option"]) == 2
-        assert "these would run on torch's FSDP" in capsys.readouterr().err
+        assert "starts Python processes that would run on torch's FSDP" in capsys.readouterr().err
         assert not started

@@ -238,6 +238,16 @@ def test_a_release_of_torch_without_a_name_says_so() -> None:
     assert not hasattr(module, "FSDP")
 
 
+def test_gradients_of_parameters_from_a_generator_are_clipped() -> None:
+    """One function clips; a list is only what most callers give."""
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.full((4,), 8.0)
+    fullshard.interop.install()
+    clip = importlib.import_module("torch.nn.utils.clip_grad")._clip_grads_with_norm_
+    clip((each for each in [param]), 1.0, torch.tensor(16.0))
+    assert param.grad.norm().item() == pytest.approx(1.0)
+
+
 # -- whole state dicts -------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -121,7 +122,9 @@ def test_what_is_set_for_a_tree_is_set_at_its_root(world: World) -> None:
     model = seeded(MLP)
     fullshard.fully_shard([model.blocks[0], model.blocks[1]])
     fullshard.fully_shard(model)
-    with pytest.raises(RuntimeError, match=r"before the root of its tree is known: .* call that module, or its method"):
+    with pytest.raises(
+        RuntimeError, match=r"before the root of the tree was known: .* call that module, or its method"
+    ):
         model.blocks[0].set_is_last_backward(False)  # type: ignore[operator]
     model.set_is_last_backward(True)  # type: ignore[operator]
     model.blocks[0].set_is_last_backward(True)  # type: ignore[operator]
@@ -421,6 +424,22 @@ def test_forward_may_call_a_registered_method(world: World, reshard: bool | None
     pair = Twins(world, model, reference)
     for seed in range(2):
         assert_close(model.encode(inputs(seed)), reference.encode(inputs(seed)), "encoded")
+        pair.step()
+
+
+@ranks(2)
+def test_a_forward_of_another_name_may_call_a_registered_method(world: World) -> None:
+    """Programs replace the forward of a model by a function of their own."""
+
+    def fused(this: Any, x: torch.Tensor) -> torch.Tensor:
+        return this.scale * this.blocks[1](this.encode(x))
+
+    model: Any = seeded(Halves)
+    model.forward = MethodType(fused, model)
+    fullshard.fully_shard(model)
+    fullshard.register_fsdp_forward_method(model, "encode")
+    pair = Twins(world, model, seeded(Halves))
+    for _ in range(2):
         pair.step()
 
 

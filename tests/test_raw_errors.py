@@ -48,6 +48,29 @@ def adafactor() -> None:
     optimizer.step()
 
 
+def load_plain_state() -> None:
+    """Which torch's own ``load_state_dict`` of an optimizer accepts."""
+    plain, model = seeded(MLP), sharded()
+    before, optimizer = (torch.optim.AdamW(each.parameters(), foreach=False) for each in (plain, model))
+    for each, steps in ((plain, before), (model, optimizer)):
+        each(X).sum().backward()
+        if each is plain:
+            steps.step()
+    optimizer.load_state_dict(before.state_dict())
+    optimizer.step()
+
+
+def fail_in_a_closure() -> None:
+    model = sharded()
+
+    def closure() -> Any:
+        loss = model(X).sum() + model.blocks[0][0].weight.norm()
+        loss.backward()
+        return loss
+
+    torch.optim.SGD(model.parameters()).step(closure)
+
+
 def wrap_in_ddp() -> None:
     nn.parallel.DistributedDataParallel(sharded())
 
@@ -80,6 +103,8 @@ MISTAKES: dict[Callable[[], None], str] = {
     penalized_loss: "the loss is a DTensor: .* penalty = weight.norm\\(\\).full_tensor\\(\\)",
     clip_with_a_forgotten_root: "sharded and unsharded gradients: parameters of the MLP .* \\['scale'\\].* Call fully",
     adafactor: "Adafactor steps on DTensors, .* such as AdamW",
+    load_plain_state: "the state 'exp_avg' of AdamW is a plain tensor",
+    fail_in_a_closure: "the loss is a DTensor",
     wrap_in_ddp: "DistributedDataParallel was given a sharded model",
     broadcast: "a collective was given a sharded parameter",
     load_into_a_plain_model: "the model that loads it is not sharded.*full_state_dict=True",

@@ -73,7 +73,6 @@ TORCHS: dict[str, Callable[[], Any]] = {
     "EADDRINUSE": two_stores,
     "appears to not have been used in the graph": differentiate_by_hand,
     "autograd.grad": differentiate_by_hand,
-    "does not have a sharding strategy registered": assign_an_element,
     "c10d": raw.broadcast,
     "expected scalar type BFloat16 but found Float": batch_norm_in_the_wrapper,
     "got mixed torch.Tensor and DTensor": raw.write_a_plain_tensor,
@@ -82,6 +81,20 @@ TORCHS: dict[str, Callable[[], Any]] = {
     "modified by an inplace operation": use_what_forward_left,
     "unsupported format string passed to DTensor": raw.print_a_norm,
 }
+#: From torch 2.15 on, it loses what is assigned to elements of a sharded tensor.
+LOSES_ELEMENTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+NO_STRATEGY = "does not have a sharding strategy registered"
+if not LOSES_ELEMENTS:
+    TORCHS[NO_STRATEGY] = assign_an_element
+
+
+@ranks(2)
+@pytest.mark.skipif(not LOSES_ELEMENTS, reason="torch before 2.15 refuses to assign elements")
+def test_torch_loses_elements_that_are_assigned(world: World) -> None:
+    weight = raw.sharded().blocks[0][0].weight
+    before = weight.full_tensor().clone()
+    weight.data[0] = 7
+    assert torch.equal(weight.full_tensor(), before)
 
 
 @ranks(2)
@@ -98,7 +111,7 @@ def test_torch_says_what_a_launcher_sets(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 #: Messages that other tests show: one that the wrapper gives, and one of gloo that ends a process.
-ELSEWHERE = {"environment variable RANK expected", "EnforceNotMet"}
+ELSEWHERE = {"environment variable RANK expected", "EnforceNotMet", NO_STRATEGY}
 #: Messages that are put together, and their parts.
 COMPOSED = {
     "the ranks do not shard the same parameters": ["do not shard the same parameters"],

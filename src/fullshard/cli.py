@@ -80,7 +80,7 @@ def _execute(command: str, arguments: Sequence[str]) -> int:
     folders = [*site.getsitepackages(), site.getusersitepackages()]
     if not any(Path(folder, "fullshard_at_start.pth").exists() for folder in folders):
         print(
-            f"python -m fullshard run: {command} starts other Pythons, and these would run on torch's FSDP: fullshard "
+            f"python -m fullshard run: {command} starts Python processes that would run on torch's FSDP: fullshard "
             f"is found by its path only. Install it (pip install), so that {folders[0]} has fullshard_at_start.pth",
             file=sys.stderr,
         )

@@ -106,8 +106,8 @@ def summon_full_params(
         if unit.phase is not Phase.IDLE:
             phase = unit.phase.name.lower()
             raise RuntimeError(
-                f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps, and after an "
-                f"error in one call reset_iter_state() on the root module, on every rank, before"
+                f"summon_full_params was called while {unit!r} runs its {phase}: call it between steps; after an "
+                f"error in a step, first call reset_iter_state() on the root module, on every rank"
             )
     kept: list[FullParameters] = []
     with ExitStack() as summoned:

@@ -198,7 +198,7 @@ def add_group(
     if offloads and unit.device.type != "cpu" and not backend_name(process_group, CPU):
         raise ValueError(
             f"CPUOffloadPolicy keeps parameters and gradients on the CPU, where the process group has no backend, so "
-            f"that clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
+            f"clip_grad_norm_ and state dicts could not communicate: initialize it with both, as in "
             f"init_process_group('cpu:gloo,{unit.device.type}:nccl')"
         )
     watch_steps()
@@ -241,7 +241,7 @@ def _root_modules(module: Any) -> tuple[nn.Module, ...]:
             )
         refuse_torchs(each)
         if unit_of(each) is not None:
-            raise AssertionError(f"fully_shard was already applied to this {type(each).__name__}, and can be only once")
+            raise AssertionError(f"fully_shard was already applied to this {type(each).__name__}: call it only once")
     inside = {id(inner) for each in modules for inner in each.modules() if inner is not each}
     return tuple(dict.fromkeys(each for each in modules if id(each) not in inside))
 
@@ -325,7 +325,9 @@ def _keep_batch_norm(policy: MixedPrecisionPolicy, params: _Found) -> MixedPreci
     if policy.param_dtype is None or not kept:
         return policy
     chosen = policy.param_dtype_override_fn or (lambda param: None)
-    return replace(policy, param_dtype_override_fn=lambda param: param.dtype if id(param) in kept else chosen(param))
+    return replace(
+        policy, param_dtype_override_fn=lambda param: chosen(param) or (param.dtype if id(param) in kept else None)
+    )
 
 
 def _by_mesh(params: _Found, data: DataMesh, placement_fn: _PlacementFn) -> dict[DataMesh, list[ShardedParameter]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -100,11 +100,12 @@ def _registry(old: Callable[[nn.Module], Any], module: nn.Module) -> Any:
 
 
 def _clip(
-    old: Callable[..., None], parameters: torch.Tensor | Sequence[torch.Tensor], *args: Any, **kwargs: Any
+    old: Callable[..., None], parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
 ) -> None:
     """Clip gradients, and warn if they are this rank's parts of the gradients of wrapped modules, with a norm of their
     own."""
-    for param in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]  # it may be a generator
+    for param in parameters:
         group, _ = owner_of(param) or (None, 0)
         if group is not None and group.is_flat and group.data.shard_group is not None:
             warn(
@@ -143,7 +144,7 @@ def _replace(module: ModuleType, names: dict[str, Callable[[Any], Any]]) -> None
     found = names.keys() & vars(module).keys()
     if missing := sorted(names.keys() - found - _NOT_EVERYWHERE):
         warn(
-            f"{module.__name__} of torch {torch.__version__} has no {missing}, so that it does not find what fullshard "
+            f"{module.__name__} of torch {torch.__version__} has no {missing}, so it does not find what fullshard "
             f"sharded: make state dicts of FullyShardedDataParallel by its own methods, or use an older torch",
             RuntimeWarning,
         )

@@ -103,7 +103,7 @@ def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup:
     except RuntimeError as error:
         raise RuntimeError(
             f"the mesh {mesh} has no process group for its dim {dim}: it was destroyed (destroy_process_group), or the "
-            f"mesh was made without any. Make the mesh anew, for example with init_device_mesh, and shard over that one"
+            f"mesh was made without any. Make a new mesh, for example with init_device_mesh, and shard over that one"
         ) from error
 
 

@@ -72,13 +72,11 @@ def _refuse_outside(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs
         if is_whole or group.summoned is not None:
             continue
         where = plain_name(param.name).removesuffix(f".{name}")
-        method = (
-            "" if group.is_flat else "for another method of it, register_fsdp_forward_method(model, 'name') before; "
-        )
+        method = "" if group.is_flat else "for another method, call register_fsdp_forward_method(model, 'name') first; "
         raise RuntimeError(
             f"'{where}' ({type(module).__name__}) was called outside the forward of {unit!r}, where its parameters are "
             f"sharded. Call {unit!r} itself: model(...), and not model.forward(...) or a part of it; {method}or gather "
-            f"the parameters by summon_full_params(model)"
+            f"the parameters with summon_full_params(model)"
         )
 
 

@@ -64,8 +64,8 @@ def refuse_overlaps(modules: Sequence[nn.Module], params: Container[torch.Tensor
                 if (one.is_trained or other.is_trained) and one.overlaps(other):
                     where, too = (plain_name(f"{names.get(at.module, '')}.{at.name}") for at in (one, other))
                     raise ValueError(
-                        f"'{where}' and '{too}' are two tensors in one memory, which sharding would part: to tie them, "
-                        f"let both modules have the same Parameter object; otherwise clone() one of them before"
+                        f"'{where}' and '{too}' are two tensors in one memory, which sharding would separate: to tie "
+                        f"them, let both modules have the same Parameter object; otherwise clone() one of them first"
                     )
     return [extent for tensor, extents in found.items() if tensor in params for extent in extents]
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard.strangers import strangers_of
 from fullshard.watch.watch import explainers
 
+#: Where the code of libraries is, for frames that are not the program's.
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parent)
 #: Parts of the messages with which torch refuses a DTensor.
 _REFUSALS = (
     "got mixed torch.Tensor and DTensor",
@@ -29,11 +33,9 @@ _REFUSALS = (
 
 def explain(error: BaseException) -> str | None:
     """Say why torch refused a DTensor of a sharded model, and what to do; ``None`` for all other errors."""
-    text = str(error)
-    if not any(part in text for part in _REFUSALS):
-        return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next(_causes(text, frames))
+    text, frames = str(error), [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    plain = next(filter(None, map(_plain_state, _optimizers(frames))), "")
+    return plain or next(_causes(text, frames)) if plain or any(part in text for part in _REFUSALS) else None
 
 
 explainers.append(explain)
@@ -43,12 +45,12 @@ def _causes(text: str, frames: Sequence[FrameType]) -> Iterator[str]:
     """What the program may have done, the most specific cause first."""
     callers = [frame.f_locals.get("self") for frame in frames]
     called = {frame.f_code.co_name: frame.f_locals for frame in frames}
+    for optimizer in _optimizers(frames)[:1]:
+        yield (
+            f"{type(optimizer).__name__} steps on DTensors, which its operations do not support. Use an optimizer "
+            f"that computes element by element, such as AdamW, or torch.optim.Muon for matrices"
+        )
     for caller in callers:
-        if isinstance(caller, torch.optim.Optimizer):
-            yield (
-                f"{type(caller).__name__} steps on DTensors, which its operations do not support. Use an optimizer "
-                f"that computes element by element, such as AdamW, or torch.optim.Muon for matrices"
-            )
         if isinstance(caller, DistributedDataParallel):
             yield (
                 "DistributedDataParallel was given a sharded model, whose gradients fullshard reduces already: call "
@@ -75,6 +77,32 @@ def _causes(text: str, frames: Sequence[FrameType]) -> Iterator[str]:
         )
     yield (
         "between uses, the parameters, gradients and state dicts of a sharded model are DTensors, of which each rank "
-        "has a part. On every rank, take whole values by tensor.full_tensor(), or read and change whole parameters "
+        "has a part. On every rank, get whole values with tensor.full_tensor(), or read and change whole parameters "
         "inside fullshard.summon_full_params(model)"
     )
+
+
+def _optimizers(frames: Sequence[FrameType]) -> list[torch.optim.Optimizer]:
+    """The optimizer whose step failed, unless that was in its closure; then its copy that steps on local tensors."""
+    optimizers = list[torch.optim.Optimizer]()
+    for at, frame in enumerate(frames):
+        if isinstance(caller := frame.f_locals.get("self"), torch.optim.Optimizer):
+            optimizers.append(caller)
+        if optimizers and frame.f_code.co_name == "step":
+            below = [Path(each.f_code.co_filename) for each in frames[at + 1 :]]
+            return optimizers if all(any(map(file.is_relative_to, _LIBRARIES)) for file in below) else []
+    return []
+
+
+def _plain_state(optimizer: torch.optim.Optimizer) -> str:
+    """Advice for state of an unsharded optimizer that was loaded into one of sharded parameters; otherwise empty."""
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+            if isinstance(param, DTensor) and is_plain and value.dim() and value.shape == param.shape:
+                return (
+                    f"the state '{name}' of {type(optimizer).__name__} is a plain tensor, but its parameter is "
+                    f"sharded. Load state of an unsharded optimizer with set_optimizer_state_dict of "
+                    f"torch.distributed.checkpoint.state_dict, on every rank"
+                )
+    return ""

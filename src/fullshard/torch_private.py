@@ -90,6 +90,8 @@ def on_scalar_read(tell: Callable[[DTensor], None]) -> None:
 
     def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         tell(args[0])
+        if args[0].device_mesh.get_coordinate() is None:
+            return None  # this rank has no part: torch then refuses to make a number
         return op(local_of(args[0]))
 
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})

@@ -72,9 +72,7 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
         self._request("list", path)
         found = super().ls(path, detail=True, **kwargs)
         fresh = FAULTS.get("listing lag", 0.0)
-        found = [
-            each for each in found if not each["name"].endswith(".put") and time.time() - each["mtime"] >= fresh
-        ]
+        found = [each for each in found if not each["name"].endswith(".put") and time.time() - each["mtime"] >= fresh]
         return found if detail else [each["name"] for each in found]
 
     def find(self, path: str, **kwargs: Any) -> list[str]:

@@ -104,7 +104,7 @@ def test_bytes_past_the_end_are_refused(tmp_path: Path, start: int) -> None:
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "file", b"0123456789")
-    with pytest.raises(CorruptCheckpointError, match="has 10 bytes, and 11 were written"):
+    with pytest.raises(CorruptCheckpointError, match="has 10 bytes, but 11 were written"):
         BlockReader(tmp_path / "file", 11, None)
 
 

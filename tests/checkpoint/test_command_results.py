@@ -31,7 +31,7 @@ def test_export_says_of_which_checkpoint_how_much_is_where(tmp_path: Path, capsy
     out = tmp_path / "one.safetensors"
     assert cli.main(["checkpoint", "export", str(tmp_path / "saves"), str(out)]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{path}: 2 tensors of the model are in",
+        f"{path}: 2 model tensors were written to",
         f"  {out} ({out.stat().st_size} B)",
     ]
 

@@ -112,7 +112,7 @@ def test_list_shows_every_save_whole_broken_or_not_finished(saves: Path, command
     file.write_bytes(file.read_bytes()[:100])
     code, out, _ = command("list", saves / api)
     assert code == 1
-    assert f"broken: __1_0.distcp has 100 bytes, and {size} were written\n" in out
+    assert f"broken: __1_0.distcp has 100 bytes, but {size} were written\n" in out
     assert "not finished" in out.splitlines()[4]
     code, out, _ = command("list", saves / api, "--json")
     assert code == 1
@@ -152,7 +152,7 @@ def test_show_takes_a_step_and_passes_over_what_is_broken(saves: Path, command: 
     (saves / api / "step-00000020" / "manifest.json").unlink()
     code, out, err = command("show", saves / api, "--json")
     assert (code, json.loads(out)["step"]) == (0, 10)
-    assert "step-00000020 is passed over, because it is not whole: " in err
+    assert "step-00000020 is skipped, because it is not whole: " in err
     code, out, err = command("show", saves / api, "--step", 20)
     assert (code, out) == (1, "")
     assert "manifest.json cannot be read" in err
@@ -173,7 +173,7 @@ def test_verify_names_file_and_tensors_of_every_defect(saves: Path, command: Com
     assert code == 1
     head, *defects = out.splitlines()
     assert head == f"{path}: broken"
-    assert f"{other} has {size // 2} bytes, and {size} were written; lost are parts of" in defects[0]
+    assert f"{other} has {size // 2} bytes, but {size} were written; parts of" in defects[0]
     assert f"{path / piece.file}: bytes 0 to " in defects[1]
     assert "model.blocks.0.0.weight" in defects[1]
     assert "step-00000010: " in defects[2]
@@ -182,7 +182,7 @@ def test_verify_names_file_and_tensors_of_every_defect(saves: Path, command: Com
     assert code == 1
     told = json.loads(out)
     assert [len(each["defects"]) for each in told] == [2, 0]
-    assert f"{other} is missing; lost are parts of" in told[0]["defects"][0]
+    assert f"{other} is missing; parts of" in told[0]["defects"][0]
     assert command("verify", saves / api, "--step", 10)[0] == 0
 
 
@@ -201,7 +201,7 @@ def test_export_writes_the_model_alone_as_others_read_it(saves: Path, command: C
         assert read["first.weight"].data_ptr() == read["second.weight"].data_ptr()
     code, _, err = command("export", saves / api, out)
     assert code == 2
-    assert f"{file} is there already" in err
+    assert f"{file} exists already" in err
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
@@ -233,7 +233,7 @@ def test_export_cuts_at_a_size_and_writes_an_index(saves: Path, command: Command
     assert told["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
     code, _, err = command("export", saves / "fully_shard", out, "--format", format)
     assert code == 2
-    assert "is there already" in err
+    assert "exists already" in err
 
 
 @pytest.mark.parametrize("name", ["one.safetensors", "one.pt", "folder"])
@@ -331,7 +331,7 @@ def test_import_finds_the_model_in_a_file_of_a_training_script(tmp_path: Path, c
     assert code == 0
     assert json.loads(out)["left_out"] == ["name"]
     assert "'name' of" in err
-    assert "is no tensor, and is left out" in err
+    assert "is not a tensor and is left out" in err
 
 
 def spoil_pickle(path: Path) -> None:
@@ -371,8 +371,8 @@ def miss_a_file(path: Path) -> None:
         (lambda path: path.write_bytes(b"no archive"), "a.bin", "BadZipFile"),
         (lambda path: path.write_bytes(b"no header"), "a.safetensors", "cannot be loaded"),
         (spoil_header, "a.safetensors", "cannot be loaded"),
-        (spoil_index, "a", "files outside of its directory"),
-        (miss_a_file, "a", "a.safetensors is missing, which model.safetensors.index.json names"),
+        (spoil_index, "a", "files outside its directory"),
+        (miss_a_file, "a", "a.safetensors is missing, but model.safetensors.index.json names it"),
     ],
 )
 def test_import_refuses_what_would_execute_code_lead_out_or_take_too_much(
@@ -482,18 +482,18 @@ def test_a_broken_file_of_dcp_is_named(saves: Path, command: Command) -> None:
         (["list"], "required"),
         (["list", "{}/none"], "none is no directory"),
         (["list", "{}/empty"], "empty has no checkpoint"),
-        (["show", "{}/fully_shard", "--step", "11"], "has no checkpoint of step 11, but of [10, 20]"),
-        (["show", "{}/fully_shard", "--step", "-1"], "is no number from 0 on"),
+        (["show", "{}/fully_shard", "--step", "11"], "has no checkpoint of step 11, only of [10, 20]"),
+        (["show", "{}/fully_shard", "--step", "-1"], "is not a number of 0 or more"),
         (["export", "{}/fully_shard", "{}/x.pt", "--format", "safetensors"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x.pt", "--max-shard-size", "1GB"], "is one file of torch"),
         (["export", "{}/fully_shard", "{}/x", "--max-shard-size", "much"], "such as '80GB', got"),
-        (["export", "{}/fully_shard", "{}/x", "--dtype", "int8"], "torch.int8 would change values to others"),
-        (["export", "{}/fully_shard", "{}/x", "--dtype", "bool"], "torch.bool would change values to others"),
-        (["export", "{}/fully_shard", "{}/x", "--dtype", "bf17"], "is none of fp64, fp32, fp16, bf16"),
-        (["import", "{}/none", "{}/x"], "is no file, and no directory with files that end in one of .bin, .pt"),
-        (["import", "{}/list.pt", "{}/x/step-00000001"], "is a name of one checkpoint: give the directory of all"),
-        (["import", "{}/list.pt", "{}/x"], "holds a list: a dict of tensors by name is expected"),
-        (["import", "{}/texts.pt", "{}/x"], "has no tensors by name"),
+        (["export", "{}/fully_shard", "{}/x", "--dtype", "int8"], "torch.int8 would change the values"),
+        (["export", "{}/fully_shard", "{}/x", "--dtype", "bool"], "torch.bool would change the values"),
+        (["export", "{}/fully_shard", "{}/x", "--dtype", "bf17"], "is not one of fp64, fp32, fp16, bf16"),
+        (["import", "{}/none", "{}/x"], "is neither a file nor a directory with files that end in one of .bin, .pt"),
+        (["import", "{}/list.pt", "{}/x/step-00000001"], "names a single checkpoint: give its parent directory"),
+        (["import", "{}/list.pt", "{}/x"], "holds a list: expected a dict of tensors by name"),
+        (["import", "{}/texts.pt", "{}/x"], "has no named tensors"),
         (["diff", "{}/fully_shard"], "required"),
     ],
 )

@@ -36,7 +36,7 @@ def test_of_a_directory_only_files_of_tensors_are_imported(tmp_path: Path) -> No
     """A directory of transformers has a configuration and a tokenizer too."""
     for name in ("config.json", "tokenizer.model"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(WrongUse, match=r"no directory with files that end in one of \.bin"):
+    with pytest.raises(WrongUse, match=r"neither a file nor a directory with files that end in one of \.bin"):
         files_of(tmp_path)
     (tmp_path / "b.pt").write_bytes(b"")
     (tmp_path / "a.bin").write_bytes(b"")

@@ -74,7 +74,7 @@ def compressed() -> bytes:
     [
         (b"no archive", "x cannot be loaded"),
         (compressed(), "compressed"),
-        (b"\0" * 64 + archive(1), "does not begin as an archive of torch.save|directory is not where"),
+        (b"\0" * 64 + archive(1), "does not begin like an archive of torch.save|directory is not where"),
         (archive(1) + b"more", "directory is not where torch.save puts it|cannot be loaded"),
     ],
 )
@@ -131,5 +131,5 @@ def test_metadata_that_is_written_is_what_torch_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", pickle.dumps(5), pickle.dumps({"state_dict_metadata": {}})], ids=repr)
 def test_what_is_no_metadata_is_refused(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"\.metadata is no metadata of DCP"):
+    with pytest.raises(CorruptCheckpointError, match=r"\.metadata is not DCP metadata"):
         read_metadata(data, tmp_path / ".metadata")

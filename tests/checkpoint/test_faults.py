@@ -199,7 +199,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "values": (_flip_values, r"tensor 'model\.blocks.*__1_0\.distcp: bytes .*wrong checksum"),
     "header": (_flip_header, r"__0_0\.distcp: bytes .*wrong checksum"),
     "manifest": (lambda path: flip(path / "manifest.json", 200), r"manifest\.json is not what was written"),
-    "cut": (lambda path: os.truncate(path / "__1_0.distcp", 999), r"__1_0\.distcp has 999 bytes, and \d+ were written"),
+    "cut": (lambda path: os.truncate(path / "__1_0.distcp", 999), r"__1_0\.distcp has 999 bytes, but \d+ were written"),
     "missing": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0\.distcp is missing"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest\.json cannot be read: No such file"),
     "cut metadata": (lambda path: os.truncate(path / ".metadata", 9), r"\.metadata has 9 bytes"),
@@ -215,7 +215,7 @@ def test_what_is_broken_is_named_and_the_one_before_is_loaded(world: World, tmp_
     if world.rank == 0:
         break_it(tmp_path / "step-00000002")
     dist.barrier()
-    with pytest.warns(UserWarning, match=f"step-00000002 is passed over, because it is not whole.*{reason}"):
+    with pytest.warns(UserWarning, match=f"step-00000002 is skipped, because it is not whole.*{reason}"):
         found = checkpoint.load(tmp_path, model)
     assert found == {"step": 1}
     assert all(param.full_tensor().eq(1).all() for param in model.parameters())
@@ -326,7 +326,7 @@ def test_a_refused_file_changes_no_class(tmp_path: Path) -> None:
     for name in ("Metadata", "BytesStorageMetadata"):
         named = b"ctorch.distributed.checkpoint.metadata\n%s\n" % name.encode()
         (tmp_path / ".metadata").write_bytes(b"\x80\x02" + named + state + b"b.")
-        with pytest.raises(CorruptCheckpointError, match="is no metadata of DCP"):
+        with pytest.raises(CorruptCheckpointError, match="is not DCP metadata"):
             Checkpoint(tmp_path)
     assert Metadata({}).planner_data is None
     assert not hasattr(BytesStorageMetadata, "planner_data")
@@ -339,7 +339,7 @@ def test_nothing_in_a_file_is_executed(world: World, tmp_path: Path) -> None:
     metadata = tmp_path / "one" / ".metadata"
     whole = pickle.loads(metadata.read_bytes())
     metadata.write_bytes(pickle.dumps(Evil(str(made))))
-    with pytest.raises(CorruptCheckpointError, match=r"names posix\.mkdir, which is no part of DCP's metadata"):
+    with pytest.raises(CorruptCheckpointError, match=r"names posix\.mkdir, which is not part of DCP's metadata"):
         Checkpoint(tmp_path / "one")
     torch.save(Evil(str(made)), tmp_path / "evil")
     data = (tmp_path / "evil").read_bytes()
@@ -388,19 +388,19 @@ def one_run_many_times(kind: Any) -> None:
 LIES: dict[str, Callable[[Any], Any]] = {
     "inside the directory": lambda told: told["files"].update({"../../secret": told["files"].pop("__0_0.distcp")}),
     "not inside": lambda told: told["files"].update({"/etc/passwd": [3, ["0" * 16]]}),
-    "not covered": lambda told: kind(told).__setitem__(1, [1 << 60]),
+    "do not cover each element": lambda told: kind(told).__setitem__(1, [1 << 60]),
     "has a piece of": lambda told: kind(told)[2][0].__setitem__(4, [1 << 60]),
     r"has a piece of \d+ bytes in": lambda told: kind(told)[2][0].__setitem__(2, 1 << 60),
     "lies at bytes": lambda told: kind(told)[2][0].__setitem__(1, 1 << 60),
     "'model.blocks.2.bias' lies at": lambda told: kind(told)[3][0].__setitem__(2, 1 << 60),
-    "lie at no bytes": lambda told: kind(told)[3][0].__setitem__(1, -64),
-    r"blocks.2.bias'\] lie at no bytes": lambda told: kind(told)[3][0].pop(),
-    "each element once": lambda told: two_on_one_box(kind(told)),
-    "some of its pieces lie at the same": lambda told: one_run_many_times(kind(told)),
+    "do not lie at valid bytes": lambda told: kind(told)[3][0].__setitem__(1, -64),
+    r"blocks.2.bias'\] do not lie at valid bytes": lambda told: kind(told)[3][0].pop(),
+    "each element exactly once": lambda told: two_on_one_box(kind(told)),
+    "some of its pieces overlap": lambda told: one_run_many_times(kind(told)),
     "lie at the same bytes of": lambda told: told["objects"].update({"state.n.1": told["objects"]["state.n.0"]}),
     "lacks a value of the state": lambda told: told["state"].update(n=[7]),
     "has the shape": lambda told: kind(told).__setitem__(1, [-30]),
-    "is no dtype": lambda told: kind(told).__setitem__(0, "os"),
+    "is not a dtype": lambda told: kind(told).__setitem__(0, "os"),
     "has a name twice": lambda told: told["tensors"].__setitem__(0, told["tensors"][1]),
     "zip": lambda told: told["tensors"].pop(),
     "out of range": lambda told: told["kind"].__setitem__(0, 99),
@@ -431,5 +431,5 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 def test_reading_past_a_tensor_is_an_error(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, seeded(Filled), step=1)
     assert path is not None
-    with pytest.raises(ValueError, match=r"has the shape \(31,\) here, and \(30,\)"):
+    with pytest.raises(ValueError, match=r"has the shape \(31,\) here, but \(30,\)"):
         Checkpoint(path).read([("model.blocks.0.bias", (31,), (0,), torch.empty(31))])

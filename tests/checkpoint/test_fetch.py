@@ -45,7 +45,7 @@ def test_a_replica_of_another_training_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "disk", 2, tmp_path / "memory")
     save(tmp_path / "other", 1)
     (found,) = find_replicas(tmp_path / "memory", tmp_path / "other", Ranks(None))
-    assert found.refused == f"it is of another training than what is in {tmp_path / 'other'}"
+    assert found.refused == f"it belongs to a different training run than {tmp_path / 'other'}"
 
 
 def test_a_replica_is_refused_once_its_step_is_on_the_disk(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_replica_whose_checkpoint_is_gone_is_refused(tmp_path: Path) -> None:
     (before,) = checkpoint.list_checkpoints(tmp_path / "disk")
     before.rename(tmp_path / "gone")
     (found,) = find_replicas(tmp_path / "memory", tmp_path / "disk", Ranks(None))
-    assert found.refused == f"it was saved after {before.name}, which {tmp_path / 'disk'} does not have any more"
+    assert found.refused == f"it was saved after {before.name}, which is no longer in {tmp_path / 'disk'}"
 
 
 def test_a_file_that_no_host_has_any_more_is_named(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_replica_without_its_manifest_is_passed_over_with_a_warning(tmp_path: 
     save(tmp_path / "disk", 2, tmp_path / "memory")
     path = next((tmp_path / "memory").glob(f"step-*/{MANIFEST}"))
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="in-memory replica .* is passed over, because it is not whole"):
+    with pytest.warns(UserWarning, match="in-memory replica .* is skipped, because it is not whole"):
         assert find_replicas(tmp_path / "memory", tmp_path / "disk", Ranks(None)) == []
 
 

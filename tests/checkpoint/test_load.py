@@ -35,4 +35,4 @@ def test_only_state_that_differed_between_ranks_is_warned_of(
     found, (*warned,) = run(rank_pool, load, 1, tmp_path)[0]
     assert found == {"step": 1, "alike": [1], **own}
     assert len(warned) == (states == [[3], [4]])
-    assert all("was saved by 2 ranks, and 1 load it: of ['own']" in each for each in warned)
+    assert all("was saved by 2 ranks and is loaded by 1: of ['own']" in each for each in warned)

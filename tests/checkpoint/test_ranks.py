@@ -91,5 +91,5 @@ def test_a_lost_rank_is_told_as_what_it_is() -> None:
     lost = Ranks(None).lost(RuntimeError("connection closed"))
     assert isinstance(lost, PeerFailure)
     assert isinstance(lost, (CheckpointError, PeerFailureError))
-    assert "rank 0 lost another rank" in str(lost)
+    assert "rank 0 lost its connection to another rank" in str(lost)
     assert "(connection closed)" in str(lost)

@@ -50,4 +50,4 @@ def test_a_file_that_is_cut_names_the_tensors_that_it_lost(path: Path) -> None:
     piece = Checkpoint(path).tensors["model.b"].pieces[0]
     os.truncate(path / piece.file, piece.data + BLOCK)
     (sentence,) = Checkpoint(path, whole=False).verify()
-    assert sentence.endswith("; lost are parts of ['model.b', 'model.c']")
+    assert sentence.endswith("; parts of ['model.b', 'model.c'] are lost")

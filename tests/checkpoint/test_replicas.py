@@ -184,7 +184,7 @@ def test_a_flipped_bit_is_read_from_the_other_host_and_if_that_has_one_too_the_d
     if world.rank == 1:
         flip(path / "__0_0.distcp", at + 4)
     dist.barrier()
-    reason = "step-00000002 is passed over, because it is not whole.*wrong checksum.*of rank 1.*wrong checksum"
+    reason = "step-00000002 is skipped, because it is not whole.*wrong checksum.*of rank 1.*wrong checksum"
     with pytest.warns(UserWarning, match=reason):
         assert checkpoint.load(tmp_path, model, replicas=replicas_of(tmp_path, 2)) == {"step": 1}
     assert_all(model, 1)
@@ -228,16 +228,16 @@ def test_a_stale_replica_is_never_loaded(world: World, tmp_path: Path) -> None:
 
     def load(reason: str, directory: Path = tmp_path) -> Any:
         dist.barrier()
-        with pytest.warns(UserWarning, match=f"{STEP} is passed over: .*{reason}"):
+        with pytest.warns(UserWarning, match=f"{STEP} is skipped: .*{reason}"):
             return checkpoint.load(directory, model, replicas=replicas)
 
     checkpoint.save(other, model, step=1)
-    assert load("it is of another training", other) == {"step": 1}
+    assert load("it belongs to a different training run", other) == {"step": 1}
     if first:
         (tmp_path / "step-00000001").rename(tmp_path / "aside")
-    assert load("it was saved after step-00000001, which .* does not have any more") is None
+    assert load("it was saved after step-00000001, which is no longer in") is None
     checkpoint.save(tmp_path, model, step=1)
-    assert load("it was saved after step-00000001, which .* does not have any more") == {"step": 1}
+    assert load("it was saved after step-00000001, which is no longer in") == {"step": 1}
     dist.barrier()
     if first:
         shutil.rmtree(tmp_path / "step-00000001")
@@ -250,14 +250,14 @@ def test_a_stale_replica_is_never_loaded(world: World, tmp_path: Path) -> None:
     with log_of_load() as lines:
         assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 2}
     assert all(
-        "step 2 is loaded from" in line and "the in-memory replica of step 2 is passed over" in line for line in lines
+        "step 2 is loaded from" in line and "the in-memory replica of step 2 is skipped" in line for line in lines
     )
     dist.barrier()
     if first:
         (tmp_path / "near.json").unlink()
         for path in checkpoint.list_checkpoints(tmp_path):
             shutil.rmtree(path)
-    assert load("it is of another training") is None
+    assert load("it belongs to a different training run") is None
 
 
 @ranks(2)
@@ -278,7 +278,7 @@ def test_the_newer_of_both_is_loaded_and_one_replica_is_kept(world: World, tmp_p
     dist.barrier()
     assert not replicas.exists()
     assert checkpoint.load(tmp_path, model, replicas=replicas) == {"step": 5}
-    with pytest.raises(ValueError, match="replicas need the step"):
+    with pytest.raises(ValueError, match="replicas need a step"):
         checkpoint.save(tmp_path, model, replicas=replicas)
 
 
@@ -375,7 +375,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_save_and_a_warning_of_lo
     checkpoint.save(tmp_path, model, step=1)
     with pytest.raises(CheckpointError, match=r"no in-memory replicas can be kept in .*file"):
         checkpoint.save(tmp_path, model, step=2, replicas=tmp_path / "file")
-    with pytest.warns(UserWarning, match=r"in-memory replicas are passed over: .*file"):
+    with pytest.warns(UserWarning, match=r"in-memory replicas are skipped: .*file"):
         assert checkpoint.load(tmp_path, model, replicas=tmp_path / "file") == {"step": 1}
 
 
@@ -400,4 +400,6 @@ def test_a_rank_lost_while_others_read_what_it_has_is_an_error(rank_pool: RankPo
     reads, asked = rank_pool.run(load_until_killed, 2, tmp_path, timeout=30)
     assert asked.kind == "died"
     assert reads.kind == "raised", failure_report([reads, asked])
-    assert "rank 0 lost another rank while it saved or loaded a checkpoint" in failure_report([reads, asked])
+    assert "rank 0 lost its connection to another rank while it saved or loaded a checkpoint" in failure_report(
+        [reads, asked]
+    )

@@ -346,7 +346,7 @@ def test_state_of_another_number_of_ranks_goes_round_with_a_warning(rank_pool: R
     found = run(rank_pool, load_positions, 3, tmp_path)
     assert [state["at"] for state, _ in found] == [0, 1, 0]
     assert [state["of"] for state, _ in found] == [2, 2, 2]
-    assert "saved by 2 ranks, and 3 load it" in found[0][1][0]
+    assert "saved by 2 ranks and is loaded by 3" in found[0][1][0]
     assert "['at']" in found[0][1][0]
 
 
@@ -413,7 +413,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world: World, tmp_path: Path)
         checkpoint.load(tmp_path, model, state={"position": Position(1)})
     with pytest.raises(CheckpointError, match=r"'model.scale' has the shape \(4,\) here, and \(3,\)|has the shape"):
         checkpoint.load(tmp_path, sharded("fully_shard", partial(MLP, (6, 7, 5, 5, 4))))
-    with pytest.raises(CheckpointError, match=r"lacks .* is it of another model"):
+    with pytest.raises(CheckpointError, match=r"lacks .* is it from a different model"):
         checkpoint.load(tmp_path, sharded("fully_shard", Net))
     checkpoint.load(tmp_path, sharded("fully_shard", partial(MLP, (6, 7, 5, 5, 3))), strict=False)
     with torch.device("meta"):
@@ -457,12 +457,12 @@ def test_only_what_is_whole_and_older_is_removed(world: World, tmp_path: Path) -
 def test_a_name_of_one_checkpoint_is_refused_as_the_directory_of_all(world: World, tmp_path: Path) -> None:
     model = sharded("fully_shard")
     with pytest.raises(
-        ValueError, match=r"step-00000003 is a name of one checkpoint: give save\(\) .*saves', and step=3"
+        ValueError, match=r"step-00000003 names a single checkpoint: give save\(\) .*saves', and step=3"
     ):
         checkpoint.save(tmp_path / "saves" / "step-00000003", model, step=3)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-00000003"):
         checkpoint.load(tmp_path / "saves" / "step-00000003", model)
-    with pytest.raises(ValueError, match=r"near/step-00000004 is a name of one checkpoint"):
+    with pytest.raises(ValueError, match=r"near/step-00000004 names a single checkpoint"):
         checkpoint.save(tmp_path / "saves", model, step=4, replicas=tmp_path / "near/step-00000004")
     assert not (tmp_path / "saves").exists()
     assert not (tmp_path / "near").exists()

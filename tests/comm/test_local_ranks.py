@@ -94,7 +94,8 @@ def test_if_one_rank_cannot_nobody_shares(world: World, what: str, unlucky: int)
 def test_nothing_to_share_and_different_sizes(world: World) -> None:
     among = local_ranks()
     assert not among.map_together(None)
-    with pytest.raises(ValueError, match="rank 1 needs 0 bytes for what rank 0 keeps in 4096: build the same model"):
+    expected = "rank 1 needs 0 bytes of shared memory where rank 0 needs 4096: build the same model"
+    with pytest.raises(ValueError, match=expected):
         among.map_together(*([None] if world.rank else reserved()))
 
 
@@ -201,6 +202,6 @@ def test_ranks_that_ended_are_missed_as_soon_as_they_are_waited_for(rank_pool: R
             rf"rank {rank} waited in a test, {NO_PASS}, "
             r"for rank 1 \(process \d+\), 3 \(process \d+\), "
             r"which has ended\. "
-            r".*[Ll]ook (there|on the others) for the first error",
+            r".*(Look there for|[Ff]ind) the first error",
             outcomes[rank].summary,
         )

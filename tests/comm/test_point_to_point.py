@@ -259,4 +259,6 @@ def lose_the_last_rank(world: World) -> str:
 def test_a_lost_rank_is_named(rank_pool: RankPool) -> None:
     outcomes = rank_pool.run(lose_the_last_rank, 2, timeout=30)
     assert [outcome.kind for outcome in outcomes] == ["returned", "died"], outcomes
-    assert outcomes[0].value.startswith("rank 0 lost rank 1 in a point-to-point all-gather of the group with tag 8, ")
+    assert outcomes[0].value.startswith(
+        "rank 0 lost its connection to rank 1 in a point-to-point all-gather of the group with tag 8, "
+    )

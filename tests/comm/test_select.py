@@ -61,7 +61,7 @@ def test_ranks_of_several_hosts_exchange_messages(world: World) -> None:
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "shm")
         with pytest.raises(
-            ValueError, match="cannot serve this process group: rank 2 runs on another host than rank 0"
+            ValueError, match="cannot be used for this process group: rank 2 runs on a different host than rank 0"
         ):
             select_transport(group(), CPU)
 
@@ -105,12 +105,24 @@ def refuse(*args: Any) -> Any:
 
 #: What a system may lack or forbid, and what is said of rank 1, on which it is tried.
 LACKS: dict[str, tuple[str, Any, str]] = {
-    "shared memory": ("os.memfd_create", None, "rank 1 runs on a system without memory that processes share"),
-    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without memory that processes share"),
-    "pagemap": ("fullshard.buffer.shared_memory._PAGEMAP", "/proc/none", "rank 1 runs on a system without memory"),
-    "processor": ("platform.machine", lambda: "aarch64", "rank 1 runs on a system without memory that processes share"),
+    "shared memory": (
+        "os.memfd_create",
+        None,
+        "rank 1 runs on a system without the shared memory that this transport needs",
+    ),
+    "pidfd": ("os.pidfd_open", None, "rank 1 runs on a system without the shared memory that this transport needs"),
+    "pagemap": (
+        "fullshard.buffer.shared_memory._PAGEMAP",
+        "/proc/none",
+        "rank 1 runs on a system without the shared memory",
+    ),
+    "processor": (
+        "platform.machine",
+        lambda: "aarch64",
+        "rank 1 runs on a system without the shared memory that this transport needs",
+    ),
     "processes": ("os.pidfd_open", refuse, "rank 1 cannot see the processes of the others"),
-    "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map memory of another"),
+    "mappings": ("fullshard.buffer.shared_memory.Segment.open", refuse, "a rank could not map another rank's memory"),
 }
 
 
@@ -125,7 +137,7 @@ def test_where_one_rank_cannot_share_all_exchange_messages(world: World, lack: s
             patch.setattr(name, value)
         assert isinstance(select_transport(group(), CPU), PointToPointTransport)
         patch.setenv("FULLSHARD_TRANSPORT", "shm")
-        with pytest.raises(ValueError, match=f"cannot serve this process group: {message}.*unset it"):
+        with pytest.raises(ValueError, match=f"cannot be used for this process group: {message}.*unset it"):
             select_transport(group(), CPU)
 
 
@@ -232,7 +244,7 @@ def test_a_level_for_the_logger_silences_the_line(world: World) -> None:
 def test_an_unknown_transport_is_refused_with_the_known_ones(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FULLSHARD_TRANSPORT", "pigeon")
-        with pytest.raises(ValueError, match="'pigeon' names no transport: use one of shm, p2p, collective"):
+        with pytest.raises(ValueError, match="'pigeon' is not a transport: use one of shm, p2p, collective"):
             select_transport(group(), CPU)
 
 

@@ -48,7 +48,7 @@ def test_every_wait_is_seen(world: World) -> None:
     told, is_late = Ranks(None), world.rank == 1
     told.gather = lambda mine: [mine] * 2  # type: ignore[method-assign]  # which would take the wait
     waits: dict[str, Callable[[], object]] = {
-        "what each rank tells the first one of a checkpoint": lambda: told.gather_to_first(1),
+        "each rank's message to the first about a checkpoint": lambda: told.gather_to_first(1),
         "a question to all ranks": lambda: told.any(False),
         "the norm of the gradients": lambda: model.clip_grad_norm_(1.0),
         "a process group to be made": separate.set_separate_reduce_scatter_group,
@@ -81,7 +81,7 @@ def test_an_error_that_is_no_backends_stays_as_it_is(world: World, error: Except
     ids=["gloo", "NCCL"],
 )
 def test_an_error_of_a_backend_says_that_a_rank_was_lost(world: World, error: Exception) -> None:
-    lost = pytest.raises(PeerFailureError, match="lost another rank in an all-reduce")
+    lost = pytest.raises(PeerFailureError, match="lost its connection to another rank in an all-reduce")
     with lost as found, waiting("an all-reduce", None):
         raise error
     assert found.value.__cause__ is error

@@ -90,13 +90,13 @@ def test_it_is_refused_where_a_model_is_sharded() -> None:
     run_alone("""
         import pytest, torch, torch.distributed.fsdp as fsdp, fullshard
         model = fsdp.fully_shard(torch.nn.Linear(2, 2))
-        with pytest.raises(RuntimeError, match="patch.. was called when a model, a FSDPLinear, is sharded already"):
+        with pytest.raises(RuntimeError, match="patch.. was called after a model, a FSDPLinear, was sharded"):
             fullshard.patch()
         del model
         fullshard.patch()
         model = fsdp.FullyShardedDataParallel(torch.nn.Linear(2, 2))
         assert isinstance(model, fullshard.FullyShardedDataParallel)
-        with pytest.raises(RuntimeError, match="unpatch.. was called when a model, a FullyShardedDataParallel"):
+        with pytest.raises(RuntimeError, match="unpatch.. was called after a model, a FullyShardedDataParallel"):
             fullshard.unpatch()
         del model
         fullshard.unpatch()
@@ -111,9 +111,9 @@ def test_a_program_runs_unchanged(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = "fullshard.fully_shard fullshard.wrapper.fsdp\n['--steps', '3'] __main__\n"
     assert done.stdout == said
-    lines = [line for line in done.stderr.splitlines() if "stands in for" in line]
+    lines = [line for line in done.stderr.splitlines() if "replaces the FSDP" in line]
     assert len(lines) == 1
-    assert lines[0].startswith(f"fullshard {fullshard.__version__} stands in for the FSDP of torch ")
+    assert lines[0].startswith(f"fullshard {fullshard.__version__} replaces the FSDP of torch ")
 
 
 def test_children_are_told_by_the_environment() -> None:
@@ -122,7 +122,7 @@ def test_children_are_told_by_the_environment() -> None:
     looked = "import importlib.util; assert importlib.util.find_spec('torch')"  # as transformers does
     done = run("-c", line + looked + PROGRAM, FULLSHARD_PATCH="1", RANK="1")
     assert done.stdout == "fullshard.fully_shard fullshard.wrapper.fsdp\n"
-    assert "stands in" not in done.stderr, "the first rank says it"
+    assert "replaces the FSDP" not in done.stderr, "the first rank says it"
     idle = "import sys; assert not any('fullshard' in str(each) for each in (*sys.modules, *sys.meta_path))"
     for off in ("", "0", "false", "No", "off"):
         assert run("-S", "-c", line + idle, FULLSHARD_PATCH=off).returncode == 0, off  # without what is installed
@@ -145,7 +145,7 @@ def test_an_installation_has_the_file_that_tells_children(tmp_path: Path, launch
     script.write_text(PROGRAM)
     done = run("-m", "fullshard", "run", sys.executable, *launcher, str(script))
     assert done.stdout.startswith("fullshard.fully_shard "), done.stderr
-    assert done.stderr.count("stands in for") == 1, done.stderr
+    assert done.stderr.count("replaces the FSDP") == 1, done.stderr
 
 
 def test_commands_that_are_not_there_are_named(

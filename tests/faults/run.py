@@ -32,12 +32,13 @@ _SAYS = {
     "kill": _LOST + r"was killed or has crashed",
     "early": _LOST + r"has ended (between the passes of step {step}\b.*|before its first forward): its program is over",
     "delay": r"Rank \d is .*, where it has waited \d+ s for .*\. .*(Rank|ranks)( \d,)* {rank}[ ,]",
-    "stop": r"Nothing came in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
-    r"(has said nothing for \d+ s \(the process is stopped\)|has told nothing: the store does not answer)",
+    "stop": r"Nothing arrived in 8 s\..*(Rank|ranks)( \d,)* {rank}(, \d)* "
+    r"(has not reported for \d+ s \(the process is stopped\)|has not reported: the store does not answer)",
 }
 #: The same of a rank that had the store, and told nothing before its end.
 _WITH_STORE = (
-    r"|rank \d .*[Rr]anks? 0[, \d]* (\(process \d+\) has|may have) ended \(the store has gone in which ranks tell "
+    r"|rank \d .*[Rr]anks? 0[, \d]* (\(process \d+\) has|may have) ended "
+    r"\(the store in which ranks report their end has gone"
 )
 _DIFFER = (
     r"rank \d+ has .* where (rank \d+ has|it had) |rank \d+ (reduces|gathers) .* where rank \d+ (reduces|gathers)"

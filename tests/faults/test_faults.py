@@ -77,7 +77,8 @@ def test_what_is_wrong_is_seen() -> None:
     vague = RankResult("raised", fine[0].losses[:1], "RuntimeError: connection closed by peer", 4.0, 4.0)
     assert "rank 0 is not clear" in judge(killed, [vague, ended])
     says = (
-        "PeerFailureError: rank 0 lost rank 1 in an all-gather of 'blocks.1', in the forward of step 2 (forward 2). "
+        "PeerFailureError: rank 0 lost its connection to rank 1 in an all-gather of 'blocks.1', in the forward "
+        "of step 2 (forward 2). "
         "Rank 1 (process 5) was killed or has crashed"
     )
     assert judge(killed, [RankResult("raised", fine[0].losses[:1], says, 4.0, 4.0), ended]) == ""

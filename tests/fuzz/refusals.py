@@ -38,7 +38,7 @@ def _has_parameters_without_gradients(program: Program) -> bool:
 
 REFUSALS = (
     Refusal("optimizer without state", "Expected device to be set", _broadcasts_no_state),
-    Refusal("plain object", "ran through without having begun", _hands_on_plain_objects),
+    Refusal("plain object", "ended without having begun", _hands_on_plain_objects),
     Refusal("plain object", "out of bounds for storage of size 0", _hands_on_plain_objects),
     Refusal("plain object", "A different number of tensors was saved", _hands_on_plain_objects),
     Refusal("plain object", "was computed while its group was", _hands_on_plain_objects),

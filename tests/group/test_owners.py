@@ -50,5 +50,5 @@ def test_what_is_gone_is_forgotten() -> None:
 def test_a_gradient_for_what_was_before_sharding_is_refused(world: World) -> None:
     before = nn.Parameter(torch.ones(3))
     refuse_gradients(before, "layer.weight")
-    with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'layer.weight' as it was before"):
+    with pytest.raises(RuntimeError, match=r"a gradient arrived at parameter 'layer.weight' as it was before"):
         before.sum().backward()

@@ -249,7 +249,7 @@ def test_a_parameter_that_nobody_can_follow_is_refused_when_it_is_trained(
 ) -> None:
     model = shard_whole(seeded(lambda: Hides(how)), front_end)
     loss = model(torch.ones(2, WIDTH)).sum()
-    with pytest.raises(RuntimeError, match=r"a gradient came to parameter 'inner\.weight' as it was before"):
+    with pytest.raises(RuntimeError, match=r"a gradient arrived at parameter 'inner\.weight' as it was before"):
         loss.backward()
 
 

@@ -66,8 +66,8 @@ def test_small_groups_are_named_if_they_communicate_and_reshard() -> None:
     found = facts()
     small = [replace(each, whole=2**20 - 1) if each.name == "blocks.1" else each for each in found.groups]
     assert texts(replace(found, groups=tuple(small))) == (
-        "'blocks.1' is smaller than 1 MiB: its exchanges cost more than they move. Let the module around it shard its "
-        "parameters, or shard several together: fully_shard([a, b])."
+        "'blocks.1' is smaller than 1 MiB: exchanges this small cost more than they move. Leave the parameters to the "
+        "module around, or shard several modules together: fully_shard([a, b])."
     )
     for change in ({"reshards": False}, {"communicates": False}, {"whole": 2**20}):
         kept = tuple(replace(each, **change) if each.name == "blocks.1" else each for each in small)

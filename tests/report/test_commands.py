@@ -101,8 +101,8 @@ def test_numbers_are_read_in_their_bounds() -> None:
         (_above_0, "nan", "a number above 0"),
         (_count, "0", "a whole number above 0"),
         (_count, "1.5", "a whole number above 0"),
-        (_from_0, "-1", "a number that is not below 0"),
-        (_from_0, "x", "a number that is not below 0"),
+        (_from_0, "-1", "a number of 0 or more"),
+        (_from_0, "x", "a number of 0 or more"),
     ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"expected {what}, got '{text}'"):
             read(text)

@@ -222,7 +222,7 @@ def test_padding_is_told_where_ranks_are_many() -> None:
     assert "cut along dim 0" in advice(lambda: blocks(2, 1024), 10_000)
 
 
-LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+LOW = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 WIDE = fullshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -292,7 +292,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
             ["--ranks", "2", "--node-bandwidth", "1e9"],
             "an estimate needs --bandwidth and --peak-flops and --tokens too",
         ),
-        (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number that is not below 0, got '-1'"),
+        (["--ranks", "2", "--latency", "-1"], "argument --latency: expected a number of 0 or more, got '-1'"),
     ],
 )
 def test_numbers_that_make_no_sense_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,6 +105,7 @@ def test_the_first_column_is_aligned_left_and_the_others_right() -> None:
         ("80 GiB", 80 * 2**30),
         ("1.5tb", 1.5e12),
         ("1e9", 10**9),
+        ("1E9", 10**9),
         (10**9, 10**9),
     ],
 )
@@ -113,7 +114,9 @@ def test_sizes_have_decimal_or_binary_units(text: str | int, size: int) -> None:
     assert bytes_argument(str(text)) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.0GB", "-1GB", "5 XB", "GB", "80 gigs", "5 bb", "1.2.3GB", "inf", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.1", "٣GB", "0.0GB", "-1GB", "5 XB", "GB", "80 gigs", "5 bb", "1.2.3GB", "inf", "nan"]
+)
 def test_a_size_without_meaning_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as '80GB'"):
         bytes_of(text)

@@ -61,7 +61,7 @@ def test_a_process_group_that_was_destroyed_is_told() -> None:
         group = dist.group.WORLD
         assert group is not None
         check_process_groups([group])
-    with pytest.raises(RuntimeError, match=r"was destroyed .*: shard the model anew after init_process_group"):
+    with pytest.raises(RuntimeError, match=r"was destroyed .*: shard the model again after init_process_group"):
         check_process_groups([group])
 
 

@@ -159,12 +159,12 @@ def left_out(world: World, transport_says: str, routed: Any = None) -> None:
 
 @ranks(2, transport="collective")
 def test_a_micro_batch_left_out_is_found_with_collectives(world: World) -> None:
-    left_out(world, "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1")
+    left_out(world, "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1")
 
 
 @ranks(2, transport="p2p")
 def test_a_micro_batch_left_out_is_found_with_messages(world: World) -> None:
-    left_out(world, "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1")
+    left_out(world, "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1")
 
 
 @ranks(2, transport="shm")
@@ -178,7 +178,7 @@ def test_a_micro_batch_left_out_is_found_in_shared_memory(world: World) -> None:
 def test_a_micro_batch_left_out_is_found_in_the_wrapper(world: World, transport: str, original: bool) -> None:
     with environment(FULLSHARD_TRANSPORT=transport):
         routed = fullshard.FullyShardedDataParallel(seeded(Routed), use_orig_params=original)
-    says = "rank 0 has a forward after 0 steps of optimizers where rank 1 has a forward after 1"
+    says = "rank 0 has a forward after 0 optimizer steps where rank 1 has a forward after 1"
     left_out(world, "left out a micro-batch or a step" if transport == "shm" else says, routed)
 
 
@@ -219,7 +219,7 @@ def test_a_pass_is_told_as_long_as_its_comparison_runs() -> None:
     log._under_way.append(Differs([], "backward", 3, process_group, 7))
     with pytest.raises(RuntimeError, match="did not run the same"):
         log.check()
-    assert told == {"all 0 7": {"0": "a backward after 3 steps of optimizers", "1": "the end of the backward"}}
+    assert told == {"all 0 7": {"0": "a backward after 3 optimizer steps", "1": "the end of the backward"}}
     assert log.passes(None, 0) == {}
 
 
@@ -229,12 +229,12 @@ def test_ranks_that_notice_a_difference_at_different_times_need_no_collective(wo
     comparison = _Comparison([], "forward", 3 + world.rank, dist.group.WORLD, 7)  # type: ignore[arg-type]
     comparison.start(torch.device("cpu"), Lane(torch.device("cpu")))
     assert comparison.is_there()
-    here, there = "rank 0 has a forward after 3 steps", "rank 1 has a forward after 4 steps"
+    here, there = "rank 0 has a forward after 3 optimizer steps", "rank 1 has a forward after 4 optimizer steps"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_PATIENCE", 0.1)
         if world.rank == 1:
             dist.barrier()  # of the next pass, which the first must not take for an answer
-        with pytest.raises(RuntimeError, match=here if world.rank else "some ranks have not told") as error:
+        with pytest.raises(RuntimeError, match=here if world.rank else "some ranks have not reported") as error:
             comparison.check()
         assert (there in str(error.value)) == bool(world.rank)
         if world.rank == 0:
@@ -272,5 +272,5 @@ def test_replicas_that_take_other_micro_batches_are_told(world: World, transport
                 routed(inputs(), [0, 1]).sum().backward()
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"rank . has a backward after 0 steps"):
+    with pytest.raises(RuntimeError, match=r"rank . has a backward after 0 optimizer steps"):
         train()

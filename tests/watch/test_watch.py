@@ -77,7 +77,7 @@ def test_a_rank_is_said_to_have_crashed_only_where_it_could_have_told_its_end(
     watcher._mine.waits_for = [0, 2]
     lost, others = watcher._lost([ended]) or "", watcher._others({0: ended})
     assert ("was killed or has crashed" in lost) is not has_gone
-    assert ("has ended (the store has gone in which ranks tell how they end: it has crashed, " in lost) is has_gone
+    assert ("has ended (the store in which ranks report their end has gone: it has crashed, " in lost) is has_gone
     assert ("Rank 2 has not sharded anything yet" in others) is not has_gone
 
 
@@ -146,7 +146,7 @@ def test_a_long_wait_of_a_thread_beside_training_is_told_and_ends_nothing(
         watcher._check_wait()
         assert (watcher._mine.waits, WAITS.verdict) == ("", None)
     assert [each.message.partition("; ")[2] for each in caplog.records] == [
-        "a thread beside training has waited 3 s for a comparison. "
+        "a background thread has waited 3 s for a comparison. "
     ]
 
 
@@ -213,9 +213,13 @@ def test_a_rank_that_is_over_is_no_proof_while_another_one_may_send(watcher: Wat
     slow.waits, slow.waits_for, slow.quiet = "a gather", [0, 1], 1
     assert watcher._judge(others, 9) is None
     slow.quiet = 5
-    assert "has ended" in (watcher._judge(others, 9) or "")
+    said = watcher._judge(others, 9) or ""
+    assert "has ended" in said
+    assert "It may have had fewer batches: all ranks must run the same number of steps" in said
     slow.waits, slow.waits_for, over.ended = "", [], "ValueError: a bad batch"
-    assert "a bad batch" in (watcher._judge(others, 9) or "")
+    said = watcher._judge(others, 9) or ""
+    assert "a bad batch" in said
+    assert "Look there for the first error" in said
 
 
 @pytest.mark.parametrize("has_gone", [True, False])
@@ -232,9 +236,9 @@ def test_of_a_silent_rank_on_another_host_its_host_is_named(
     begin, said = time.monotonic(), watcher.explain(None)
     if has_gone:
         assert time.monotonic() - begin < 0.1  # torchrun ends this process soon
-        assert "Rank 1 on node7 may have ended: the store has gone" in said
+        assert "Rank 1 on node7 may have ended: the store in which ranks report their end has gone" in said
     else:
-        assert "Rank 1 on node7 has said nothing for 9 s: it may have been killed, or its host or" in said
+        assert "Rank 1 on node7 has not reported for 9 s: it may have been killed, or its host or" in said
         assert "It was last seen in the forward of step 3" in said
 
 

@@ -48,7 +48,7 @@ def test_values_that_are_not_there_are_refused_by_name(world: World) -> None:
     assert isinstance(inner.weight, Hidden)
     assert (inner.weight.shape, inner.weight.dtype, len(inner.weight)) == ((3, 5), torch.float32, 3)
     assert copy.deepcopy(inner.weight) is inner.weight
-    with pytest.raises(RuntimeError, match=r"the values of parameter 'weight' are there only while .* \(add\)"):
+    with pytest.raises(RuntimeError, match=r"the values of parameter 'weight' exist only while .* \(add\)"):
         inner.weight + 1
     assert torch.zeros(2, dtype=torch.float64).type_as(inner.weight).dtype == torch.float32
 

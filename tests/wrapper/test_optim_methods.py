@@ -187,5 +187,5 @@ def test_rekeying_with_the_optimizer_of_another_model_names_what_is_unknown() ->
     other(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     rekey, name = OptimStateMethods.rekey_optim_state_dict, OURS.settings.OptimStateKeyType.PARAM_NAME
-    with pytest.raises(KeyError, match=r"no such parameter of the optimizer's: \[\(5, 3\), \(5,\)\]"):
+    with pytest.raises(KeyError, match=r"lacks these parameters of the optimizer: \[\(5, 3\), \(5,\)\]"):
         rekey(optimizer.state_dict(), name, plain, optim=optimizer)

@@ -72,7 +72,7 @@ def open_regular(path: Path) -> tuple[int, int]:
         raise CorruptCheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
     if not stat.S_ISREG(found.st_mode):
         os.close(file)
-        raise CorruptCheckpointError(f"{path} cannot be read: it is no regular file")
+        raise CorruptCheckpointError(f"{path} cannot be read: it is not a regular file")
     return file, found.st_size
 
 
@@ -234,7 +234,7 @@ class BlockReader:
         self._memory, self._address = memoryview(b""), 0
         if (found := self._open(path)) != size:
             self.close()
-            raise CorruptCheckpointError(f"{path} has {found} bytes, and {size} were written")
+            raise CorruptCheckpointError(f"{path} has {found} bytes, but {size} were written")
 
     def _open(self, path: Path) -> int:
         """Opens the file, and returns its size."""

@@ -36,7 +36,7 @@ from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, n
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
-_CODES = "Exit codes: 0: fine; 1: something is broken, or differs; 2: wrong use."
+_CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
 #: The most names that are listed of tensors that only one checkpoint has.
 _MOST = 20
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -61,15 +61,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--step", type=_parse_count, help=what)
 
     add(_list, "list", "DIR")
-    add_step(add(_show, "show", "DIR"), "of this step, and not the newest that is whole")
-    add_step(add(_verify, "verify", "DIR"), "of this step alone")
+    add_step(add(_show, "show", "DIR"), "of this step instead of the newest whole one")
+    add_step(add(_verify, "verify", "DIR"), "of this step only")
     command = add(_export, "export", "DIR", "OUT")
-    add_step(command, "of this step, and not the newest that is whole")
-    command.add_argument("--format", choices=FORMATS, help="safetensors, if the suffix of OUT does not say otherwise")
+    add_step(command, "of this step instead of the newest whole one")
+    command.add_argument("--format", choices=FORMATS, help="default: by the suffix of OUT, or else safetensors")
     command.add_argument("--dtype", type=_parse_dtype, help="cast floating-point values: bf16, fp16, fp32, fp64")
-    command.add_argument("--max-shard-size", type=bytes_argument, help="of the files in a directory: 5GB if not given")
+    command.add_argument("--max-shard-size", type=bytes_argument, help="the largest file size in a directory (5GB)")
     command = add(_import, "import", "SOURCE", "DIR")
-    add_step(command, "the step of the checkpoint: the next one if not given")
+    add_step(command, "the step of the checkpoint (default: the next one)")
     add(_diff, "diff", "A", "B")
 
 
@@ -216,7 +216,7 @@ def _export(options: argparse.Namespace) -> int:
         if options.json:
             print_json({"path": str(checkpoint.path), "files": [str(file) for file in files]})
         else:
-            print_lines(f"{checkpoint.path}: {len(checkpoint.model)} tensors of the model are in")
+            print_lines(f"{checkpoint.path}: {len(checkpoint.model)} model tensors were written to")
             print_lines(*(f"  {file} ({bytes_text(file.stat().st_size)})" for file in files))
     return 0
 
@@ -227,11 +227,11 @@ def _import(options: argparse.Namespace) -> int:
     SOURCE is a file, or a directory with such files or an index of them.
     """
     if number_of(options.dir.name):
-        raise WrongUse(f"{options.dir} is a name of one checkpoint: give the directory of all, and --step")
+        raise WrongUse(f"{options.dir} names a single checkpoint: give its parent directory, and --step")
     with progress("import", sum(file.stat().st_size for file in files_of(options.source))) as report:
         path, left_out = import_model(options.source, options.dir, options.step, report)
     for name in left_out:
-        _print_error(f"'{name}' of {options.source} is no tensor, and is left out")
+        _print_error(f"'{name}' of {options.source} is not a tensor and is left out")
     with Checkpoint(path) as checkpoint:
         size = sum(file.size for file in checkpoint.manifest.files.values())
         if options.json:
@@ -293,12 +293,10 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
     if unfinished:
         found += sorted(directory.glob(".step-*.partial"))
     if not found:
-        raise WrongUse(
-            f"{directory} has no checkpoint: neither step-00000001 or the like, nor {MANIFEST} or {METADATA}"
-        )
+        raise WrongUse(f"{directory} has no checkpoint: no step-00000001 or similar, no {MANIFEST} and no {METADATA}")
     steps = {path: number[0] for path in found if (number := number_of(path.name))}
     if step is not None and step not in steps.values():
-        raise WrongUse(f"{directory} has no checkpoint of step {step}, but of {sorted({*steps.values()})}")
+        raise WrongUse(f"{directory} has no checkpoint of step {step}, only of {sorted({*steps.values()})}")
     return [path for path in found if step in (None, steps.get(path))]
 
 
@@ -310,7 +308,7 @@ def _open(directory: Path, step: int | None = None) -> Checkpoint:
             return Checkpoint(path)
         except CorruptCheckpointError as error:
             if path.exists():  # otherwise another job has removed it
-                _print_error(f"{path} is passed over, because it is not whole: {error}")
+                _print_error(f"{path} is skipped, because it is not whole: {error}")
     try:
         return Checkpoint(last)
     except CorruptCheckpointError:
@@ -349,12 +347,12 @@ def _parse_dtype(text: str) -> torch.dtype:
     try:
         return _DTYPES[text] if text in _DTYPES else dtype_of(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_DTYPES)}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_DTYPES)}") from None
 
 
 def _parse_count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
 
 

@@ -271,7 +271,7 @@ class Parameters:
             elif last == "_extra_state" and path in modules:
                 modules[path].set_extra_state(value)
             else:
-                warn(f"'{name}' is in the checkpoint, and no buffer of the wrapped model: it is left as it is")
+                warn(f"'{name}' is in the checkpoint but is not a buffer of the wrapped model: it is not loaded")
 
     def written(self) -> None:
         """Counts a write to the shards of all groups."""
@@ -386,8 +386,8 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
     kind, local = kinds.get(outline[_KIND]), local_tensor(param.detach())
     if kind is None:
         raise ValueError(
-            f"'{name}' is a {outline[_KIND]}: import what defines it, which must allow it by torch.serialization."
-            f"add_safe_globals()"
+            f"'{name}' is a {outline[_KIND]}: import the module that defines it, which must register it with "
+            f"torch.serialization.add_safe_globals()"
         )
     if not layout.boxes:
         return _like(param, param.dtype)  # this rank has no elements of it
@@ -403,8 +403,8 @@ def _subclass(outline: State, name: str, param: nn.Parameter, layout: Layout, ch
                 inner.setdefault(attribute, local)
     if any(each is local for each in inner.values()):
         raise ValueError(
-            f"{checkpoint.path} has '{name}', a {outline[_KIND]}, for other parts of the parameter than this rank has: "
-            f"load it on as many ranks, sharded alike, as saved it"
+            f"{checkpoint.path} has '{name}', a {outline[_KIND]}, for different parts of it than this rank has: "
+            f"load it on the number of ranks that saved it, with the same sharding"
         )
     made: torch.Tensor = kind.__tensor_unflatten__(inner, outline["context"], local.shape, local.stride())
     return make_dtensor(made, altered_spec(spec_of(param), dtype=made.dtype)) if isinstance(param, DTensor) else made

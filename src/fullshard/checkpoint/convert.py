@@ -101,7 +101,7 @@ def export(
     if not items:
         raise WrongUse(f"{checkpoint.path} has no tensors of a model")
     if dtype is not None and not (dtype.is_floating_point and dtype in _DTYPES):
-        raise WrongUse(f"{dtype} would change values to others: name a floating-point dtype such as bf16")
+        raise WrongUse(f"{dtype} would change the values: name a floating-point dtype such as bf16")
     if format == "safetensors" and (odd := sorted({str(item.dtype) for item in items} - set(map(str, _DTYPES)))):
         raise WrongUse(f"safetensors has no {', '.join(odd)}: export with --format torch or --dtype")
     plain = out.name if is_file else FORMATS[format][0]
@@ -115,7 +115,7 @@ def export(
     folder = out.parent if is_file else out
     existing = [out] if is_file and out.exists() else [] if is_file else sorted(folder.glob(f"{stem}*{suffix}*"))
     if existing:
-        raise WrongUse(f"{existing[0]} is there already: name another place, or remove it")
+        raise WrongUse(f"{existing[0]} exists already: name a different path, or remove it")
 
     def read(item: _Item) -> torch.Tensor:
         report(item.nbytes)
@@ -280,7 +280,7 @@ def import_model(
             else:
                 left_out.append(name)
     if not tensors:
-        raise WrongUse(f"{source} has no tensors by name, but {few(left_out)}")
+        raise WrongUse(f"{source} has no named tensors, only {few(left_out)}")
     token = ON_WRITTEN.set(report)
     try:
         path = save(directory, _Tensors(tensors), step=step)
@@ -312,18 +312,18 @@ def files_of(source: Path) -> list[Path]:
             try:
                 names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
                 if any(name != os.path.basename(name) for name in names):
-                    raise ValueError(f"it names files outside of its directory: {few(names)}")
+                    raise ValueError(f"it names files outside its directory: {few(names)}")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise CorruptCheckpointError(
-                    f"{index} is no index of files: {type(error).__name__}: {error}"
+                    f"{index} is not an index of files: {type(error).__name__}: {error}"
                 ) from error
             if missing := [name for name in names if not (source / name).is_file()]:
-                raise CorruptCheckpointError(f"{source / missing[0]} is missing, which {index.name} names")
+                raise CorruptCheckpointError(f"{source / missing[0]} is missing, but {index.name} names it")
             return [source / name for name in names]
         if found := sorted(path for path in source.glob("*") if path.suffix in suffixes and path.is_file()):
             return found
     endings = ", ".join(sorted({suffix for _, suffixes in FORMATS.values() for suffix in suffixes}))
-    raise WrongUse(f"{source} is no file, and no directory with files that end in one of {endings}")
+    raise WrongUse(f"{source} is neither a file nor a directory with files that end in one of {endings}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -346,13 +346,13 @@ def _read_torch(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of zipfile, torch.load and the unpickler, as they come
         raise CorruptCheckpointError(
-            f"{path} cannot be loaded without executing code, or is not of torch.save since torch 1.6: "
+            f"{path} cannot be loaded without executing code, or was not written by torch.save of torch 1.6 or newer: "
             f"{type(error).__name__}: {error}"
         ) from error
     if isinstance(found, dict) and not any(isinstance(value, torch.Tensor) for value in found.values()):
         found = next((found[key] for key in _MODEL_KEYS if isinstance(found.get(key), dict)), found)
     if not isinstance(found, dict):
-        raise WrongUse(f"{path} holds a {type(found).__name__}: a dict of tensors by name is expected")
+        raise WrongUse(f"{path} holds a {type(found).__name__}: expected a dict of tensors by name")
     return {str(name): value for name, value in found.items()}
 
 

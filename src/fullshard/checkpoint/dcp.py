@@ -59,7 +59,7 @@ def read_metadata(data: bytes, path: Path) -> Manifest:
     except CorruptCheckpointError:
         raise
     except Exception as error:  # wrong objects may raise any error
-        raise CorruptCheckpointError(f"{path} is no metadata of DCP: {type(error).__name__}: {error}") from error
+        raise CorruptCheckpointError(f"{path} is not DCP metadata: {type(error).__name__}: {error}") from error
 
 
 def _described(metadata: dict[str, Any], path: Path) -> Manifest:
@@ -93,7 +93,7 @@ def _described(metadata: dict[str, Any], path: Path) -> Manifest:
     if isinstance(planner := metadata.get("planner_data"), plain.Pairs):
         for name, keys in _pairs(planner):
             if not isinstance(keys, (tuple, list)) or len(keys) > len(name) + 1:
-                raise ValueError(f"'{name}' has no keys that lead to it")
+                raise ValueError(f"the keys of '{name}' do not lead to it")
             if sum(len(str(key) if type(key) is int else _text(key)) for key in keys) > len(name):
                 raise ValueError(f"'{name}' has keys that are longer than it")  # many may be the same object
             manifest.paths[name] = tuple(keys)
@@ -112,13 +112,13 @@ def _fields(value: Any, *classes: str) -> dict[str, Any]:
         raise TypeError(f"it has no {classes[0]} where one is expected")
     module, name = value.function
     if name not in classes or not module.startswith("torch.distributed."):
-        raise ValueError(f"it names {value.function}, which is no part of DCP's metadata")
+        raise ValueError(f"it names {value.function}, which is not part of DCP's metadata")
     return {_text(key): each for key, each in _pairs(value.state)} if value.state is not None else {}
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"it has a {type(value).__name__} where a text is expected")
+        raise TypeError(f"it has a {type(value).__name__} where a string is expected")
     return value
 
 
@@ -229,7 +229,7 @@ def check_archive(file: BinaryIO, size: int) -> None:
         if any(each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size for each in members):
             raise ValueError("compressed")
         if sum(each.file_size for each in members) > size:
-            raise ValueError(f"{size} bytes promise more than they are")
+            raise ValueError(f"its parts claim more than its {size} bytes")
         sizes = {each.filename.partition("/")[2].lower(): each.file_size for each in members}
         folders = {each.filename.partition("/")[0] for each in members}
         if len(sizes) != len(members) or len(folders) != 1 or any("\0" in each.orig_filename for each in members):
@@ -244,7 +244,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
     right before its end, and both of its records must say so."""
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        raise ValueError("it does not begin as an archive of torch.save")
+        raise ValueError("it does not begin like an archive of torch.save")
     file.seek(max(0, size - 98))
     tail = file.read().rjust(98)
     mark, _, _, _, _, length, start, comment = struct.unpack("<4s4H2LH", tail[-22:])
@@ -273,21 +273,21 @@ def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
                 budget -= len(each)
                 waiting += each if budget > 0 else ()
             if budget < 0:
-                raise ValueError("it has values in one another, more than it has bytes")
+                raise ValueError("it has more nested values than its bytes can hold")
 
     def check_call(function: Any, args: Any) -> None:
         name = str(function) if isinstance(function, plain.Global) else ""
         check_parts(args)
         parent, _, last = name.replace("__builtin__", "builtins").rpartition(".")
         if not name or not isinstance(args, tuple):
-            raise ValueError("it calls what has no name")
+            raise ValueError("it calls something that has no name")
         if name.endswith("._rebuild_from_type_v2"):
             check_call(args[0], args[2])
         is_encoded = name == "_codecs.encode" and len(args) > 1 and args[1] not in _LATIN
         is_sized = name.endswith(".bytearray") and any(type(each) is int for each in args)
         is_class = last.endswith(("Tensor", "Storage")) and f"{parent}.".startswith("torch.")
         if is_encoded or is_sized or name in _GROWS or is_class:
-            raise ValueError(f"it calls {name}, which may take any memory")
+            raise ValueError(f"it calls {name}, which could use any amount of memory")
 
     def check(each: Any) -> None:
         if isinstance(each, plain.Made):
@@ -296,7 +296,7 @@ def _check_values(data: bytes, sizes: Mapping[str, int]) -> None:
             _, storage, key, _, count = each.id
             nbytes = count * _STORAGES[storage.name.removesuffix("Storage")].itemsize
             if sizes[f"data/{key}".lower()] != nbytes or type(count) is not int:
-                raise ValueError(f"its storage {key} has not the {count} elements that it promises")
+                raise ValueError(f"its storage {key} does not have the {count} elements that it claims")
         else:
             check_parts(each)
 
@@ -308,7 +308,7 @@ def loaded_tensor(data: bytes, dtype: torch.dtype, sizes: Iterable[int], what: s
     tensor, sizes = loaded(data, what), tuple(sizes)
     if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, sizes):
         found = f"{tensor.dtype} of {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor)
-        raise CorruptCheckpointError(f"{what} holds {found}, and the metadata says {dtype} of {sizes}")
+        raise CorruptCheckpointError(f"{what} holds {found}, but the metadata says {dtype} of {sizes}")
     if math.prod(sizes) * dtype.itemsize > len(data):
         raise CorruptCheckpointError(f"{what} has fewer values than its shape says")
     return tensor

@@ -104,7 +104,7 @@ class Replica:
         finally:
             if agreed:
                 end = torch.tensor([_END, 0, 0])
-                with waiting("the end of the other ranks' reading", self.ranks.group):
+                with waiting("the other ranks to finish reading", self.ranks.group):
                     dist.send(end, group=self.ranks.group, group_dst=(self.ranks.rank + 1) % self.ranks.size, tag=ASK)
                     thread.join()
 
@@ -113,7 +113,7 @@ class Replica:
         request = torch.tensor([sorted(self.holders).index(name), start, len(block)])
         answer = torch.empty(len(block) + 1, dtype=torch.uint8)
         try:
-            with waiting("what another rank has of a checkpoint", self.ranks.group):
+            with waiting("another rank's part of a checkpoint", self.ranks.group):
                 dist.send(request, group=self.ranks.group, group_dst=holder, tag=ASK)
                 dist.recv(answer, group=self.ranks.group, group_src=holder, tag=_ANSWER)
         except RuntimeError as error:
@@ -238,7 +238,7 @@ def _parts_on_host(root: Path) -> dict[str, _HostPart]:
         try:
             saved = Checkpoint(path, whole=False)
         except CorruptCheckpointError as error:
-            warn(f"the in-memory replica {path} is passed over, because it is not whole: {error}")
+            warn(f"the in-memory replica {path} is skipped, because it is not whole: {error}")
             continue
         lacks = frozenset(saved.lacking())
         found[mark_of(path)] = _HostPart(
@@ -255,9 +255,9 @@ def _refusal(part: _HostPart, directory: Path) -> str:
     """The reason why training in a directory must not continue from a replica; empty if it may."""
     after = part.binding.get("after", "")
     if not part.binding.get("training") or part.binding["training"] != training_of(directory):
-        return f"it is of another training than what is in {directory}"
+        return f"it belongs to a different training run than {directory}"
     if after and not ((directory / after).is_dir() and mark_of(directory / after) == part.binding["mark"]):
-        return f"it was saved after {after}, which {directory} does not have any more"
+        return f"it was saved after {after}, which is no longer in {directory}"
     for path in list_checkpoints(directory):
         number = number_of(path.name)
         if number is not None and (number_of(after) or (-1, 0)) < number and number[0] <= _number(part)[0]:

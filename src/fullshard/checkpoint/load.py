@@ -98,7 +98,7 @@ def load(
             except CorruptCheckpointError as error:
                 if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
                     broken.append(str(error))
-                    warn(f"the checkpoint {path} is passed over, because it is not whole: {error}")
+                    warn(f"the checkpoint {path} is skipped, because it is not whole: {error}")
                 continue
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
@@ -109,9 +109,7 @@ def load(
     if broken:
         raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(broken)}")
     if number_of(root.name):
-        raise CheckpointError(
-            f"there is no checkpoint {root}: give load() the directory of all, {root.parent}"
-        )
+        raise CheckpointError(f"there is no checkpoint {root}: give load() its parent directory, {root.parent}")
     if ranks.first:
         _log.info(f"nothing is loaded: {root} has no checkpoint")
     return None
@@ -136,10 +134,10 @@ def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Itera
         except PeerFailure:
             raise
         except CheckpointError as error:
-            warn(f"in-memory replicas are passed over: {error}")
+            warn(f"in-memory replicas are skipped: {error}")
         why = f": there is no in-memory replica in {memory}"
         if found:
-            why = f": the in-memory replica of step {found[0].step} is passed over: {found[0].refused or 'it is older'}"
+            why = f": the in-memory replica of step {found[0].step} is skipped: {found[0].refused or 'it is older'}"
     on_disk = newest_first(directory)
     while True:
         name = ranks.attempt(lambda: (_relative(next(on_disk, None), directory) if ranks.first else None,))[1][0]
@@ -151,7 +149,7 @@ def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Itera
                 reason = f": it is an in-memory replica, and {directory} has nothing newer"
                 yield _Candidate(replica.path, replica.open, replica.served, reason)
             elif replica.step > step:
-                warn(f"the in-memory replica {replica.path} is passed over: {replica.refused}")
+                warn(f"the in-memory replica {replica.path} is skipped: {replica.refused}")
         if path is None:
             return
         yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
@@ -211,7 +209,7 @@ class _Loading:
             if hasattr(each, "load_state_dict"):
                 if name not in self.state and self.strict:
                     raise KeyError(
-                        f"{self.path} has no state '{name}', but {sorted(self.state)}: leave it out of load(state=...)"
+                        f"{self.path} has no state '{name}', only {sorted(self.state)}: leave it out of load(state=...)"
                     )
                 found: dict[tuple[str | int, ...], Any] = {}
                 without_dtensors(each.state_dict(), (name,), found)
@@ -221,8 +219,8 @@ class _Loading:
         differing = self.checkpoint.differing()
         if differing and self.ranks.first and self.ranks.size != manifest.world_size:
             warn(
-                f"{self.path} was saved by {manifest.world_size} ranks, and {self.ranks.size} load it: of {differing}, "
-                f"which differ between ranks, rank r has those of rank r modulo {manifest.world_size}"
+                f"{self.path} was saved by {manifest.world_size} ranks and is loaded by {self.ranks.size}: of "
+                f"{differing}, which differ between ranks, rank r gets those of rank r modulo {manifest.world_size}"
             )
 
     def _compare(self, contents: Contents, optimizer: Optimizer | None) -> None:
@@ -248,13 +246,13 @@ class _Loading:
             whole = {name.partition(".[")[0] for name in in_checkpoint}
             if any(name.partition(".[")[0] in whole for name in missing):
                 raise ValueError(
-                    f"{self.path} has {few(missing)}, for other parts of parameters than this rank has: "
-                    f"load it on as many ranks, sharded alike, as saved it"
+                    f"{self.path} has {few(missing)}, for different parts of parameters than this rank has: "
+                    f"load it on the number of ranks that saved it, with the same sharding"
                 )
-            raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it of another model?")
+            raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it from a different model?")
         in_checkpoint = {name for name in in_checkpoint if ".[" not in name}
         if unknown := sorted(in_checkpoint - set(contents.paths) - {f"model.{name}" for name in self.other_values}):
-            raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it of another model?")
+            raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it from a different model?")
         if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 

@@ -261,7 +261,7 @@ def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
         kinds.append(Kind(dtype_of(dtype), tuple(shape), pieces, starts))
     tensors = Tensors(fields["tensors"], fields["kind"], kinds)
     if len(tensors) != len(fields["tensors"]) or not set(map(type, tensors)) <= {str}:
-        raise CorruptCheckpointError(f"{path} has a name twice, or one that is no text")
+        raise CorruptCheckpointError(f"{path} has a name twice, or one that is not a string")
     return tensors
 
 
@@ -279,7 +279,7 @@ def mark_of(path: Path) -> str:
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or name.rpartition(".")[2].startswith(("q", "quint")):
-        raise ValueError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return found
 
 
@@ -321,11 +321,11 @@ def _check_kind(manifest: Manifest, kind: Kind, names: Sequence[str], path: Path
         if type(head) is not int or head < -1 or max(head, 0) + nbytes > length:
             raise CorruptCheckpointError(f"{what} has a piece of {nbytes} bytes in {length} bytes of {file!r}")
     if not _are_tiles([piece[3:] for piece in kind.pieces], shape):
-        raise CorruptCheckpointError(f"{what} of shape {shape} is not covered by its pieces, each element once")
+        raise CorruptCheckpointError(f"{what} of shape {shape} has pieces that do not cover each element exactly once")
     nbytes, available = math.prod(shape) * kind.dtype.itemsize, sum(manifest.files[file].size for file in files)
     if nbytes > available:
         raise CorruptCheckpointError(
-            f"{what} has {nbytes} bytes, and its files {available}: some of its pieces lie at the same"
+            f"{what} has {nbytes} bytes, but its files only {available}: some of its pieces overlap"
         )
 
 
@@ -361,11 +361,11 @@ def _check_runs(
     """Checks that runs of ``length`` bytes are inside of a file. Each run stores one of ``names``."""
     size = manifest.files[file].size
     if len(starts) != len(names) or not _are_counts((*starts, length)):
-        raise CorruptCheckpointError(f"{path}: {few(names)} lie at no bytes of {file!r}")
+        raise CorruptCheckpointError(f"{path}: {few(names)} do not lie at valid bytes of {file!r}")
     if names and max(starts) + length > size:
         name, start = next(each for each in zip(names, starts, strict=True) if each[1] + length > size)
         raise CorruptCheckpointError(
-            f"{path}: '{name}' lies at bytes {start} to {start + length} of {file!r}, which has fewer"
+            f"{path}: '{name}' lies at bytes {start} to {start + length} of {file!r}, which is shorter"
         )
 
 

@@ -97,7 +97,7 @@ def parse(data: bytes, visit: Callable[[Any], object] = lambda _: None) -> Any:
         elif name == "STACK_GLOBAL":
             module, attribute = _pop(stack, 2)
             if not type(module) is type(attribute) is str:
-                raise UnpicklingError("it names a class by what is no text")
+                raise UnpicklingError("it names a class by something that is not a string")
             stack.append(Global(module, attribute))
         elif name in ("REDUCE", "NEWOBJ"):
             stack.append(Made(*_pop(stack, 2)))
@@ -105,7 +105,7 @@ def parse(data: bytes, visit: Callable[[Any], object] = lambda _: None) -> Any:
         elif name == "BUILD":
             state = stack.pop()
             if not isinstance(stack[-1], Made):
-                raise UnpicklingError("it gives a state to what is no object")
+                raise UnpicklingError("it gives a state to something that is not an object")
             stack[-1].state = state
         elif name == "BINPERSID":
             stack.append(Stored(stack.pop()))
@@ -119,7 +119,7 @@ def parse(data: bytes, visit: Callable[[Any], object] = lambda _: None) -> Any:
 
 def _top(stack: list[Any], count: int) -> list[Any]:
     if len(stack) < count:
-        raise UnpicklingError("it takes what is not there")
+        raise UnpicklingError("it takes more values than there are")
     return stack[-count:]
 
 

@@ -77,6 +77,6 @@ class PreemptionHandler:
             self._timer.start()
 
     def _end(self) -> None:
-        sys.stderr.write(f"fullshard: {self._grace_period:g} s after SIGTERM this process ends before it could save\n")
+        sys.stderr.write(f"fullshard: this process ends {self._grace_period:g} s after SIGTERM, before it could save\n")
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)

@@ -57,7 +57,7 @@ class Ranks:
         padded[: data.numel()] = data
         every = [torch.empty_like(padded) for _ in lengths] if self.first else None
         try:
-            with waiting("what each rank tells the first one of a checkpoint", self.group):
+            with waiting("each rank's message to the first about a checkpoint", self.group):
                 dist.gather(padded, every, group=self.group, group_dst=0)
         except RuntimeError as error:
             raise self.lost(error) from error
@@ -87,8 +87,8 @@ class Ranks:
     def lost(self, error: RuntimeError) -> PeerFailure:
         """The exception to raise after an ``error`` of a collective, which does not say that a rank was lost."""
         return PeerFailure(
-            f"rank {self.rank} lost another rank while it saved or loaded a checkpoint: look for the first "
-            f"error on the other ranks; checkpoints that existed before are whole ({error})"
+            f"rank {self.rank} lost its connection to another rank while it saved or loaded a checkpoint: find "
+            f"the first error in other ranks' logs; checkpoints that existed before are whole ({error})"
         )
 
     def attempt(self, call: Callable[[], _Result]) -> tuple[_Result, list[Any]]:

@@ -163,7 +163,7 @@ class Checkpoint:
             CorruptCheckpointError: a checksum is wrong.
         """
         if name not in self.manifest.objects:
-            raise KeyError(f"{self.path} has no value '{name}', but {sorted(self.manifest.objects)}")
+            raise KeyError(f"{self.path} has no value '{name}', only {sorted(self.manifest.objects)}")
         stored = self.manifest.objects[name]
         try:
             data = self._bytes(*stored)
@@ -227,7 +227,7 @@ class Checkpoint:
         for name, shape, offsets, into in targets:
             kind, at = self.tensors.positions.get(name) or self._position(name)
             if kind.shape != shape:
-                raise ValueError(f"'{name}' has the shape {shape} here, and {kind.shape} in {self.path}")
+                raise ValueError(f"'{name}' has the shape {shape} here, but {kind.shape} in {self.path}")
             same = kind.boxes.get((offsets, into.shape), -1)
             if same >= 0 and into.dtype == kind.dtype and into.is_cpu and into.is_contiguous():
                 file, _, head, _, _ = kind.pieces[same]
@@ -295,7 +295,7 @@ class Checkpoint:
                 into = into.narrow(dim, low - offsets[dim], size)
         if piece.data < 0:
             data = self._bytes(piece.file, piece.start, piece.length)
-            whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"what {self.path / piece.file} has of it")
+            whole = dcp.loaded_tensor(data, dtype, piece.sizes, f"its piece in {self.path / piece.file}")
             begins = map(operator.sub, lows, piece.offsets)
             into.copy_(whole[tuple(slice(at, at + size) for at, size in zip(begins, sizes, strict=True))])
             return
@@ -325,10 +325,10 @@ class Checkpoint:
         for name, file in self.manifest.files.items():
             size = self._files.size(name)
             if size != file.size:
-                lacks = "is no regular file" if size is None else f"has {size} bytes, and {file.size} were written"
+                lacks = "is not a regular file" if size is None else f"has {size} bytes, but {file.size} were written"
                 found[name] = f"{self.path / name} {'is missing' if size == -1 else lacks}"
                 if names := sorted(self._in(name, max(size or 0, 0), file.size)):
-                    found[name] += f"; lost are parts of {few(names)}"
+                    found[name] += f"; parts of {few(names)} are lost"
         return found
 
     def _in(self, file: str, first: int, last: int) -> Iterator[str]:

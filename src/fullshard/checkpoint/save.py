@@ -122,15 +122,15 @@ def save(
     if step is not None and not hasattr(step, "__index__"):
         raise TypeError(f"step is {step!r}; expected an integer")
     if step is not None and (step := operator.index(step)) < 0:
-        raise ValueError(f"step is {step}; expected a number from 0 on")
+        raise ValueError(f"step is {step}; expected a number of 0 or more")
     if replicas is not None and step is None:
-        raise ValueError("replicas need the step, by which they are compared with the checkpoints of the directory")
+        raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
     root: Location = located(directory).absolute()
     memory = Path(replicas).absolute() if replicas is not None else None
     for path in (root, *([memory] if memory else [])):
         if number := number_of(path.name):
             raise ValueError(
-                f"{path} is a name of one checkpoint: give save() the directory of all, '{path.parent}', and "
+                f"{path} names a single checkpoint: give save() its parent directory, '{path.parent}', and "
                 f"step={number[0]}"
             )
     ranks = Ranks(process_group, background=not wait)
@@ -188,7 +188,8 @@ class _Writing:
             self.partial = self.partial or storage_of(self.directory).join(everyone[self.leader][0])
             if any(set(each[2]) != set(digests) for each in others):
                 raise CheckpointError(
-                    f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; give the same"
+                    f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; "
+                    "give the same names"
                 )
             holders = dict[str, list[int]]()
             if not all(everywhere == each[3] != "" for each in everyone):
@@ -327,7 +328,7 @@ class _Writing:
             writer = self.partial.open(name)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{socket.gethostname()} does not see {path}, which rank {self.leader} has made: "
+                f"{socket.gethostname()} does not see {path}, which rank {self.leader} created: "
                 f"{self.directory} must be on a disk that all hosts share"
             ) from error
         try:

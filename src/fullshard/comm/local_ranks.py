@@ -65,9 +65,9 @@ class LocalRanks:
         for rank, (other, _) in enumerate(said):
             if other != said[0][0]:
                 raise ValueError(
-                    f"rank {self.global_ranks[rank]} needs {other} bytes for what rank {self.global_ranks[0]} keeps in "
-                    f"{said[0][0]}: build the same model on all ranks, on the meta device on all or none of them, or "
-                    f"set FULLSHARD_TRANSPORT=p2p"
+                    f"rank {self.global_ranks[rank]} needs {other} bytes of shared memory where rank "
+                    f"{self.global_ranks[0]} needs {said[0][0]}: build the same model on all ranks, on the meta device "
+                    f"on all or none of them, or set FULLSHARD_TRANSPORT=p2p"
                 )
         address: Address | None = said[0][1]
         with suppress(OSError):
@@ -127,9 +127,8 @@ class LocalRanks:
         """Raise in a process that was forked from a rank."""
         if os.getpid() != self._pids[self.rank]:
             raise RuntimeError(
-                f"process {os.getpid()} was forked from rank {self._name(self.rank)} and is at {doing}: it has the "
-                f"parameters as they were when it was forked, and no part in forwards and backwards, which take the "
-                f"ranks themselves"
+                f"process {os.getpid()} was forked from rank {self._name(self.rank)} and is at {doing}: it has a "
+                f"copy of the parameters from then, and only the ranks themselves can run forwards and backwards"
             )
 
     def _name(self, rank: int) -> str:
@@ -167,12 +166,12 @@ class PassBarrier:
             if is_other:
                 raise RuntimeError(
                     f"rank {here} is at {doing} and rank {there} is not: one of them has left out a forward or a "
-                    f"backward. All ranks must run the same ones, as often as each other"
+                    f"backward. All ranks must run the same ones, the same number of times, also in an evaluation"
                 )
             raise RuntimeError(
-                f"rank {here} is at {doing} after {steps} steps of optimizers and rank {there} after "
-                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps other parameters. "
-                f"All ranks must take as many micro-batches for each step of an optimizer that has their parameters"
+                f"rank {here} is at {doing} after {steps} optimizer steps and rank {there} after "
+                f"{counters.noted(rank)}: one of them has left out a micro-batch or a step, or steps different "
+                f"parameters. All ranks must run the same number of micro-batches per optimizer step"
             )
 
     def leave(self, doing: str) -> None:
@@ -194,9 +193,9 @@ def find_local_ranks(process_group: dist.ProcessGroup) -> LocalRanks | str:
     every: list[tuple[int, str, bool]] = gather_objects((os.getpid(), host_id(), can_share()), process_group)
     for rank, (_, host, able) in enumerate(every):
         if not able:
-            return f"rank {rank} runs on a system without memory that processes share in the way that is needed"
+            return f"rank {rank} runs on a system without the shared memory that this transport needs"
         if host != every[0][1]:
-            return f"rank {rank} runs on another host than rank 0"
+            return f"rank {rank} runs on a different host than rank 0"
     local_ranks: LocalRanks | None = None
     with suppress(OSError):
         local_ranks = LocalRanks(process_group, [pid for pid, _, _ in every])

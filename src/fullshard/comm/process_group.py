@@ -62,7 +62,7 @@ def exchange_in_store(mine: Any, key: str, process_group: dist.ProcessGroup) -> 
     has not come after some seconds is left out."""
     store, keys = default_store(), {r: f"{key}/{r}" for r in dist.get_process_group_ranks(process_group)}
     store.set(keys[dist.get_rank()], json.dumps(mine))
-    with waiting("what the other ranks tell in the store", process_group), suppress(RuntimeError):
+    with waiting("the other ranks' values in the store", process_group), suppress(RuntimeError):
         store.wait([*keys.values()], timedelta(seconds=_PATIENCE))
     return {rank: json.loads(store.get(each)) for rank, each in keys.items() if store.check([each])}
 
@@ -71,7 +71,7 @@ def broadcast_object(value: Any, process_group: dist.ProcessGroup | None, source
     """The object of the rank ``source``; every rank must call it, and the others' ``value`` does not count."""
     data = encoded(value if dist.get_rank(process_group) == source else None, process_group)
     length = data.new_tensor([data.numel()], dtype=torch.int64)
-    with waiting(f"what rank {source} of the group sends", process_group):
+    with waiting(f"data from rank {source} of the group", process_group):
         dist.broadcast(length, group=process_group, group_src=source)
         data = data if dist.get_rank(process_group) == source else data.new_empty(int(length))
         dist.broadcast(data, group=process_group, group_src=source)

@@ -71,7 +71,7 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     """A transport, and why it is this one."""
     wanted = renamed_value("FULLSHARD_TRANSPORT", os.environ.get("FULLSHARD_TRANSPORT", ""))
     if wanted not in ("", *NAMES):
-        raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} names no transport: use one of {', '.join(NAMES)}")
+        raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} is not a transport: use one of {', '.join(NAMES)}")
     backend = backend_name(process_group, device)
     fits = is_host(device) and backend == "gloo"
     asked = f"FULLSHARD_TRANSPORT={wanted}"
@@ -88,5 +88,5 @@ def choose_transport(process_group: dist.ProcessGroup, device: torch.device) -> 
     if isinstance(shared, ShmTransport):
         return shared, asked if wanted else "all of them share a host"
     if wanted:
-        raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot serve this process group: {shared}; unset it")
+        raise ValueError(f"FULLSHARD_TRANSPORT={wanted!r} cannot be used for this process group: {shared}; unset it")
     return _between_hosts(), shared

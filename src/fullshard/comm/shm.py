@@ -71,7 +71,7 @@ class ShmTransport(Transport):
         """The transport of a process group, or why there can be none. Every rank must make the first call."""
         if process_group not in _known:
             met = find_local_ranks(process_group)
-            made: ShmTransport | str = "a rank could not map memory of another"
+            made: ShmTransport | str = "a rank could not map another rank's memory"
             if isinstance(met, str):
                 made = met
             elif met.map_together(control := Segment.reserve((2 * LINE + _ENTRIES) * met.size)):
@@ -154,7 +154,7 @@ class ShmTransport(Transport):
             )
         if subject != route.subject:
             raise RuntimeError(
-                f"rank {there} has gradients of other parameters of {named(tag)} than rank {here}: where ranks "
+                f"rank {there} has gradients of different parameters of {named(tag)} than rank {here}: where ranks "
                 f"may use different parameters, call set_reduce_scatter_unused_params(True)"
             )
         if rank == self.local_ranks.rank:

@@ -68,7 +68,7 @@ class Waits:
         #: Lets the other ranks know at once where it is, by the thread that trains.
         self.announce: Callable[[], object] = lambda: None
         #: Says what is known of the ranks of a process group after one was lost; waits for the news some seconds.
-        self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Look on the others for the first error"
+        self.explain: Callable[[dist.ProcessGroup | None], str] = lambda _: "Find the first error in other ranks' logs"
 
     @property
     def verdict(self) -> str | None:
@@ -101,8 +101,9 @@ def checks_are_on() -> bool:
 
 def lost(wait: Wait, rank: str, error: object) -> PeerFailureError:
     """What to raise when a wait for ``rank`` has failed with ``error``: backends say that a rank was lost, not why."""
-    why, said = WAITS.explain(wait.process_group), str(error).partition(". ")[0]
-    return PeerFailureError(f"rank {dist.get_rank()} lost {rank} in {describe_with_position(wait)}. {why} ({said})")
+    why, at = WAITS.explain(wait.process_group), describe_with_position(wait)
+    said = str(error).partition(". ")[0]
+    return PeerFailureError(f"rank {dist.get_rank()} lost its connection to {rank} in {at}. {why} ({said})")
 
 
 def comes_from_backend(error: RuntimeError) -> bool:

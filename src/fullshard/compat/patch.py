@@ -77,7 +77,7 @@ def patch() -> int:
                     _bound.append((vars(module), name, value))
                     vars(module)[name] = ours[id(value)]
     found = fullshard.__version__, torch.__version__, len(_bound)
-    _log.info("fullshard %s stands in for the FSDP of torch %s: %d names bound", *found)
+    _log.info("fullshard %s replaces the FSDP of torch %s: %d names bound", *found)
     return len(_bound)
 
 
@@ -146,6 +146,6 @@ def _refuse_sharded(what: str) -> None:
     for each in gc.get_objects():
         if issubclass(type(each), torch.nn.Module) and names & {cls.__name__ for cls in type(each).__mro__}:
             raise RuntimeError(
-                f"fullshard.{what}() was called when a model, a {type(each).__name__}, is sharded already: call it "
+                f"fullshard.{what}() was called after a model, a {type(each).__name__}, was sharded: call it "
                 f"first, at the beginning of the program"
             )

@@ -203,8 +203,8 @@ class ModuleParameters:
             return False
         if not isinstance(shown, nn.Parameter):
             raise RuntimeError(
-                f"parameter '{param.name}' stands in its module as a sharded tensor and no Parameter, as "
-                f"functional_call puts it: give functional_call full tensors, for example p.full_tensor()"
+                f"parameter '{param.name}' is a sharded tensor in its module, not a Parameter, because "
+                f"functional_call put it there: give functional_call full tensors, for example p.full_tensor()"
             )
         found, expected = tuple(local_of(shown).shape), param.chunk_shape(self._group.data.shard_rank)
         if found != expected:

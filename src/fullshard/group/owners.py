@@ -38,8 +38,8 @@ def refuse_gradients(original: nn.Parameter, name: str) -> None:
 
     def refuse(_: torch.Tensor) -> None:
         raise RuntimeError(
-            f"a gradient came to parameter '{name}' as it was before it was sharded: something computes with it that "
-            f"holds it apart from its module (a closure, an object). Read the parameter from its module in each forward"
+            f"a gradient arrived at parameter '{name}' as it was before sharding: something outside its module (a "
+            f"closure, an object) still computes with it. Read the parameter from its module in each forward"
         )
 
     original.register_hook(refuse)

@@ -68,8 +68,8 @@ def verify_next(name: str, tag: int, process_group: dist.ProcessGroup) -> None:
     ranks = zip(dist.get_process_group_ranks(process_group), gather_objects(tag, process_group), strict=True)
     if others := [rank for rank, found in ranks if found != tag]:
         raise RuntimeError(
-            f"rank {dist.get_rank()} gathers the parameters of '{name}' and ranks {others} gather others: every rank "
-            f"must run the same sharded modules in the same order"
+            f"rank {dist.get_rank()} gathers the parameters of '{name}' and ranks {others} gather different ones: "
+            f"every rank must run the same sharded modules in the same order"
         )
 
 

@@ -55,8 +55,8 @@ def advise(facts: ModelFacts) -> Iterator[Advice]:
     several = groups if len(groups) > 1 else []
     if small := [each.title for each in several if each.reshards and each.communicates and each.whole < _SMALL]:
         yield Advice(
-            f"{_are(small)} smaller than 1 MiB: its exchanges cost more than they move",
-            "Let the module around it shard its parameters, or shard several together: fully_shard([a, b])",
+            f"{_are(small)} smaller than 1 MiB: exchanges this small cost more than they move",
+            "Leave the parameters to the module around, or shard several modules together: fully_shard([a, b])",
         )
     for each in several:
         share = each.whole / every
@@ -126,7 +126,7 @@ def _of_reductions(groups: Sequence[GroupFacts]) -> Iterator[Advice]:
         yield Advice(
             f"Gradients of {_few([each.title for each in found])} are computed in {first.compute[0]} and travel in "
             f"float32: {bytes_text(more)} more in a step",
-            f"reduce_dtype=torch.{first.compute[0]}, or none, {result}. Keep float32 if the gradients of several "
+            f"reduce_dtype=torch.{first.compute[0]} {result}. Keep float32 if the gradients of several "
             f"micro-batches add up before they are reduced",
         )
 

@@ -43,7 +43,7 @@ def _count(text: str) -> int:
 
 
 def _from_0(text: str) -> float:
-    return _number(text, float, "a number that is not below 0", lambda number: number >= 0)
+    return _number(text, float, "a number of 0 or more", lambda number: number >= 0)
 
 
 def _number(text: str, kind: type[float], what: str, is_fine: Callable[[float], bool]) -> float:

@@ -88,7 +88,8 @@ class Diagnosis:
             lines += [f"   -> {check.advice}"] if check.advice else []
         lines += ["", "Checked:"]
         others = [check for check in self.checks if check not in self.problems]
-        lines += [f"  {check.result:<11}  {check.name:<14}  {check.text}" for check in others]
+        width = max((len(check.name) for check in others), default=0)
+        lines += [f"  {check.result:<11}  {check.name:<{width}}  {check.text}" for check in others]
         return "\n".join(lines)
 
 

@@ -195,7 +195,7 @@ def _other_programs(every: Sequence[Facts]) -> Iterator[Check]:
         return
     text = f"Since it started, rank {most.rank} ({most.host}) has waited for a free core for {percent(most.crowded)} "
     text += "of the time in which it could run; the other ranks have waited less." if len(every) > 1 else "of its time."
-    advice = "Look for what else computes there (top): another job, or too many DataLoader workers."
+    advice = "Find what else computes there (top): another job, or too many DataLoader workers."
     yield judged("other programs", most.crowded < _CROWDED, text, advice)
 
 
@@ -246,7 +246,7 @@ def _odd_settings(every: Sequence[Facts]) -> Iterator[Check]:
         text = "GLOO_SOCKET_IFNAME=lo, but the ranks are on several hosts, which cannot reach each other over lo."
         yield Check("settings", "error", text, "Name the interface that connects the hosts (ip addr).")
     if every[0].restarts and first.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1" and every[0].device == "cpu":
-        text = "torchrun may restart the ranks (--max-restarts), and they then read addresses of the attempt before."
+        text = "torchrun may restart the ranks (--max-restarts), and they then read addresses of the previous attempt."
         yield Check("restarts", "warning", text, "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
 
 

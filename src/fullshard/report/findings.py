@@ -162,7 +162,9 @@ def _balance(waits: Sequence[Waited], step: float) -> Finding:
         totals[wait.rank, wait.by] += wait.length  # type: ignore[assignment]
     (rank, by), most = max(totals.items(), key=lambda item: item[1], default=((0, None), 0))
     if most < _WORTH_SAYING * step:
-        text = f"No rank waits {percent(_WORTH_SAYING)} of a step of {_time(step)} for another rank, or for bytes."
+        text = (
+            f"No rank waits {percent(_WORTH_SAYING)} or more of a step of {_time(step)} for another rank, or for bytes."
+        )
         return Finding("balance", text)
     whom = "the bytes of communication" if by is None else f"rank {by}"
     text = f"No rank stands out. The longest wait is that of rank {rank} for {whom}: {_time(most)} of a step of "

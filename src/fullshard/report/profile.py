@@ -134,15 +134,10 @@ class Trace:
             directory: the directory into which :meth:`save` wrote it.
 
         Raises:
-        It calls :meth:`gather` first if that is still to be done. ``trace.json`` is for :meth:`load`, and for
-        https://ui.perfetto.dev or chrome://tracing. ``report.html`` is a page for a browser, one file that needs no
-        network. It needs plotly (``pip install fullshard[report]``); without plotly a warning says how to write the
-        page elsewhere.
+            ValueError: ``trace.json`` is damaged, no trace of fullshard, or of a different version.
+            OSError: the file is missing or cannot be read.
 
-        Args:
-            directory: is made if it does not exist.
-
-        Ranks: all alike.
+        Ranks: each for itself.
         """
         return Trace(chrome_trace.read(Path(directory, "trace.json")))
 

@@ -35,12 +35,12 @@ def bytes_of(size: float | str) -> int:
         ValueError: ``size`` is not positive, or not a number with one of these units.
     """
     text = str(size).strip()
-    found = re.fullmatch(r"([\d.]+(?:e\+?\d+)?)\s*([A-Za-z]*)", text)
+    found = re.fullmatch(r"([\d.]+(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", text, re.ASCII)
     try:
         number = float(found[1]) * _BY_TEXT[found[2].lower().removesuffix("b")] if found else 0.0
     except (ValueError, KeyError):
         number = 0.0
-    if not 0 < number < float("inf"):
+    if not 0.5 <= number < float("inf"):
         units = ", ".join(f"{unit}B" for unit in _UNITS)
         raise ValueError(f"expected bytes, or a number with one of the units {units}, such as '80GB', got {text!r}")
     return round(number)

@@ -56,7 +56,7 @@ def check_process_groups(groups: Sequence[dist.ProcessGroup]) -> None:
         except (KeyError, ValueError, RuntimeError) as error:
             raise RuntimeError(
                 "a process group over which parameters are sharded was destroyed (destroy_process_group): shard the "
-                "model anew after init_process_group"
+                "model again after init_process_group"
             ) from error
 
 

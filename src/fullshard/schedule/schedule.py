@@ -38,8 +38,8 @@ from fullshard.torch_private import call_after_backward, running_backward
 #: What to do after an error. The schedule does not do this unasked: a rank that goes on alone could gather one layer
 #: while other ranks gather a different one. If the sizes agree, it would compute with wrong weights.
 _CUT_SHORT = (
-    "{} did not end, as an error in it leaves it, which is the one to look at: call reset_iter_state() on the root "
-    "module, on every rank, before the next forward"
+    "{} did not end, probably because of an error in it: look at that error first, then call reset_iter_state() on "
+    "the root module, on every rank, before the next forward"
 )
 
 
@@ -276,7 +276,7 @@ class Schedule:
         if self._last_forward is not None and self._last_forward() is not None:
             raise RuntimeError(
                 f"finalize_backward was called between a forward of {self.root!r} and its backward: call it after "
-                f"the backward or, if there is to be none, let go of what the forward returned"
+                f"the backward or, if there is to be none, delete what the forward returned"
             )
         before = self.step.now
         self.step.now = FINALIZE[before]  # an error leaves it so

@@ -133,9 +133,9 @@ class StepLog(Log):
         if key in followers and not self.unlike_before:
             here, there = (_describe(each) if each else "the end of the pass" for each in (call, followers[key]))
             self.unlike_before = (
-                f"In this pass rank {dist.get_rank()} has {here} where it had {there} in the one before. If the "
-                f"other ranks had that again, the backend may have ended one of them: gloo ends processes in which "
-                f"the sizes of what they exchange differ"
+                f"In this pass rank {dist.get_rank()} has {here} where it had {there} in the previous one. If the "
+                f"other ranks repeated the previous pass, the backend may have ended one of them: gloo ends processes "
+                f"whose messages differ in size"
             )
         followers[key] = call
         WAITS.announce()
@@ -226,7 +226,7 @@ class _Comparison:
 
     def described(self) -> list[str]:
         """A pass and its communication, as text for messages."""
-        return [f"a {self.kind} after {self.steps} steps of optimizers", *map(_describe, self.calls)]
+        return [f"a {self.kind} after {self.steps} optimizer steps", *map(_describe, self.calls)]
 
     def start(self, device: torch.device, lane: Lane) -> None:
         said = self.steps, len(self.kind), hash(tuple([(group.tag, reduced) for group, reduced in self.calls]))
@@ -264,14 +264,14 @@ class _Comparison:
         # Not by a collective: on a device ranks notice at different times, between collectives of the next pass.
         key = f"fullshard/parted/{self.process_group.group_name}/{hash(tuple(said.flatten().tolist()))}"
         told = exchange_in_store(self.described(), key, self.process_group)
-        where = "some ranks have not told what they have"
+        where = "some ranks have not reported what they ran"
         if any(each != told[dist.get_rank()] for each in told.values()):
             where = "rank {} has {} where rank {} has {}".format(*first_difference(told))
         raise RuntimeError(
             f"the ranks did not run the same: {where}. What they computed in this {self.kind} is wrong. Every rank "
-            f"must run the same sharded modules in the same order, and take as many micro-batches for each step of an "
-            f"optimizer that has their parameters; where ranks use different parameters of a module, call "
-            f"set_reduce_scatter_unused_params(True), and where some leave a module out, they call "
+            f"must run the same sharded modules in the same order, and the same number of micro-batches per "
+            f"optimizer step; where ranks use different parameters of a module, call "
+            f"set_reduce_scatter_unused_params(True), and a rank that leaves a module out calls "
             f"fullshard.skip_module(module, tensor) in its place"
         )
 

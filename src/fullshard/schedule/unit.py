@@ -280,8 +280,8 @@ class Unit:
             del self._in_backward[use]
         elif not all(group.full.state.is_unsharded for group in self.groups):
             raise RuntimeError(
-                f"the backward of {self!r} ran through without having begun: none of its outputs told that a gradient "
-                f"had come, so its parameters were not there. Its forward must return its tensors in tuples, lists, "
+                f"the backward of {self!r} ended without having begun: none of its outputs reported a gradient, so "
+                f"its parameters were not gathered. Its forward must return its tensors in tuples, lists, "
                 f"dicts, dataclasses or containers known to pytree"
             )
         if self._in_backward or self._is_differentiated:
@@ -361,8 +361,8 @@ class Unit:
         """Become the root of a tree. Called for the first unit that runs, or whose groups are used."""
         if self.is_list:
             raise RuntimeError(
-                f"fully_shard was called with a list of modules, {self!r}, of which one ran, or was to set something "
-                f"for a whole tree, before the root of its tree is known: apply fully_shard to the module that "
+                f"fully_shard was called with a list of modules, {self!r}, and one of them ran, or changed a setting "
+                f"of the whole tree, before the root of the tree was known: apply fully_shard to the module that "
                 f"contains them, if that was not done, and call that module, or its method, first"
             )
         module = self.modules[0]
@@ -370,7 +370,7 @@ class Unit:
         for unit in units:
             if unit is not self and unit.finalizes_by_hand:
                 raise RuntimeError(
-                    f"set_manual_backward_finalization must be called on the root, {self!r}, and was on {unit!r}"
+                    f"set_manual_backward_finalization must be called on the root, {self!r}, but was called on {unit!r}"
                 )
             if unit.schedule is not None and unit.phase is not Phase.IDLE:
                 raise RuntimeError(f"{unit!r} is running and cannot become part of the tree of {self!r}")
@@ -450,10 +450,11 @@ def schedule_of(model: nn.Module, who: str) -> Schedule:
 
 
 def _is_in_forward(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is among the callers, and not one that an error ended."""
+    """Whether a call of ``module`` is among the callers, and not one that an error ended. Programs may replace
+    ``forward`` by any function."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "forward" and frame.f_locals.get("self") is module:
+        if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals.get("self") is module:
             return True
         frame = frame.f_back
     return False

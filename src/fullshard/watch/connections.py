@@ -116,9 +116,9 @@ class StoreConnection:
         if self._silent_since is None:
             self._silent_since = time.monotonic()
             _log.warning(
-                "The store by which ranks see what the others do %s, as where its process is stopped or busy, or its "
-                "host cannot be reached. Until it does, this rank cannot say where others are, nor they where it is; "
-                "training goes on",
+                "The store in which ranks report what they do %s, for example because its process is stopped or busy, "
+                "or its host cannot be reached. Until it answers, no rank can tell where this rank is, and this rank "
+                "cannot tell where others are; training goes on",
                 why,
             )
 

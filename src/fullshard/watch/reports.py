@@ -23,7 +23,7 @@ from fullshard.watch.connections import NoAnswerError, StoreConnection
 #: restarted the processes with the same store.
 _BEGUN = time.monotonic()
 #: What is known about ranks that did not report their end when the process of the store has ended.
-GONE = "the store has gone in which ranks tell how they end"
+GONE = "the store in which ranks report their end has gone"
 #: Seconds after which a host that does not answer is considered lost. Networks may fail for shorter.
 _UNREACHABLE = 60.0
 
@@ -141,7 +141,7 @@ class Reports:
     def silent_state(self, report: Report) -> str:
         """What a rank did when it was last heard of, for people; empty if it reports."""
         silence = self.silence(report)
-        how = f"has said nothing for {silence:.0f} s"
+        how = f"has not reported for {silence:.0f} s"
         if report.host == self._mine.host:
             stopped = " (the process is stopped)" if self.is_stopped(report) else ""
             return f"{how}{stopped}, and was {report.state}" if silence else ""
@@ -193,8 +193,8 @@ def parting(mine: Report, other: Report, but: Collection[str] = ()) -> str | Non
             before = f", both after {here[str(at - 1)]}" if at > 1 and str(at - 1) in here else ""
             return (
                 f"The ranks do not run the same: {where} {first[0]} has {first[1]} where rank {second[0]} has "
-                f"{second[1]}{before}. Every rank must run the same sharded modules in the same order, and take as "
-                f"many micro-batches for each step of the optimizer. A rank that does not need a module calls "
+                f"{second[1]}{before}. Every rank must run the same sharded modules in the same order, and the "
+                f"same number of micro-batches per optimizer step. A rank that does not need a module calls "
                 f"fullshard.skip_module(module, tensor) in its place"
             )
     return None

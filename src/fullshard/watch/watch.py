@@ -6,9 +6,9 @@ Once a second each rank writes its *report* to the store. A rank that waits read
     rank 1   waits for the gather of 'a' ──▶ reads ──▶ finds the verdict of rank 0    ──▶
 
 A verdict needs a proof: a process that has ended, the same pass with different groups, ranks that all wait for each
-    other, or the user's time limit. Operations of a backend cannot be cancelled. So the watch closes the connections
-    between ranks, and the operations end with an error. A process that still hangs is ended. Nothing here is part of a
-    step.
+other, a host that does not answer, or the user's time limit. Operations of a backend cannot be cancelled. So the watch
+closes the connections between ranks, and the operations end with an error. A process that still hangs is ended. Nothing
+here is part of a step.
 
 The thread starts when this process first waits for other ranks (``WAITS.begin``). With several ranks that happens when
 a model is sharded, because ranks then agree on names. It cannot start later: a rank that fails between sharding and its
@@ -162,7 +162,7 @@ class Watch:
         known = {thread: each for thread, each in self._beside.items() if waits.get(thread) is each.wait}
         self._beside = {thread: known.get(thread) or _Known(wait, now) for thread, wait in waits.items()}
         long = [(each, waits[thread]) for thread, each in self._beside.items() if now - each.since >= _READ]
-        text = "a thread beside training has waited {:.0f} s for {}"
+        text = "a background thread has waited {:.0f} s for {}"
         self._mine.beside = "; ".join(text.format(now - each.since, describe(wait)) for each, wait in long)
         for each, wait in long:
             if self._is_due(each, now):
@@ -190,8 +190,10 @@ class Watch:
             mine.waits = describe(wait)
             mine.waits_for = self._others_of(wait)
             if waited >= _READ:
-                for each, _ in self._connections():
-                    probe(each)
+                theirs = {(to, at) for report in self._reports.known.values() for at, to in report.connections}
+                for each, ends in self._connections():
+                    if ends in theirs:  # others are the user's
+                        probe(each)
                     mine.quiet = min(mine.quiet, quiet_seconds(each))
                 if self._is_same():  # otherwise training went on in the meantime
                     mine.passes = position.passes
@@ -227,7 +229,7 @@ class Watch:
         # A rank that has ended may have done its part. While others run, this rank may be waiting for them only.
         none_goes_on = is_all and all(self._is_over(each) or self._is_quiet(each, _READ) for each in everyone)
         if lost := self._lost(each for each in needed if none_goes_on or each.ended not in ("", _OVER, _LEFT)):
-            return f"{lost}. {self._parted()}"
+            return f"{lost}. {self._parted(lost)}"
         unanswered = {ends: unanswered_seconds(each) for each, ends in self._connections()}
         if unreachable := self._reports.unreachable(needed, unanswered):
             return unreachable
@@ -237,7 +239,7 @@ class Watch:
         if is_all and all(self._is_quiet(each, _STUCK) for each in everyone):
             return f"All ranks wait for each other. {self._others(reports, with_mine=True)}"
         if waited > self._hang:
-            return f"Nothing came in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
+            return f"Nothing arrived in {self._hang:.0f} s. {self._others(reports, with_mine=True)}"
         return None
 
     def _is_over(self, report: Report) -> bool:
@@ -263,10 +265,13 @@ class Watch:
         firsts = [text for is_later, text in sorted(found) if is_later == min(found)[0]]
         return ". ".join(firsts) or None
 
-    def _parted(self) -> str:
+    def _parted(self, lost: str) -> str:
         """Where ranks ran different things, which may be the reason why the backend ended one. Otherwise, advice."""
         found = filter(None, (parting(self._mine, report) for report in self._reports.known.values()))
-        return next(found, f"Look there for the first error. {WAITS.position().unlike_before}".rstrip(". "))
+        advice = "Look there for the first error"
+        if lost.endswith(_OVER):
+            advice = "It reported no error. It may have had fewer batches: all ranks must run the same number of steps"
+        return next(found, f"{advice}. {WAITS.position().unlike_before}".rstrip(". "))
 
     def _others(self, reports: dict[int, Report], with_mine: bool = False) -> str:
         """The states of the ranks, one sentence for each state."""
@@ -282,7 +287,7 @@ class Watch:
             nothing = f"may have ended ({GONE})" if self._store.has_gone else "has not sharded anything yet"
             nothing += ", or has no watch"
             if self._store.is_silent and not self._store.has_gone:
-                nothing = "has told nothing: the store does not answer, as where rank 0, which has it, is stopped"
+                nothing = "has not reported: the store does not answer, perhaps because its process, rank 0, is stopped"
             states[nothing] = missing
         return ". ".join(
             f"{'Rank' if len(ranks) == 1 else 'Each of ranks'} {', '.join(map(str, ranks))} {state}"
@@ -326,12 +331,12 @@ class Watch:
                 if lost := self._lost(needed):
                     silent = sorted({*ranks}.difference(reports)) if self._store.has_gone else []
                     others = f"Nothing is known of ranks {silent}, which may have ended first. " if silent else ""
-                    return f"{lost}. {others}{self._parted()}"
+                    return f"{lost}. {others}{self._parted(lost)}"
                 no_news = self._store.has_gone and all(each.host != self._mine.host for each in needed)
                 if no_news or time.monotonic() > deadline:
-                    return f"{self._others(reports)}. Look on the others for the first error"
+                    return f"{self._others(reports)}. Find the first error in other ranks' logs"
                 time.sleep(0.05)
-        return "Look on the others for the first error"
+        return "Find the first error in other ranks' logs"
 
     def end(self) -> None:
         """Report that this rank ends. Called when the process ends."""

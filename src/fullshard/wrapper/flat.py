@@ -99,7 +99,7 @@ class Hidden(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         hidden = next(each for each in tensors((args, kwargs)) if isinstance(each, Hidden))
         raise RuntimeError(
-            f"the values of parameter '{hidden.param.name}' are there only while the wrapped module that has it runs, "
+            f"the values of parameter '{hidden.param.name}' exist only while the wrapped module that has it runs, "
             f"and something else reads them ({name}): let that module compute with them, wrap it together with the one "
             f"that reads them, or read them inside summon_full_params"
         )

@@ -269,7 +269,7 @@ class FullyShardedDataParallel(StateDictMethods, OptimStateMethods):
             "with_grads with rank0_only: gradients are gathered on all ranks": with_grads and rank0_only,
             "with_grads without use_orig_params: there are no parameters to have them": with_grads
             and not all(each._use_orig_params for each in wrappers),
-            "offload_to_cpu with NO_SHARD: all is there already": offload_to_cpu
+            "offload_to_cpu with NO_SHARD: parameters are whole already": offload_to_cpu
             and any(each.sharding_strategy is ShardingStrategy.NO_SHARD for each in wrappers),
         }
         for what, given in refused.items():

@@ -94,7 +94,7 @@ def compute_device(
     device = torch.device(device_id)
     if device.type != "cpu" and device.index is None:
         device = current_device(device.type)
-        warn(f"device_id is {device_id}, without an index: the current device, {device}, is taken. Give the index")
+        warn(f"device_id is {device_id}, without an index: the current device, {device}, is used. Give the index")
     if elsewhere and elsewhere[0] != device:
         raise ValueError(f"device_id is {device}, but parameters lie on {elsewhere[0]}: they must agree")
     return torch.device(device.type) if device.type == "cpu" else device
@@ -181,12 +181,12 @@ def check_flattenable(params: Mapping[str, nn.Parameter], use_orig_params: bool)
                 f"them to the flat parameters, after wrapping, or set use_orig_params=True"
             )
         elif isinstance(param, FlatParameter):
-            problem = f"'{name}' is a FlatParameter, made of others already: wrap the module that it was made for"
+            problem = f"'{name}' is a FlatParameter, made of other parameters: wrap the module that it was made for"
         elif param.device != params[first].device:
             problem = f"'{name}' lies on {param.device}, and '{first}' on {params[first].device}: move them to one"
         elif param.requires_grad != params[first].requires_grad and not use_orig_params:
             frozen, trained = (first, name) if param.requires_grad else (name, first)
-            problem = f"'{frozen}' is frozen and '{trained}' is not: wrap them apart, or set use_orig_params=True"
+            problem = f"'{frozen}' is frozen and '{trained}' is not: wrap them separately, or set use_orig_params=True"
         else:
             continue
         raise ValueError(f"parameter {problem}")

@@ -215,7 +215,7 @@ class OptimStateMethods:
                 raise RuntimeError(f"{names} lie in one flat parameter: they have no key for each")
             name = shown[param][0].name
             new.update({key: [name]} if wanted is str else {name: [key]})
-        expect(new, optim_state_dict["state"], problem := "the optimizer has no such parameter of the state dict's")
+        expect(new, optim_state_dict["state"], problem := "the optimizer lacks these parameters of the state dict")
         state = {new[key][0]: value for key, value in optim_state_dict["state"].items()}
         return with_groups(optim_state_dict, state, new, problem)
 

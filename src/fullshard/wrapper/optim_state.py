@@ -148,7 +148,7 @@ def _is_flat(model: nn.Module) -> bool:
 
 def expect(known: Collection[Any], keys: Iterable[Any], problem: str = "") -> None:
     """Raise KeyError unless all keys are known."""
-    problem = problem or "the model has no such parameter of the optimizer's"
+    problem = problem or "the model lacks these parameters of the optimizer"
     if unknown := [tuple(key.shape) if isinstance(key, torch.Tensor) else key for key in keys if key not in known]:
         raise KeyError(f"{problem}: {unknown}. The optimizer must be made from the parameters() of the sharded model")
 
@@ -234,7 +234,7 @@ def whole_state(
             warn(f"the state '{key}' belongs to no parameter: it is saved as this rank has it")
             saved[key] = value
     known = {key: [original.name for original in shown[param]] for key, param in params.items()}
-    problem = "the optimizer has no such parameter of its own parameter groups"
+    problem = "the optimizer lacks these parameters of its own parameter groups"
     return with_groups(state_dict, saved, known, problem, sort=False)
 
 
@@ -358,7 +358,7 @@ def local_state(
     }
     loaded.update((name, receive(state)) for name, state in states.items() if name not in names)
     known = {name: key for name, key in names.items() if key}
-    problem = "the optimizer to load into has no such parameter of a parameter group"
+    problem = "the optimizer to load into lacks these parameters of a parameter group"
     return with_groups(state_dict, loaded, known, problem)
 
 
