@@ -70,10 +70,11 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
         self._request("list", path)
-        found = super().ls(path, detail=True, **kwargs)
+        root, now = Path(self._strip_protocol(path)), time.time()
         fresh = FAULTS.get("listing lag", 0.0)
-        found = [each for each in found if not each["name"].endswith(".put") and time.time() - each["mtime"] >= fresh]
-        return found if detail else [each["name"] for each in found]
+        files = sorted(each for each in root.iterdir() if not each.name.endswith(".put"))
+        found = [str(each) for each in files if now - each.stat().st_mtime >= fresh]
+        return [super(FaultyStore, self).info(each) for each in found] if detail else found
 
     def find(self, path: str, **kwargs: Any) -> list[str]:
         self._request("list", path)

@@ -159,7 +159,8 @@ class ObjectFiles:
         self.path, self._store = path, Store(path)
 
     def is_published(self) -> bool:
-        return self.exists(MANIFEST) or self.exists(METADATA)
+        """Whether it has a manifest, or is a checkpoint that DCP wrote."""
+        return self.exists(MANIFEST) or (not number_of(self.path.name) and self.exists(METADATA))
 
     def pin(self, owner: object) -> Callable[[], object]:
         with suppress(Exception):  # a store that cannot be written to
