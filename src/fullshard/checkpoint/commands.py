@@ -31,9 +31,9 @@ from fullshard.checkpoint.display import (
     progress,
     value_of,
 )
-from fullshard.checkpoint.local import is_checkpoint
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
+from fullshard.checkpoint.storage import Location, is_checkpoint, located
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
@@ -52,7 +52,8 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             name, help=about.partition(".\n")[0].rstrip("."), description=about, epilog=_CODES
         )
         for directory in directories:
-            command.add_argument(directory.lower(), metavar=directory, type=Path)
+            kind = Path if directory in ("OUT", "SOURCE") else _parse_directory
+            command.add_argument(directory.lower(), metavar=directory, type=kind)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(call=partial(_run, function))
         return command
@@ -109,7 +110,7 @@ def _list(options: argparse.Namespace) -> int:
     return int(any(each["whole"] is False for each in found))
 
 
-def _summary(path: Path) -> dict[str, Any]:
+def _summary(path: Location) -> dict[str, Any]:
     found: dict[str, Any] = {"name": path.name, "path": str(path), "step": (number_of(path.name) or (None,))[0]}
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     found |= {"time": _time(path), "bytes": size, "ranks": None}
@@ -282,7 +283,7 @@ def _diff(options: argparse.Namespace) -> int:
     return int(differs)
 
 
-def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -> list[Path]:
+def _saves(directory: Location, step: int | None = None, unfinished: bool = False) -> list[Location]:
     """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
@@ -300,7 +301,7 @@ def _saves(directory: Path, step: int | None = None, unfinished: bool = False) -
     return [path for path in found if step in (None, steps.get(path))]
 
 
-def _open(directory: Path, step: int | None = None) -> Checkpoint:
+def _open(directory: Location, step: int | None = None) -> Checkpoint:
     """Opens the newest checkpoint that is whole."""
     *newer, last = _saves(directory, step)
     for path in newer:
@@ -335,12 +336,19 @@ def _placement(entry: Entry) -> str:
     return f"Shard({cut.pop()}), {where}" if len(cut) == 1 else f"{len(entry.pieces)} boxes, {where}"
 
 
-def _time(path: Path) -> str:
+def _time(path: Location) -> str:
     """When a checkpoint was finished."""
     last = next((path / name for name in (MANIFEST, METADATA) if (path / name).exists()), path)
     with contextlib.suppress(ValueError, OverflowError):  # of no year that there is
         return datetime.fromtimestamp(last.stat().st_mtime).isoformat(" ", "seconds")
     return "-"
+
+
+def _parse_directory(text: str) -> Location:
+    try:
+        return located(text)
+    except (ImportError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parse_dtype(text: str) -> torch.dtype:

@@ -32,6 +32,7 @@ from fullshard.checkpoint.blocks import (
 from fullshard.checkpoint.manifest import few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
+from fullshard.checkpoint.storage import Location
 
 #: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {
@@ -253,8 +254,8 @@ class _Tensors(nn.Module):
 
 
 def import_model(
-    source: Path, directory: Path, step: int | None = None, report: Callable[[int], object] = lambda _: None
-) -> tuple[Path, list[str]]:
+    source: Path, directory: Location, step: int | None = None, report: Callable[[int], object] = lambda _: None
+) -> tuple[Location, list[str]]:
     """Makes a checkpoint of the tensors in a file, or in the files of a directory. The files are mapped, not loaded.
 
     Args:

@@ -26,9 +26,11 @@ from fullshard.checkpoint.blocks import (
     CheckpointError,
     force_names,
     make_directory,
+    open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, StoredFile, name_of, number_of
+from fullshard.checkpoint.manifest import MANIFEST, StoredFile, name_of, number_of
+from fullshard.checkpoint.storage import is_checkpoint
 
 
 class LocalStorage:
@@ -95,6 +97,17 @@ class LocalStorage:
 
     def files(self, path: Path) -> LocalFiles:
         return LocalFiles(path)
+
+    def note(self, name: str) -> str:
+        with contextlib.suppress(OSError, ValueError):
+            return (self.directory / name).read_text()
+        return ""
+
+    def write_note(self, name: str, text: str) -> None:
+        make_directory(self.directory)
+        written = self.directory / f".{name}.{uuid.uuid4().hex[:8]}"
+        written.write_text(text)
+        os.replace(written, self.directory / name)
 
 
 class LocalPartial:
@@ -188,8 +201,11 @@ class LocalFiles:
     def exists(self, name: str) -> bool:
         return (self.path / name).exists()
 
-    def read(self, name: str) -> bytes:
-        return read_regular(self.path / name)
+    def read(self, name: str, most: int | None = None) -> bytes:
+        if most is None:
+            return read_regular(self.path / name)
+        with open(open_regular(self.path / name)[0], "rb") as file:
+            return file.read(most)
 
     def size(self, name: str) -> int | None:
         try:
@@ -200,10 +216,3 @@ class LocalFiles:
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         return BlockReader(self.path / name, *file)
-
-
-def is_checkpoint(path: Path) -> bool:
-    if not path.is_dir() or number_of(path.name):
-        return path.is_dir()
-    names = os.listdir(path)  # other programs have a manifest.json too
-    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fullshard.checkpoint.blocks import BLOCK, CorruptCheckpointError, checksum, open_regular
+from fullshard.checkpoint.blocks import BLOCK, CorruptCheckpointError, checksum
 
 #: The file of torch's DCP format that lists the tensors.
 METADATA = ".metadata"
@@ -265,13 +265,8 @@ def _tensors(manifest: Manifest, fields: dict[str, Any], path: Path) -> Tensors:
     return tensors
 
 
-def mark_of(path: Path) -> str:
-    """The checksum at the beginning of a checkpoint's manifest, which identifies it; empty if there is none."""
-    try:
-        with open(open_regular(path / MANIFEST)[0], "rb") as file:
-            head = file.read(64)
-    except (OSError, CorruptCheckpointError):
-        return ""
+def mark_of(head: bytes) -> str:
+    """The checksum at the beginning of a manifest, which identifies the checkpoint; empty if there is none."""
     found = _MARK.match(head)
     return found[1].decode() if found else ""
 

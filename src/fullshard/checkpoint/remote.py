@@ -106,6 +106,12 @@ class ObjectStorage:
     def files(self, path: Location) -> ObjectFiles:
         return ObjectFiles(path)
 
+    def note(self, name: str) -> str:
+        return (self._store.get(name) or b"").decode(errors="replace")
+
+    def write_note(self, name: str, text: str) -> None:
+        self._store.put(name, text.encode())
+
 
 def _is_over(store: Store, name: str) -> bool:
     """Whether nobody holds a lease of this name any more."""
@@ -171,8 +177,8 @@ class ObjectFiles:
     def exists(self, name: str) -> bool:
         return self._store.exists(name)
 
-    def read(self, name: str) -> bytes:
-        data = self._store.get(name)
+    def read(self, name: str, most: int | None = None) -> bytes:
+        data = self._store.get(name, 0 if most else None, most)
         if data is None:
             raise CorruptCheckpointError(f"{self.path / name} cannot be read: there is no such object")
         return data

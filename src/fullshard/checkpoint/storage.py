@@ -8,12 +8,13 @@ promise the same: what :meth:`Storage.list` returns was published whole, whateve
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.checkpoint.blocks import BlockReader, BlockWriter
-from fullshard.checkpoint.manifest import StoredFile
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, StoredFile, number_of
 
 #: A ``pathlib.Path``, or a ``UPath`` of universal_pathlib, which has the same methods.
 Location = Any
@@ -36,7 +37,9 @@ def located(directory: str | os.PathLike[str] | Any) -> Location:
         from upath import UPath
     except ImportError as error:
         raise ImportError(f"{text} needs the package universal_pathlib: pip install 'fullshard[storage]'") from error
-    return UPath(text)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "UPath .* not explicitly implemented")  # its default does
+        return UPath(text)
 
 
 class Partial(Protocol):
@@ -76,8 +79,8 @@ class Files(Protocol):
     def exists(self, name: str) -> bool:
         """Whether there is a file."""
 
-    def read(self, name: str) -> bytes:
-        """A whole file. Raises CorruptCheckpointError if there is none."""
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """A file, or its first bytes. Raises CorruptCheckpointError if there is none."""
 
     def size(self, name: str) -> int | None:
         """The size of a file; -1 if there is none; ``None`` if it is not a regular file."""
@@ -105,6 +108,12 @@ class Storage(Protocol):
     def files(self, path: Location) -> Files:
         """The files of a checkpoint."""
 
+    def note(self, name: str) -> str:
+        """The text of a file beside the checkpoints; empty if there is none."""
+
+    def write_note(self, name: str, text: str) -> None:
+        """Writes such a file, in one step."""
+
 
 def storage_of(directory: Location) -> Storage:
     """The storage of a directory of checkpoints."""
@@ -120,3 +129,11 @@ def storage_of(directory: Location) -> Storage:
 def files_of(path: Location) -> Files:
     """The files of a checkpoint."""
     return storage_of(path.parent).files(path)
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether a directory is a checkpoint, also one of DCP. Other programs have a manifest.json, too."""
+    if not path.is_dir() or number_of(path.name):
+        return bool(path.is_dir())
+    names = {each.name for each in path.iterdir()}
+    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))
