@@ -164,14 +164,17 @@ class Lease:
 
     @classmethod
     def _renew(cls) -> None:
-        while held := [*cls._held]:
-            for lease in held:
-                if time.monotonic() - lease._renewed >= _RENEWAL and lease in cls._held:
-                    with contextlib.suppress(Exception):
-                        lease._store.put(lease.name, lease._data)
-                        lease._renewed = time.monotonic()
-            del held[:], lease
+        while cls._held:
+            cls._renew_once()
             time.sleep(1.0)
+
+    @classmethod
+    def _renew_once(cls) -> None:
+        for lease in [*cls._held]:
+            if time.monotonic() - lease._renewed >= _RENEWAL and lease in cls._held:
+                with contextlib.suppress(CheckpointError):
+                    lease._store.put(lease.name, lease._data)
+                    lease._renewed = time.monotonic()
 
     @property
     def is_held(self) -> bool:
@@ -193,9 +196,13 @@ class Lease:
             if holder["host"] == host_id():
                 if holder["process"] == os.getpid():
                     return all(holder["lease"] != lease._id for lease in self._held)
-                return _started(int(holder["process"])) != holder["started"]
+                if holder["started"]:
+                    return _started(int(holder["process"])) != str(holder["started"])
         self._store.put(self.name, self._data)  # so that it has the store's time of now
-        return self._store.age(name, self.name) > _EXPIRY
+        try:
+            return self._store.age(name, self.name) > _EXPIRY
+        finally:
+            self._store.delete([self.name])
 
 
 def _started(process: int) -> str:
