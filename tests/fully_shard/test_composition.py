@@ -295,10 +295,7 @@ def convolution() -> nn.Sequential:
 def test_batch_norms_compute_in_the_dtype_of_their_statistics(world: World) -> None:
     """In bf16 their kernels refuse statistics in fp32. The rest of the group computes in bf16."""
     model, reference, x = seeded(convolution), seeded(convolution), torch.randn(4, 3, 8, 8)
-    asked: list[tuple[int, ...]] = []
-    override = lambda param: asked.append(tuple(param.shape))  # noqa: E731
-    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=override)
-    fullshard.fully_shard(model, mp_policy=policy)
+    fullshard.fully_shard(model, mp_policy=fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for module in (reference[0], reference[3]):
         module.to(torch.bfloat16)
     seen = []
@@ -306,8 +303,25 @@ def test_batch_norms_compute_in_the_dtype_of_their_statistics(world: World) -> N
     for net, batch in ((model, x), (reference, x.bfloat16())):
         net(batch).float().square().mean().backward()
     assert seen == [(torch.float32, torch.bfloat16)]
-    assert asked == [(4, 3, 3, 3), (2, 144), (2,)]
     assert torch.equal(model[1].running_mean, reference[1].running_mean)
     for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(param.grad.full_tensor(), expected.grad.float())
     assert torch.equal(model.eval()(x), reference.eval()(x.bfloat16()))
+
+
+@ranks(2)
+def test_the_users_choice_of_a_dtype_goes_before_that_for_batch_norms(world: World) -> None:
+    model = seeded(convolution)
+    asked: list[tuple[int, ...]] = []
+
+    def chosen(param: nn.Parameter) -> torch.dtype | None:
+        asked.append(tuple(param.shape))
+        return torch.bfloat16 if param is first else None
+
+    first = model[1].weight
+    policy = fullshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_dtype_override_fn=chosen)
+    fullshard.fully_shard(model, mp_policy=policy)
+    assert asked == [(4, 3, 3, 3), (4,), (4,), (2, 144), (2,)]
+    model.unshard()
+    assert [param.dtype for param in model[1].parameters()] == [torch.bfloat16, torch.float32]
+    assert model[0].weight.dtype == model[3].bias.dtype == torch.bfloat16
