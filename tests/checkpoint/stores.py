@@ -120,3 +120,17 @@ def s3_server() -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+@contextmanager
+def s3_bucket() -> Iterator[str]:
+    """A bucket of a server on this machine, as a URL."""
+    with s3_server() as address:
+        access = {"endpoint_url": address, "key": "user", "secret": "password"}
+        fsspec.config.conf["s3"] = access
+        try:
+            fsspec.filesystem("s3").mkdir("bucket")
+            yield "s3://bucket"
+        finally:
+            del fsspec.config.conf["s3"]
+            fsspec.filesystem("s3", **access).clear_instance_cache()

@@ -15,7 +15,8 @@ from torch import nn
 from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, remote, store
 from fullshard.checkpoint.storage import located
-from tests.checkpoint.stores import HOOKS, LOG, faults
+from fullshard.cli import main
+from tests.checkpoint.stores import HOOKS, LOG, faults, s3_bucket
 from tests.harness import World, ranks
 
 
@@ -222,3 +223,18 @@ def test_ranks_save_and_load_a_sharded_model(world: World, tmp_path: Path) -> No
     assert state == {"step": 2, "seen": 20 + world.rank}
     for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+
+def test_an_s3_server_keeps_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote.ObjectPartial, "largest", 4096.0)
+    with s3_bucket() as bucket:
+        url = f"{bucket}/run"
+        saved(url, 1, 2, 2, 3, keep_last=2)
+        assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003", "step-00000002.1"]
+        assert loaded(url) == 3
+        with Checkpoint(f"{url}/step-00000003") as found:
+            assert list(found.verify()) == []
+            saved(url, 4, keep_last=1)
+            assert torch.equal(found.tensor("model.0.weight"), model_of(3).state_dict()["0.weight"])
+        assert main(["checkpoint", "verify", url]) == 0
+        assert main(["checkpoint", "list", url]) == 0
