@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 
-class FaultyStore(LocalFileSystem):  # type: ignore[misc]
+class FaultyStore(LocalFileSystem):
     """Objects in a directory of this machine, which all processes see. Requests fail and come late as its file
     ``faults`` says, and listings may lack what was written recently.
 
@@ -66,7 +67,7 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         self._request("info", path)
-        return super().info(path, **kwargs)  # type: ignore[no-any-return]
+        return super().info(path, **kwargs)
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
         self._request("list", path)
@@ -76,10 +77,11 @@ class FaultyStore(LocalFileSystem):  # type: ignore[misc]
         found = [str(each) for each in files if now - each.stat().st_mtime >= fresh]
         return [super(FaultyStore, self).info(each) for each in found] if detail else found
 
-    def find(self, path: str, **kwargs: Any) -> list[str]:
+    def find(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
         self._request("list", path)
         root = Path(self._strip_protocol(path))
-        return [str(each) for each in root.rglob("*") if each.is_file() and not each.name.endswith(".put")]
+        found = [str(each) for each in root.rglob("*") if each.is_file() and not each.name.endswith(".put")]
+        return {each: super(FaultyStore, self).info(each) for each in found} if detail else found
 
     def rm_file(self, path: str) -> None:
         self._request("delete", path)
@@ -116,6 +118,7 @@ def s3_server() -> Iterator[str]:
     try:
         assert server.stdout is not None
         address = next(line.split()[-1] for line in server.stdout if "Running on http" in line)
+        threading.Thread(target=server.stdout.read, daemon=True).start()  # a full pipe would stop it
         yield address
     finally:
         server.terminate()

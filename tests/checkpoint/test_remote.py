@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fullshard import checkpoint
 from fullshard.checkpoint import Checkpoint, CheckpointError, remote, store
 from fullshard.checkpoint.storage import located
 from fullshard.cli import main
+from fullshard.comm.local_ranks import host_id
 from tests.checkpoint.stores import HOOKS, LOG, faults, s3_bucket
 from tests.harness import World, ranks
 
@@ -146,6 +148,40 @@ def test_what_is_read_is_not_removed(url: str) -> None:
         assert torch.equal(first.tensor("model.0.weight"), model_of(1).state_dict()["0.weight"])
     saved(url, 3, keep_last=1)
     assert [path.name for path in checkpoint.list_checkpoints(url)] == ["step-00000003"]
+
+
+def test_a_save_whose_objects_another_job_has_removed_is_not_published(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a pause of this process that is longer than its lease."""
+    saved(url, 1)
+
+    def take_over(request: str, path: str) -> None:
+        if request == "put" and path.endswith(".metadata"):
+            HOOKS.clear()
+            lease = Path(path).parent / ".writing"
+            lease.write_text('{"host": "another", "process": 1, "started": "", "lease": "x"}')
+
+    HOOKS.append(take_over)
+    with pytest.raises(CheckpointError, match="taken over by another job"):
+        saved(url, 2)
+    assert loaded(url) == 1
+    assert "step-00000002/.writing" in objects(url)
+    assert main(["checkpoint", "list", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["step-00000001", "step-00000002"]
+    assert lines[3].endswith("not finished")
+
+
+def test_leases_of_processes_that_ended_are_removed(url: str) -> None:
+    saved(url, 1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (".writing", ".reading-x", ".now-y"):
+        lease = {"host": host_id(), "process": ended.pid, "started": "1", "lease": "x"}
+        (Path(located(url).path) / "step-00000001" / name).write_text(json.dumps(lease))
+    saved(url, 2)
+    assert not [name for name in objects(url) if "/.w" in name or "/.r" in name or "/.n" in name]
 
 
 def test_a_flipped_bit_is_found(url: str) -> None:

@@ -106,8 +106,20 @@ def test_a_lease_of_another_host_ends_when_it_is_not_renewed(objects: Store, mon
 def test_a_lease_is_renewed(objects: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = Lease.taken(objects, "lease")
     assert lease is not None
-    objects.delete(["lease"])
+    objects.put("newer", b"")
+    assert objects.age("lease", "newer") >= 0
     lease._renewed -= store._RENEWAL
     Lease._renew_once()
-    assert not Lease(objects, "mine").is_over("lease")
+    assert objects.age("lease", "newer") < 0
     lease.release()
+
+
+def test_a_lease_that_another_has_taken_is_left_to_it(objects: Store) -> None:
+    lease = Lease.taken(objects, "lease")
+    assert lease is not None
+    lease_of(objects)
+    lease._renewed -= store._RENEWAL
+    Lease._renew_once()
+    assert not lease.is_held()
+    lease.release()
+    assert json.loads(objects.get("lease") or b"")["lease"] == "x"

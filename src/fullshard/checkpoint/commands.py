@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from fullshard.checkpoint.display import (
 )
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
-from fullshard.checkpoint.storage import Location, is_checkpoint, located
+from fullshard.checkpoint.storage import Location, is_checkpoint, located, storage_of
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
@@ -93,10 +93,10 @@ def _list(options: argparse.Namespace) -> int:
 
     It checks only descriptions and file sizes; verify reads everything.
     """
-    found = []
-    for path in _saves(options.dir, unfinished=True):
+    found, unfinished = [], storage_of(options.dir).unfinished()
+    for path in _saves(options.dir, unfinished=unfinished):
         with contextlib.suppress(FileNotFoundError):  # another job has removed it
-            found.append(_summary(path))
+            found.append(_summary(path, path in unfinished))
     if not found:
         return _list(options)  # another job removed them, so there is a newer one
     if options.json:
@@ -110,11 +110,11 @@ def _list(options: argparse.Namespace) -> int:
     return int(any(each["whole"] is False for each in found))
 
 
-def _summary(path: Location) -> dict[str, Any]:
+def _summary(path: Location, is_unfinished: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"name": path.name, "path": str(path), "step": (number_of(path.name) or (None,))[0]}
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     found |= {"time": _time(path), "bytes": size, "ranks": None}
-    if path.name.startswith("."):
+    if is_unfinished:
         return found | {"whole": None, "status": "not finished"}
     try:
         manifest = Checkpoint(path).manifest
@@ -283,7 +283,7 @@ def _diff(options: argparse.Namespace) -> int:
     return int(differs)
 
 
-def _saves(directory: Location, step: int | None = None, unfinished: bool = False) -> list[Location]:
+def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Location] = ()) -> list[Location]:
     """The checkpoints of a directory, the newest first. DCP's are listed only if there are no others."""
     if not directory.is_dir():
         raise WrongUse(f"{directory} is no directory")
@@ -291,8 +291,7 @@ def _saves(directory: Location, step: int | None = None, unfinished: bool = Fals
     found = list_checkpoints(directory) or list_checkpoints(directory)
     if not found:
         found = sorted(filter(is_checkpoint, directory.iterdir()), key=_time, reverse=True)
-    if unfinished:
-        found += sorted(directory.glob(".step-*.partial"))
+    found += unfinished
     if not found:
         raise WrongUse(f"{directory} has no checkpoint: no step-00000001 or similar, no {MANIFEST} and no {METADATA}")
     steps = {path: number[0] for path in found if (number := number_of(path.name))}

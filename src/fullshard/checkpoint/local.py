@@ -7,6 +7,7 @@ lock is a leftover.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import fcntl
@@ -49,6 +50,9 @@ class LocalStorage:
             return [directory]
         return [directory / name for _, name in sorted(found, reverse=True)]
 
+    def unfinished(self) -> builtins.list[Path]:
+        return sorted(self.directory.glob(".step-*.partial"))
+
     def begin(self, step: int | None) -> LocalPartial:
         try:
             make_directory(self.directory)
@@ -82,7 +86,7 @@ class LocalStorage:
 
     def _remove_leftovers(self) -> None:
         """Removes directories of processes that ended in the middle of a save."""
-        for path in [*self.directory.glob(".step-*.partial"), *self.directory.glob(".step-*.removed")]:
+        for path in [*self.unfinished(), *self.directory.glob(".step-*.removed")]:
             try:
                 opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             except OSError:

@@ -15,6 +15,7 @@ removal deletes the manifest first. A reader holds a lease, too (``.reading-*``)
 
 from __future__ import annotations
 
+import builtins
 import itertools
 import json
 import uuid
@@ -32,7 +33,7 @@ from fullshard.checkpoint.store import Lease, Store
 
 #: Bytes of an object, and of a range that is read at once; how many of them travel at a time.
 _OBJECT, _RANGE, _AT_A_TIME = 32 << 20, 8 << 20, 8
-_WRITING, _READING, _NEWEST = ".writing", ".reading-", "newest.json"
+_WRITING, _READING, _NOW, _NEWEST = ".writing", ".reading-", ".now-", "newest.json"
 
 
 @cache
@@ -57,6 +58,10 @@ class ObjectStorage:
         if not paths and ObjectFiles(self.directory).is_published():
             return [self.directory]
         return [path for path in paths if ObjectFiles(path).is_published()]
+
+    def unfinished(self) -> builtins.list[Location]:
+        paths = [self.directory / name for name in sorted(filter(number_of, self._store.list()))]
+        return [path for path in paths if not ObjectFiles(path).is_published()]
 
     def begin(self, step: int | None) -> ObjectPartial:
         self._remove_leftovers()
@@ -92,13 +97,14 @@ class ObjectStorage:
         return any(not _is_over(store, name) for name in store.list() if name.startswith(_READING))
 
     def _remove_leftovers(self) -> None:
-        """Removes what saves and removals have left that were interrupted."""
+        """Removes what saves, removals and readers have left that were interrupted."""
         for name in filter(number_of, self._store.list()):
             store = Store(self.directory / name)
+            leases = [each for each in store.list() if each.startswith((_WRITING, _READING, _NOW))]
+            store.delete([each for each in leases if _is_over(store, each)])
             # In this order: a save publishes first, and then releases its lease.
-            if not _is_over(store, _WRITING) or ObjectFiles(self.directory / name).is_published():
+            if store.exists(_WRITING) or ObjectFiles(self.directory / name).is_published():
                 continue
-            store.delete([_WRITING])
             if lease := Lease.taken(store, _WRITING):  # so that no save begins here now
                 store.delete(each for each in store.list(deep=True) if each != _WRITING)
                 lease.release()
@@ -115,7 +121,7 @@ class ObjectStorage:
 
 def _is_over(store: Store, name: str) -> bool:
     """Whether nobody holds a lease of this name any more."""
-    return Lease(store, f".now-{uuid.uuid4().hex[:8]}").is_over(name)
+    return Lease(store, f"{_NOW}{uuid.uuid4().hex[:8]}").is_over(name)
 
 
 class ObjectPartial:
@@ -141,19 +147,18 @@ class ObjectPartial:
             self._under_way.popleft().result()
 
     def publish(self, manifest: bytes) -> str:
-        if not self._store.create(MANIFEST, manifest):
-            raise CheckpointError(f"{self.path} was published by another job, which wrote to the same objects")
-        newest = json.dumps({"newest": self.path.name}).encode()
-        Store(self.path.parent).put(_NEWEST, newest)
-        if self._lease is not None:
-            self._lease.release()
+        if self._lease is None or not self._lease.is_held() or not self._store.create(MANIFEST, manifest):
+            raise CheckpointError(f"{self.path} was taken over by another job: this one did not answer for minutes")
+        lease, self._lease = self._lease, None  # from now on there is nothing to discard
+        Store(self.path.parent).put(_NEWEST, json.dumps({"newest": self.path.name}).encode())
+        lease.release()
         return str(self.path.name)
 
     def discard(self) -> None:
         for each in self._under_way:
             each.cancel()
-        if self._lease is not None and self._lease.is_held:
-            with suppress(CheckpointError):  # then the next save removes the rest
+        with suppress(CheckpointError):  # then the next save removes the rest
+            if self._lease is not None and self._lease.is_held():
                 self._store.delete(name for name in self._store.list(deep=True) if name != _WRITING)
                 self._lease.release()
 

@@ -7,6 +7,7 @@ promise the same: what :meth:`Storage.list` returns was published whole, whateve
 
 from __future__ import annotations
 
+import builtins
 import os
 import warnings
 from collections.abc import Callable
@@ -94,6 +95,9 @@ class Storage(Protocol):
 
     def list(self) -> list[Location]:
         """The published checkpoints, the newest first."""
+
+    def unfinished(self) -> builtins.list[Location]:
+        """What saves write now, or have left when they were interrupted."""
 
     def begin(self, step: int | None) -> Partial:
         """Begins a checkpoint of a step (``None``: the next one). Raises CheckpointError if it cannot. It first removes

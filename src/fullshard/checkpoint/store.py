@@ -173,17 +173,20 @@ class Lease:
         for lease in [*cls._held]:
             if time.monotonic() - lease._renewed >= _RENEWAL and lease in cls._held:
                 with contextlib.suppress(CheckpointError):
-                    lease._store.put(lease.name, lease._data)
-                    lease._renewed = time.monotonic()
+                    if lease.is_held():
+                        lease._store.put(lease.name, lease._data)
+                        lease._renewed = time.monotonic()
 
-    @property
     def is_held(self) -> bool:
-        return self in self._held
+        """Whether it was not released, and did not expire and was taken by another process, as when this one was
+        suspended for long."""
+        return self in self._held and self._store.get(self.name) == self._data
 
     def release(self) -> None:
         """Deletes it. May be called again."""
-        if self.is_held:
-            self._held.discard(self)
+        held = self.is_held()
+        self._held.discard(self)
+        if held:
             self._store.delete([self.name])
 
     def is_over(self, name: str) -> bool:
