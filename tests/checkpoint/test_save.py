@@ -184,9 +184,9 @@ def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path
     written: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         writing: Any = import_module("fullshard.checkpoint.save")._Writing
-        before = writing._write_file
+        before = writing._write_files
         patch.setattr(
-            writing, "_write_file", lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]
+            writing, "_write_files", lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]
         )
         path = checkpoint.save(tmp_path, model, optimizer)
     total = torch.tensor(sum(written))

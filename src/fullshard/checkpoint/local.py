@@ -37,6 +37,8 @@ from fullshard.checkpoint.storage import is_checkpoint
 class LocalStorage:
     """A directory of checkpoints on a disk, or in memory."""
 
+    is_slow = False
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -211,7 +213,7 @@ class LocalFiles:
         with open(open_regular(self.path / name)[0], "rb") as file:
             return file.read(most)
 
-    def size(self, name: str) -> int | None:
+    def size(self, name: str, expected: int) -> int | None:
         try:
             status = (self.path / name).stat()
         except OSError:

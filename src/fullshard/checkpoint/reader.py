@@ -323,7 +323,7 @@ class Checkpoint:
         """For each file that is missing or has a wrong size, a sentence about it."""
         found = {}
         for name, file in self.manifest.files.items():
-            size = self._files.size(name)
+            size = self._files.size(name, file.size)
             if size != file.size:
                 lacks = "is not a regular file" if size is None else f"has {size} bytes, but {file.size} were written"
                 found[name] = f"{self.path / name} {'is missing' if size == -1 else lacks}"

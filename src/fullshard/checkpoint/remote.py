@@ -24,15 +24,15 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
 from fullshard.checkpoint.manifest import MANIFEST, METADATA, StoredFile, name_of, number_of
 from fullshard.checkpoint.storage import Location
 from fullshard.checkpoint.store import Lease, Store
 
-#: Bytes of an object, and of a range that is read at once; how many of them travel at a time.
-_OBJECT, _RANGE, _AT_A_TIME = 32 << 20, 8 << 20, 8
+#: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.
+_OBJECT, _AT_A_TIME = 32 << 20, 8
 _WRITING, _READING, _NOW, _NEWEST = ".writing", ".reading-", ".now-", "newest.json"
 
 
@@ -43,6 +43,8 @@ def _threads() -> ThreadPoolExecutor:
 
 class ObjectStorage:
     """A directory of checkpoints in a store."""
+
+    is_slow = True
 
     def __init__(self, directory: Location) -> None:
         self.directory, self._store = directory, Store(directory)
@@ -90,7 +92,7 @@ class ObjectStorage:
                 if data is not None:
                     store.put(name, data)
             return False
-        store.delete(store.list(deep=True))
+        _delete_all(store)
         return True
 
     def _is_pinned(self, store: Store) -> bool:
@@ -106,7 +108,7 @@ class ObjectStorage:
             if store.exists(_WRITING) or ObjectFiles(self.directory / name).is_published():
                 continue
             if lease := Lease.taken(store, _WRITING):  # so that no save begins here now
-                store.delete(each for each in store.list(deep=True) if each != _WRITING)
+                _delete_all(store)
                 lease.release()
 
     def files(self, path: Location) -> ObjectFiles:
@@ -122,6 +124,11 @@ class ObjectStorage:
 def _is_over(store: Store, name: str) -> bool:
     """Whether nobody holds a lease of this name any more."""
     return Lease(store, f"{_NOW}{uuid.uuid4().hex[:8]}").is_over(name)
+
+
+def _delete_all(store: Store) -> None:
+    """Deletes all objects but the lease of the save, under whose protection this is done."""
+    deque(_threads().map(lambda name: store.delete([name]), store.sizes().keys() - {_WRITING}), maxlen=0)
 
 
 class ObjectPartial:
@@ -159,7 +166,7 @@ class ObjectPartial:
             each.cancel()
         with suppress(CheckpointError):  # then the next save removes the rest
             if self._lease is not None and self._lease.is_held():
-                self._store.delete(name for name in self._store.list(deep=True) if name != _WRITING)
+                _delete_all(self._store)
                 self._lease.release()
 
 
@@ -188,8 +195,13 @@ class ObjectFiles:
             raise CorruptCheckpointError(f"{self.path / name} cannot be read: there is no such object")
         return data
 
-    def size(self, name: str) -> int | None:
-        return self._store.size(name)
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return self._store.sizes()
+
+    def size(self, name: str, expected: int) -> int | None:
+        listed = self._sizes.get(name)
+        return listed if listed == expected else self._store.size(name)  # a listing may be late
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         return _ObjectReader(self._store, name, self.path / name, file)
@@ -238,7 +250,7 @@ class _ObjectReader(BlockReader):
         self._ranges.clear()
         for block in blocks:
             start, end = block * BLOCK, min((block + 1) * BLOCK, self.size)
-            if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] <= _RANGE:
+            if self._ranges and self._ranges[-1][1] == start and end - self._ranges[-1][0] <= _OBJECT:
                 start, _ = self._ranges.pop()
             self._ranges.append((start, end))
         self._read_ahead()

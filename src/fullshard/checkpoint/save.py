@@ -56,7 +56,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
-from fullshard.checkpoint.storage import Location, Partial, located, storage_of
+from fullshard.checkpoint.storage import Location, Partial, Storage, located, storage_of
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
@@ -136,8 +136,8 @@ def save(
     ranks = Ranks(process_group, background=not wait)
     hosts = None if memory is None else Hosts(memory, ranks, root)
     manifest = Manifest(world_size=ranks.size, frozen=not trainable_only, binding=hosts.binding if hosts else {})
-    writing = _Writing(memory or root, ranks, keep_last, manifest, hosts)
-    writing.prepare(model, optimizer, state, step)
+    writing = _Writing(storage_of(memory or root), ranks, keep_last, manifest, hosts)
+    writing.prepare(model, optimizer, state, step, begin=wait or not writing.storage.is_slow)
     if wait:
         return writing.write()
     writing.copy()
@@ -149,12 +149,13 @@ def save(
 class _Writing:
     """One save, from the tensors of this rank to a visible directory."""
 
-    directory: Location
+    storage: Storage
     ranks: Ranks
     keep_last: int | None
     manifest: Manifest
     hosts: Hosts | None = None  # only for an in-memory replica
     partial: Partial | None = None
+    step: int | None = None
     boxes: list[Box] = field(default_factory=list)  # the boxes that this rank writes
     tensors: list[torch.Tensor] = field(default_factory=list)  # the values of these boxes
     values: list[tuple[str, bytes]] = field(default_factory=list)  # other values that this rank writes
@@ -162,14 +163,19 @@ class _Writing:
     buffers: set[str] = field(default_factory=set)  # names of the model's tensors that are not parameters
 
     @property
+    def directory(self) -> Location:
+        return self.storage.directory
+
+    @property
     def leader(self) -> int:
         """The rank that makes the directory into which this rank writes, and makes it visible."""
         return self.hosts.leader if self.hosts else 0
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None
+        self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any], step: int | None, begin: bool
     ) -> None:
-        """Collects what to save, agrees with the other ranks on who writes what, and makes the directory."""
+        """Collects what to save, and agrees with the other ranks on who writes what. With ``begin``, it makes the
+        directory; otherwise :meth:`write` does."""
         contents, user_state = Contents(), dict[str, bytes]()
 
         def collect() -> tuple[Any, ...]:
@@ -177,28 +183,25 @@ class _Writing:
             digests = {name: checksum(data) for name, data in user_state.items()}
             keys = contents.keys_with_other_holders(self.ranks.size)
             everywhere = "" if contents.is_partial(self.ranks.size) else checksum("\n".join(keys).encode())
-            if self.ranks.rank == self.leader:
-                self.partial = storage_of(self.directory).begin(step)
-            begun = (self.partial.path.name, self.partial.step) if self.partial else ("", 0)
-            return ((*begun, digests, everywhere),)
+            return ((self._begin(step) if begin else ("", step), digests, everywhere),)
 
         try:
             _, everyone = self.ranks.attempt(collect)
-            (_, self.manifest.step, digests, everywhere), *others = everyone
-            self.partial = self.partial or storage_of(self.directory).join(everyone[self.leader][0])
-            if any(set(each[2]) != set(digests) for each in others):
+            (_, digests, everywhere), *others = everyone
+            self._join([each[0] for each in everyone])
+            if any(set(each[1]) != set(digests) for each in others):
                 raise CheckpointError(
-                    f"ranks gave state under different names: {[sorted(each[2]) for each in everyone]}; "
+                    f"ranks gave state under different names: {[sorted(each[1]) for each in everyone]}; "
                     "give the same names"
                 )
             holders = dict[str, list[int]]()
-            if not all(everywhere == each[3] != "" for each in everyone):
+            if not all(everywhere == each[2] != "" for each in everyone):
                 for rank, keys in enumerate(self.ranks.gather(contents.keys_with_other_holders(self.ranks.size))):
                     for each in keys:
                         holders.setdefault(each, []).append(rank)
             self._choose(contents, holders)
             for name, data in user_state.items():
-                descriptions = [each[2][name] for each in everyone]
+                descriptions = [each[1][name] for each in everyone]
                 distinct = list(dict.fromkeys(descriptions))
                 self.manifest.state[name] = numbers = [distinct.index(each) for each in descriptions]
                 if numbers.index(numbers[self.ranks.rank]) == self.ranks.rank:
@@ -209,6 +212,18 @@ class _Writing:
             if self.partial is not None:
                 self.partial.discard()
             raise
+
+    def _begin(self, step: int | None) -> tuple[str, int | None]:
+        """Makes the directory if this rank leads. Returns its name, and the step."""
+        if self.ranks.rank != self.leader:
+            return "", step
+        self.partial = self.storage.begin(step)
+        return self.partial.path.name, self.partial.step
+
+    def _join(self, begun: list[tuple[str, int | None]]) -> None:
+        """Joins the directory that a rank has made."""
+        name, self.step = begun[self.leader]
+        self.partial = self.partial or (self.storage.join(name) if name else None)
 
     def _collect(
         self, contents: Contents, user_state: dict[str, bytes], model: nn.Module, optimizer: Optimizer | None,
@@ -274,8 +289,12 @@ class _Writing:
     def write(self) -> Path | None:
         """Writes the checkpoint and makes it visible. Returns ``None`` if there was no space for a replica."""
         leads, hosts = self.ranks.rank == self.leader, self.hosts
-        assert self.partial is not None
         try:
+            if self.partial is None:
+                self._join(self.ranks.attempt(lambda: (self._begin(self.step),))[1])
+            assert self.partial is not None
+            assert self.step is not None
+            self.manifest.step = self.step
             (files, outlines, _), descriptions = self.ranks.attempt(self._write_files)
             keys = tuple(key for key, _, _ in descriptions)
             if hosts is not None:
@@ -300,7 +319,8 @@ class _Writing:
             warn(f"no in-memory replica of step {step} was kept, and training goes on without it: {error}")
             return None
         finally:
-            self.partial.discard()
+            if self.partial is not None:
+                self.partial.discard()
         return self.directory / str(everyone[self.leader])
 
     def _write_files(self) -> tuple[dict[str, StoredFile], list[_Outline], tuple[str, str, Sent]]:

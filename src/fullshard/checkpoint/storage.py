@@ -83,15 +83,23 @@ class Files(Protocol):
     def read(self, name: str, most: int | None = None) -> bytes:
         """A file, or its first bytes. Raises CorruptCheckpointError if there is none."""
 
-    def size(self, name: str) -> int | None:
-        """The size of a file; -1 if there is none; ``None`` if it is not a regular file."""
+    def size(self, name: str, expected: int) -> int | None:
+        """The size of a file; -1 if there is none; ``None`` if it is not a regular file. It is certain where it is not
+        the one that is expected."""
 
     def open(self, name: str, file: StoredFile) -> BlockReader:
         """Opens a file, to read parts of it."""
 
 
 class Storage(Protocol):
-    """One directory of checkpoints."""
+    """One directory of checkpoints.
+
+    Attributes:
+        is_slow: whether a save in the background should begin there, because each request takes milliseconds.
+    """
+
+    directory: Location
+    is_slow: bool
 
     def list(self) -> list[Location]:
         """The published checkpoints, the newest first."""

@@ -81,20 +81,23 @@ class Store:
     def exists(self, name: str) -> bool:
         return self.size(name) >= 0
 
-    def list(self, name: str = "", deep: bool = False) -> list[str]:
-        """The names below a name: the next part of each, or with ``deep`` the whole names of objects."""
+    def list(self) -> list[str]:
+        """The first part of each name."""
+        return [*self._listed(lambda path: dict.fromkeys(self._fs.ls(path, detail=False)))]
 
-        def find(path: str) -> list[str]:
-            self._fs.invalidate_cache()
-            return list(self._fs.find(path)) if deep else self._fs.ls(path, detail=False)
+    def sizes(self) -> dict[str, int]:
+        """The names of all objects, and their sizes in bytes."""
+        found = self._listed(lambda path: self._fs.find(path, detail=True))
+        return {name: int(each["size"] or 0) for name, each in found.items()}
 
+    def _listed(self, request: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+        self._fs.invalidate_cache()
         try:
-            found = self._repeat(name, find)
+            found = self._repeat("", request)
         except FileNotFoundError:
-            return []
-        below = self._fs._strip_protocol(self._path(name)).rstrip("/") + "/"
-        names = (path.rstrip("/") for path in found)
-        return [each.removeprefix(below) for each in names if each.startswith(below)]
+            return {}
+        below = self._fs._strip_protocol(self._root).rstrip("/") + "/"
+        return {path.rstrip("/").removeprefix(below): each for path, each in found.items() if path.startswith(below)}
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects, in this order. Those that do not exist are skipped."""
