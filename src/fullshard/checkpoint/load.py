@@ -113,7 +113,7 @@ def load(
                 continue
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
-            _log.info(f"step {loaded['step']} is loaded from {path}{why}{selection.summary()}")
+            selection.log(f"step {loaded['step']} is loaded from {path}{why}")
             if (number_of(path.name) or (loaded["step"],))[0] != loaded["step"]:
                 warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
         return loaded

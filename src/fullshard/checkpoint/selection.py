@@ -82,14 +82,13 @@ class Selection:
         every = [name] if name in self._known else accumulate(name.split("."), "{}.{}".format)
         return next((self._known[each] for each in every if each in self._known), None)
 
-    def summary(self) -> str:
-        """The number of the model's tensors that are not loaded, for the log; empty if there are none. Logs where each
-        of the others comes from, at level DEBUG."""
-        for name, stored in self.sources.items():
-            _log.debug(f"'{name}' is loaded from '{stored}'")
+    def log(self, what: str) -> None:
+        """Logs what was loaded and how many of the model's tensors were not; at level DEBUG, where each comes from."""
         total = len(set(self._known.values()))
         kept = total - len(self.sources)
-        return f"; {kept} of the model's {total} tensors keep their values" if kept else ""
+        _log.info(what + (f"; {kept} of the model's {total} tensors keep their values" if kept else ""))
+        for name, stored in self.sources.items():
+            _log.debug(f"'{name}' is loaded from '{stored}'")
 
     def in_model(self, name: str) -> str:
         """The name in the model of what a checkpoint has under ``name``."""
