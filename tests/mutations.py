@@ -820,7 +820,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoint/convert.py",
-        "    os.fsync(opened)\n",
+        "    force_names(folder)\n",
         "    pass\n",
         "tests/checkpoint/test_forced.py::test_exported_files_are_forced_to_the_disk_before_they_have_their_names",
     ),

@@ -1,4 +1,4 @@
-"""What a load on another number of ranks warns of."""
+"""What a load on another number of ranks warns of, and what it does to values of another dtype."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fullshard import checkpoint
+from tests.checkpoint.cases import assert_same, whole
 from tests.checkpoint.test_faults import filled
-from tests.checkpoint.test_save import run
-from tests.harness import RankPool, World
+from tests.checkpoint.test_save import apis, run, sharded
+from tests.harness import RankPool, World, ranks
+from tests.harness.models import MLP, seeded
 
 
 def save(world: World, folder: Path, states: list[list[int]]) -> None:
@@ -36,3 +40,15 @@ def test_only_state_that_differed_between_ranks_is_warned_of(
     assert found == {"step": 1, "alike": [1], **own}
     assert len(warned) == (states == [[3], [4]])
     assert all("was saved by 2 ranks and is loaded by 1: of ['own']" in each for each in warned)
+
+
+@ranks(2)
+@apis
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_values_are_cast_to_the_dtype_of_the_model(world: World, tmp_path: Path, api: str, dtype: torch.dtype) -> None:
+    model = sharded(api)
+    checkpoint.save(tmp_path, model, step=1)
+    other = sharded(api, lambda: seeded(MLP, 5).to(dtype))
+    checkpoint.load(tmp_path, other)
+    expected = {name: whole(each).to(dtype) for name, each in get_model_state_dict(model).items()}
+    assert_same({name: whole(each) for name, each in get_model_state_dict(other).items()}, expected)

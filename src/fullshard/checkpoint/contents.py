@@ -28,6 +28,7 @@ from torch.serialization import get_safe_globals
 
 from fullshard.checkpoint.layout import Box, Layout, layout_of
 from fullshard.checkpoint.reader import Checkpoint, CheckpointError, Target
+from fullshard.checkpoint.selection import Selection
 from fullshard.group.parameter import local_tensor, plain_name
 from fullshard.policies import warn
 from fullshard.torch_private import altered_spec, is_traceable_subclass, make_dtensor, spec_of
@@ -419,10 +420,15 @@ def _like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def load_optimizer(
-    params: Parameters, optimizer: Optimizer, states: dict[nn.Parameter, State], checkpoint: Checkpoint, strict: bool
+    params: Parameters,
+    optimizer: Optimizer,
+    states: dict[nn.Parameter, State],
+    checkpoint: Checkpoint,
+    selection: Selection,
 ) -> None:
-    """Loads states that were read, and the options in a checkpoint, into an optimizer. Unless ``strict``, state that
-    the checkpoint lacks stays as it is."""
+    """Loads states that were read, and the options in a checkpoint, into an optimizer. State that the checkpoint lacks
+    stays as it is unless all of it is to be loaded."""
+    is_whole = selection.strict and not selection.only
     groups: dict[str, State] = {}
     prefix = "optimizer.param_groups."
     for name in (*checkpoint.tensors, *checkpoint.manifest.objects):
@@ -430,18 +436,20 @@ def load_optimizer(
             number, _, key = name.removeprefix(prefix).partition(".")
             is_value = name in checkpoint.manifest.objects
             groups.setdefault(number, {})[key] = checkpoint.value(name) if is_value else checkpoint.tensor(name)
+    for each in groups.values():
+        each["params"] = {selection.in_model(name) for name in each.get("params", ())}
     numbers = {param: i for i, param in enumerate(p for options in optimizer.param_groups for p in options["params"])}
     options_to_load = []
     for options in optimizer.param_groups:
         names = params.names_in(options)
-        found = next((each for each in groups.values() if set(each.get("params", ())) == set(names)), None)
-        if found is None and strict:
+        found = next((each for each in groups.values() if each["params"] == set(names)), None)
+        if found is None and is_whole:
             raise ValueError(
                 f"{checkpoint.path} has no parameter group of {names[:3]}{', ...' if names[3:] else ''}: make the "
                 f"optimizer with the same groups of parameters, or leave it out of load()"
             )
         options_to_load.append({**(found or options), "params": [numbers[param] for param in options["params"]]})
-    kept: dict[Any, State] = {} if strict else {**optimizer.state}
+    kept: dict[Any, State] = {} if is_whole else {**optimizer.state}
     states = kept | states
     by_number = {numbers[param]: dict(state) for param, state in states.items()}
     optimizer.load_state_dict({"state": by_number, "param_groups": options_to_load})

@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,8 +35,10 @@ from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import checked_state, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, newest_first
+from fullshard.checkpoint.selection import Item, Selection
 from fullshard.checkpoint.storage import Location, located
 from fullshard.policies import warn
+from fullshard.wrapper.flat import FlatParameter
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -51,6 +53,8 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    only: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
     strict: bool = True,
     replicas: str | Path | None = None,
     process_group: ProcessGroup | None = None,
@@ -65,7 +69,14 @@ def load(
         directory: the directory that was given to :func:`save`, or a single checkpoint in it, or a checkpoint of DCP.
         model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
         optimizer: an optimizer of the model's parameters. ``None``: no optimizer state is loaded.
-        strict: ``False``: ignore what only the checkpoint has, and keep what only the model has.
+        only: a pattern, or several, for names in the model, such as ``"encoder.*"`` (``fnmatch``). Only parameters and
+            buffers that match one, and their optimizer state, are loaded. A parameter group's options are loaded if
+            the checkpoint has a group of the same parameters.
+        rename: new names of modules and parameters, by their names in the checkpoint, such as ``{"backbone":
+            "encoder"}``. If two begin a name, the longer one applies. ``{"": "model."}`` puts a prefix before all
+            names, and ``{"model.": ""}`` removes one. ``only`` sees the new names.
+        strict: ``False``: ignore what only the checkpoint has, and keep what only the model has. Tensors of different
+            shapes keep the model's values, with a warning.
         replicas: the directory of in-memory replicas that was given to ``save``. The newest replica is loaded if it is
             whole, belongs to this training, and is not older than the newest checkpoint of ``directory``. Ranks read
             files that their host lacks from other hosts. The log (logger ``fullshard``, level INFO) says what was
@@ -89,12 +100,12 @@ def load(
     state = checked_state(state)
     wait_until_finished()
     ranks, root = Ranks(process_group), located(directory)
-    broken: list[str] = []
+    broken, selection = list[str](), Selection(only, rename, strict)
     for path, opens, served, why in _candidates(root, Path(replicas) if replicas is not None else None, ranks):
-        loading = _Loading(path, opens, strict, ranks)
+        loading = Loading(path, opens, selection, ranks)
         with served(), loading.opened:
             try:
-                ranks.attempt(partial(loading.read, model, optimizer, state))
+                loading.read(model, optimizer, state)
             except CorruptCheckpointError as error:
                 if ranks.any(path.exists()):  # otherwise another job has removed it, as it has a newer one
                     broken.append(str(error))
@@ -102,7 +113,7 @@ def load(
                 continue
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
-            _log.info(f"step {loaded['step']} is loaded from {path}{why}")
+            selection.log(f"step {loaded['step']} is loaded from {path}{why}")
             if (number_of(path.name) or (loaded["step"],))[0] != loaded["step"]:
                 warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
         return loaded
@@ -160,24 +171,34 @@ def _relative(path: Location | None, directory: Location) -> str | None:
     return None if path is None else "" if path == directory else path.name
 
 
-class _Loading:
+class Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(self, path: Location, opens: Callable[[], Checkpoint], strict: bool, ranks: Ranks) -> None:
-        self.path, self.open, self.strict, self.ranks = path, opens, strict, ranks
+    def __init__(self, path: Location, opens: Callable[[], Checkpoint], selection: Selection, ranks: Ranks) -> None:
+        self.path, self.open, self.selection, self.ranks = path, opens, selection, ranks
+        self.strict = selection.strict
         self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
         self.state: dict[str, Any] = {}
         self.other_values: dict[str, Any] = {}
         self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.sharded: dict[tuple[str | int, ...], Any] = {}
 
-    @torch.no_grad()
     def read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
-        """Reads everything. What is not read directly into the model is kept for :meth:`apply`."""
+        """Reads everything on all ranks. What is not read directly into the model is kept for :meth:`apply`."""
+        matched = self.ranks.attempt(partial(self._read, model, optimizer, state))[1]
+        if unmatched := self.selection.unmatched(matched):
+            raise CheckpointError(f"only={unmatched} matches no name of a parameter or buffer in the model")
+
+    @torch.no_grad()
+    def _read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> tuple[list[str]]:
         self.checkpoint, self.params, contents = self.opened.enter_context(self.open()), Parameters(model), Contents()
-        manifest = self.checkpoint.manifest
         self.params.collect(contents, frozen=True)
-        for name, value in self.params.other_values().items():
+        others = self.params.other_values()
+        shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else None for name, each in others.items()}
+        items: list[Item] = [(each.names, each.layout.shape) for each in self.params.known.values()]
+        self.selection.apply(self.checkpoint, [*items, *(([name], shape) for name, shape in shapes.items())])
+        manifest = self.checkpoint.manifest
+        for name, value in others.items():
             if isinstance(value, torch.Tensor):
                 self.other_values[name] = torch.empty_like(value)
                 contents.add({f"model.{name}": ("model", name)}, self.other_values[name])
@@ -186,6 +207,13 @@ class _Loading:
         if not self.strict and not self.has_optimizer:
             optimizer = None
         if optimizer is not None:
+            for param, originals in self.params.shown.items():
+                names = [self.params.known[each].names[0] for each in originals]
+                if isinstance(param, FlatParameter) and len({f"model.{name}" in self.selection for name in names}) > 1:
+                    raise ValueError(
+                        f"only={self.selection.only} selects a part of {few(names)}, which are one flat parameter with "
+                        f"one optimizer state: load without the optimizer, or wrap with use_orig_params=True"
+                    )
             self.states = new_states(self.params, optimizer, self.checkpoint)
             self.params.collect_state(contents, self.states, everyone=True)
         contents.values.clear()
@@ -197,6 +225,7 @@ class _Loading:
         self.other_values = {
             name: each for name, each in self.other_values.items() if any(f"model.{name}" in of for of in both)
         }
+        return (self.selection.matched(),)
 
     @property
     def has_optimizer(self) -> bool:
@@ -225,7 +254,15 @@ class _Loading:
 
     def _compare(self, contents: Contents, optimizer: Optimizer | None) -> None:
         """Raises an error if the checkpoint does not fit the model."""
+        problems = [
+            f"'model.{name}' has the shape {here} here, but {there} in {self.path}"
+            for name, (here, there) in self.selection.differing.items()
+        ]
+        if problems[2:]:
+            problems[1:] = [f"{few([f'model.{name}' for name in [*self.selection.differing][1:]])} differ, too"]
         if not self.strict:
+            if problems and self.ranks.first:
+                warn(f"tensors of different shapes keep the model's values: {'; '.join(problems)}")
             return
         manifest, in_model = self.checkpoint.manifest, {name for name in contents.paths if name.startswith("model.")}
         in_checkpoint = {name for name in (*manifest.tensors, *manifest.objects) if name.startswith("model.")}
@@ -242,17 +279,19 @@ class _Loading:
             tied = {f"model.{name}" for name in known.names}
             if tied & in_checkpoint:
                 in_model -= tied - in_checkpoint
-        if missing := sorted(in_model - in_checkpoint):
+        if missing := sorted(name for name in in_model - in_checkpoint if name in self.selection):
             whole = {name.partition(".[")[0] for name in in_checkpoint}
             if any(name.partition(".[")[0] in whole for name in missing):
                 raise ValueError(
                     f"{self.path} has {few(missing)}, for different parts of parameters than this rank has: "
                     f"load it on the number of ranks that saved it, with the same sharding"
                 )
-            raise KeyError(f"{self.path} lacks {few(missing)}, which the model has: is it from a different model?")
+            problems.append(f"{self.path} lacks {few(missing)}, which the model has")
         in_checkpoint = {name for name in in_checkpoint if ".[" not in name}
         if unknown := sorted(in_checkpoint - set(contents.paths) - {f"model.{name}" for name in self.other_values}):
-            raise KeyError(f"the model lacks {few(unknown)}, which {self.path} has: is it from a different model?")
+            problems.append(f"the model lacks {few(unknown)}, which {self.path} has")
+        if problems:
+            raise ValueError(f"{'; '.join(problems)}: is it from a different model?")
         if optimizer is not None and not self.has_optimizer:
             raise KeyError(f"{self.path} was saved without an optimizer: leave it out of load()")
 
@@ -262,7 +301,7 @@ class _Loading:
         state."""
         self.params.load_other_values(self.other_values)
         if optimizer is not None and self.has_optimizer:
-            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.strict)
+            load_optimizer(self.params, optimizer, self.states, self.checkpoint, self.selection)
         for name, each in state.items():
             if hasattr(each, "load_state_dict") and name in self.state:
                 each.load_state_dict(with_dtensors(self.state[name], (name,), self.sharded))
