@@ -185,9 +185,8 @@ def test_what_tensor_parallel_did_not_cut_is_written_once(world: World, tmp_path
     with pytest.MonkeyPatch.context() as patch:
         writing: Any = import_module("fullshard.checkpoint.save")._Writing
         before = writing._write_files
-        patch.setattr(
-            writing, "_write_files", lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]
-        )
+        count = lambda self: (written.extend(each.nbytes for each in self.tensors), before(self))[1]  # noqa: E731
+        patch.setattr(writing, "_write_files", count)
         path = checkpoint.save(tmp_path, model, optimizer)
     total = torch.tensor(sum(written))
     dist.all_reduce(total)

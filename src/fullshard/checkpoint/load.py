@@ -24,13 +24,13 @@ from fullshard.checkpoint.blocks import CheckpointError, CorruptCheckpointError,
 from fullshard.checkpoint.contents import (
     Contents,
     Parameters,
+    cut_differently,
     load_optimizer,
     named,
     new_states,
     targets,
-    with_dtensors,
-    without_dtensors,
 )
+from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
 from fullshard.checkpoint.fetch import Replica, find_replicas
 from fullshard.checkpoint.manifest import checked_state, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
@@ -282,10 +282,7 @@ class Loading:
         if missing := sorted(name for name in in_model - in_checkpoint if name in self.selection):
             whole = {name.partition(".[")[0] for name in in_checkpoint}
             if any(name.partition(".[")[0] in whole for name in missing):
-                raise ValueError(
-                    f"{self.path} has {few(missing)}, for different parts of parameters than this rank has: "
-                    f"load it on the number of ranks that saved it, with the same sharding"
-                )
+                raise cut_differently(few(missing), self.checkpoint)
             problems.append(f"{self.path} lacks {few(missing)}, which the model has")
         in_checkpoint = {name for name in in_checkpoint if ".[" not in name}
         if unknown := sorted(in_checkpoint - set(contents.paths) - {f"model.{name}" for name in self.other_values}):

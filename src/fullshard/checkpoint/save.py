@@ -36,7 +36,7 @@ from fullshard.checkpoint.blocks import (
     checksum,
     without_collections,
 )
-from fullshard.checkpoint.contents import Contents, Parameters, named, without_dtensors
+from fullshard.checkpoint.contents import Contents, Parameters, named
 from fullshard.checkpoint.layout import Box, Copies
 from fullshard.checkpoint.manifest import (
     MANIFEST,
@@ -239,7 +239,7 @@ class _Writing:
             params.collect_options(contents, optimizer)
         for name, value in state.items():
             found: dict[tuple[str | int, ...], Any] = {}
-            plain = without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
+            plain = dcp.without_dtensors(value.state_dict() if hasattr(value, "state_dict") else value, (name,), found)
             user_state[name] = dcp.saved(plain, f"the state '{name}'")
             for path, tensor in found.items():
                 contents.add(named(("sharded", *path)), tensor)
