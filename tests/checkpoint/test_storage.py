@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint.local import LocalStorage
+from fullshard.checkpoint.manifest import is_checkpoint
 from fullshard.checkpoint.remote import ObjectStorage
-from fullshard.checkpoint.storage import is_checkpoint, located, storage_of
+from fullshard.checkpoint.storage import located, storage_of
 
 
 @pytest.mark.parametrize("directory", ["saves", "/tmp/saves", Path("saves"), "file:///tmp/saves"])

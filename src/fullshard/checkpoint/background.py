@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from fullshard.checkpoint.blocks import CheckpointError
-from fullshard.checkpoint.storage import Location
+from fullshard.checkpoint.manifest import Location
 from fullshard.watch.watch import waiting_for_thread
 
 

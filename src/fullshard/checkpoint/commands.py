@@ -31,9 +31,19 @@ from fullshard.checkpoint.display import (
     progress,
     value_of,
 )
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Entry, dtype_of, number_of
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Entry,
+    Location,
+    dtype_of,
+    is_checkpoint,
+    number_of,
+    step_of,
+    steps_of,
+)
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
-from fullshard.checkpoint.storage import Location, is_checkpoint, located, storage_of
+from fullshard.checkpoint.storage import located, storage_of
 from fullshard.report.text import bytes_argument, bytes_text, dtype_name, shape_text
 
 _CODES = "Exit codes: 0: fine; 1: something is broken or differs; 2: wrong use."
@@ -111,7 +121,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _summary(path: Location, is_unfinished: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": path.name, "path": str(path), "step": (number_of(path.name) or (None,))[0]}
+    found: dict[str, Any] = {"name": path.name, "path": str(path), "step": step_of(path.name)}
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     found |= {"time": _time(path), "bytes": size, "ranks": None}
     if is_unfinished:
@@ -294,10 +304,9 @@ def _saves(directory: Location, step: int | None = None, unfinished: Sequence[Lo
     found += unfinished
     if not found:
         raise WrongUse(f"{directory} has no checkpoint: no step-00000001 or similar, no {MANIFEST} and no {METADATA}")
-    steps = {path: number[0] for path in found if (number := number_of(path.name))}
-    if step is not None and step not in steps.values():
-        raise WrongUse(f"{directory} has no checkpoint of step {step}, only of {sorted({*steps.values()})}")
-    return [path for path in found if step in (None, steps.get(path))]
+    if step is not None and step not in steps_of(found):
+        raise WrongUse(f"{directory} has no checkpoint of step {step}, only of {steps_of(found)}")
+    return [path for path in found if step in (None, step_of(path.name))]
 
 
 def _open(directory: Location, step: int | None = None) -> Checkpoint:

@@ -30,10 +30,9 @@ from fullshard.checkpoint.blocks import (
     open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import few
+from fullshard.checkpoint.manifest import Location, few
 from fullshard.checkpoint.reader import Checkpoint
 from fullshard.checkpoint.save import save
-from fullshard.checkpoint.storage import Location
 
 #: For each format, the name of its file in a directory, and its suffixes.
 FORMATS = {

@@ -30,11 +30,10 @@ from fullshard.checkpoint.blocks import (
     read_regular,
 )
 from fullshard.checkpoint.local import LocalFiles
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, decode, few, number_of
+from fullshard.checkpoint.manifest import MANIFEST, Location, Manifest, StoredFile, decode, few, number_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.reader import Checkpoint, list_checkpoints
 from fullshard.checkpoint.replicas import Hosts, mark_at, training_of
-from fullshard.checkpoint.storage import Location
 from fullshard.comm.waits import waiting
 from fullshard.policies import warn
 

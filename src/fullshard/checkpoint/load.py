@@ -1,4 +1,4 @@
-"""Loads the newest whole checkpoint. Each rank reads only its own parts, directly into the memory of the model.
+"""Loads the newest whole checkpoint, or that of a step. Each rank reads only its own parts, directly into the model.
 
 Owns the choice among the checkpoints of a directory. All ranks skip a broken one together, with a warning that names
 it.
@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,11 +32,11 @@ from fullshard.checkpoint.contents import (
 )
 from fullshard.checkpoint.dcp import with_dtensors, without_dtensors
 from fullshard.checkpoint.fetch import Replica, find_replicas
-from fullshard.checkpoint.manifest import checked_state, few, number_of
+from fullshard.checkpoint.manifest import Location, checked_state, checked_step, few, number_of, step_of, steps_of
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
-from fullshard.checkpoint.reader import Checkpoint, newest_first
+from fullshard.checkpoint.reader import Checkpoint, list_checkpoints, newest_first
 from fullshard.checkpoint.selection import Item, Selection
-from fullshard.checkpoint.storage import Location, located
+from fullshard.checkpoint.storage import located
 from fullshard.policies import warn
 from fullshard.wrapper.flat import FlatParameter
 
@@ -53,6 +53,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    step: int | None = None,
     only: str | Iterable[str] | None = None,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
@@ -69,6 +70,7 @@ def load(
         directory: the directory that was given to :func:`save`, or a single checkpoint in it, or a checkpoint of DCP.
         model: sharded by ``fully_shard`` or ``FullyShardedDataParallel``, or not sharded.
         optimizer: an optimizer of the model's parameters. ``None``: no optimizer state is loaded.
+        step: load only a checkpoint of this step, also of ``replicas``: its newest whole save. ``None``: of any step.
         only: a pattern, or several, for names in the model, such as ``"encoder.*"`` (``fnmatch``). Only parameters and
             buffers that match one, and their optimizer state, are loaded. A parameter group's options are loaded if
             the checkpoint has a group of the same parameters.
@@ -92,17 +94,20 @@ def load(
         between ranks.
 
     Raises:
-        CheckpointError: on all ranks, if no checkpoint is whole, or if the newest one does not fit the model. Model and
-            optimizer may then be partly loaded.
+        CheckpointError: on all ranks, if no checkpoint is whole, if there is none of ``step``, or if the chosen one
+            does not fit the model. Model and optimizer may then be partly loaded.
+        TypeError: ``step`` is not an integer.
+        ValueError: ``step`` is less than 0.
 
     Ranks: all ranks of ``process_group`` alike.
     """
-    state = checked_state(state)
+    state, step = checked_state(state), checked_step(step)
     wait_until_finished()
     ranks, root = Ranks(process_group), located(directory)
     broken, selection = list[str](), Selection(only, rename, strict)
-    for path, opens, served, why in _candidates(root, Path(replicas) if replicas is not None else None, ranks):
-        loading = Loading(path, opens, selection, ranks)
+    memory = Path(replicas) if replicas is not None else None
+    for path, opens, served, why in _candidates(root, step, memory, ranks, broken):
+        loading = Loading(path, opens, selection, ranks, step)
         with served(), loading.opened:
             try:
                 loading.read(model, optimizer, state)
@@ -114,9 +119,13 @@ def load(
             loaded = ranks.attempt(partial(loading.apply, optimizer, state))[0]
         if ranks.first:
             selection.log(f"step {loaded['step']} is loaded from {path}{why}")
-            if (number_of(path.name) or (loaded["step"],))[0] != loaded["step"]:
+            if step_of(path.name) not in (None, loaded["step"]):
                 warn(f"{path} holds step {loaded['step']}, which is loaded: the directory was renamed")
         return loaded
+    if step is not None:
+        places = [root, *([memory] if memory else [])]
+        _, every = ranks.attempt(lambda: (_steps(places) if ranks.first else "",))
+        raise CheckpointError(f"step {step} cannot be loaded from {root}: {'; '.join(broken) or every[0]}")
     if broken:
         raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(broken)}")
     if number_of(root.name):
@@ -135,10 +144,20 @@ class _Candidate(NamedTuple):
     why: str  # the reason why it is tried next, for the log
 
 
-def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Iterator[_Candidate]:
-    """The checkpoints that may be loaded, the newest first. A replica comes before a checkpoint that is not newer. All
-    ranks must take the next one together."""
+def _steps(places: Sequence[Location]) -> str:
+    """A sentence about the steps that directories have."""
+    found = steps_of(path for place in places for path in list_checkpoints(place))
+    return f"there are only the steps {found}" if found else "there are no steps"
+
+
+def _candidates(
+    directory: Location, only: int | None, memory: Path | None, ranks: Ranks, refused: list[str]
+) -> Iterator[_Candidate]:
+    """The checkpoints that may be loaded, the newest first: all, or those of ``only`` one step. A replica comes before
+    a checkpoint that is not newer. All ranks must take the next one together. Adds to ``refused`` why replicas of the
+    step must not be loaded."""
     found, why = list[Replica](), ""
+    of = "" if only is None else f" of step {only}"
     if memory is not None:
         try:
             found = find_replicas(memory, directory, ranks)
@@ -146,10 +165,11 @@ def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Itera
             raise
         except CheckpointError as error:
             warn(f"in-memory replicas are skipped: {error}")
-        why = f": there is no in-memory replica in {memory}"
+        found = [replica for replica in found if only in (None, replica.step)]
+        why = f": there is no in-memory replica{of} in {memory}"
         if found:
             why = f": the in-memory replica of step {found[0].step} is skipped: {found[0].refused or 'it is older'}"
-    on_disk = newest_first(directory)
+    on_disk = newest_first(directory, only)
     while True:
         name = ranks.attempt(lambda: (_relative(next(on_disk, None), directory) if ranks.first else None,))[1][0]
         path = None if name is None else directory / name if name else directory
@@ -157,10 +177,11 @@ def _candidates(directory: Location, memory: Path | None, ranks: Ranks) -> Itera
         while found and found[0].step >= step:
             replica = found.pop(0)
             if not replica.refused:
-                reason = f": it is an in-memory replica, and {directory} has nothing newer"
+                reason = f": it is an in-memory replica, and {directory} has nothing newer{of}"
                 yield _Candidate(replica.path, replica.open, replica.served, reason)
             elif replica.step > step:
-                warn(f"the in-memory replica {replica.path} is skipped: {replica.refused}")
+                warn(text := f"the in-memory replica {replica.path} is skipped: {replica.refused}")
+                refused += [text] if of else []
         if path is None:
             return
         yield _Candidate(path, partial(Checkpoint, path), nullcontext, why)
@@ -174,8 +195,11 @@ def _relative(path: Location | None, directory: Location) -> str | None:
 class Loading:
     """One attempt to load a checkpoint."""
 
-    def __init__(self, path: Location, opens: Callable[[], Checkpoint], selection: Selection, ranks: Ranks) -> None:
-        self.path, self.open, self.selection, self.ranks = path, opens, selection, ranks
+    def __init__(
+        self, path: Location, opens: Callable[[], Checkpoint], selection: Selection, ranks: Ranks,
+        step: int | None = None,
+    ) -> None:  # fmt: skip
+        self.path, self.open, self.selection, self.ranks, self.step = path, opens, selection, ranks, step
         self.strict = selection.strict
         self.opened = ExitStack()  # keeps the checkpoint from being removed until it is applied
         self.state: dict[str, Any] = {}
@@ -192,6 +216,8 @@ class Loading:
     @torch.no_grad()
     def _read(self, model: nn.Module, optimizer: Optimizer | None, state: Mapping[str, Any]) -> tuple[list[str]]:
         self.checkpoint, self.params, contents = self.opened.enter_context(self.open()), Parameters(model), Contents()
+        if self.step not in (None, self.checkpoint.manifest.step):
+            raise CorruptCheckpointError(f"{self.path} holds step {self.checkpoint.manifest.step}, not {self.step}")
         self.params.collect(contents, frozen=True)
         others = self.params.other_values()
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else None for name, each in others.items()}

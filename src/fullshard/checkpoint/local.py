@@ -30,8 +30,7 @@ from fullshard.checkpoint.blocks import (
     open_regular,
     read_regular,
 )
-from fullshard.checkpoint.manifest import MANIFEST, StoredFile, name_of, number_of
-from fullshard.checkpoint.storage import is_checkpoint
+from fullshard.checkpoint.manifest import MANIFEST, StoredFile, is_checkpoint, name_of, number_of, steps_of
 
 
 class LocalStorage:
@@ -59,8 +58,7 @@ class LocalStorage:
         try:
             make_directory(self.directory)
             self._remove_leftovers()
-            numbers = [number[0] for path in self.list() if (number := number_of(path.name))]
-            step = max(numbers, default=-1) + 1 if step is None else step
+            step = max(steps_of(self.list()), default=-1) + 1 if step is None else step
             while not (partial := LocalPartial.locked(self.directory, step)):
                 pass
             return partial

@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from fullshard.checkpoint.blocks import CheckpointError, without_collections
 from fullshard.checkpoint.convert import tensors_of
 from fullshard.checkpoint.load import Loading
-from fullshard.checkpoint.manifest import Entry, Manifest, Piece, Tensors, few
+from fullshard.checkpoint.manifest import Entry, Location, Manifest, Piece, Tensors, few
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import Checkpoint, Target, list_checkpoints
 from fullshard.checkpoint.selection import Selection
-from fullshard.checkpoint.storage import Location, located
+from fullshard.checkpoint.storage import located
 from fullshard.policies import warn
 
 if TYPE_CHECKING:

@@ -18,7 +18,18 @@ import torch
 from fullshard._renamed import renamed
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint.blocks import BlockReader, CheckpointError, CorruptCheckpointError, bytes_of
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, Kind, Manifest, Piece, Tensors, decode, few, number_of
+from fullshard.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Kind,
+    Manifest,
+    Piece,
+    Tensors,
+    decode,
+    few,
+    number_of,
+    step_of,
+)
 from fullshard.checkpoint.storage import files_of, located, storage_of
 
 #: A box of a tensor to read: the name of the tensor in the checkpoint, its shape, the offsets of the box, and the
@@ -39,13 +50,14 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
     return storage_of(located(directory)).list()
 
 
-def newest_first(directory: str | Path) -> Iterator[Path]:
+def newest_first(directory: str | Path, step: int | None = None) -> Iterator[Path]:
     """Like :func:`list_checkpoints`, but lists the directory again before each one: while the caller tried one, a save
-    may have removed others and made a newer one."""
+    may have removed others and made a newer one. With ``step``, only those that may be of it."""
     tried = set[Path]()
 
     def untried() -> Path | None:
-        return next((path for path in list_checkpoints(directory) if path not in tried), None)
+        found = (path for path in list_checkpoints(directory) if step is None or step_of(path.name) in (None, step))
+        return next((path for path in found if path not in tried), None)
 
     while path := untried() or untried():  # a listing may miss a directory that is being renamed; two listings do not
         tried.add(path)

@@ -27,8 +27,7 @@ from contextlib import suppress
 from functools import cache, cached_property
 
 from fullshard.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, CheckpointError, CorruptCheckpointError
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, StoredFile, name_of, number_of
-from fullshard.checkpoint.storage import Location
+from fullshard.checkpoint.manifest import MANIFEST, METADATA, Location, StoredFile, name_of, number_of
 from fullshard.checkpoint.store import Lease, Store
 
 #: The most bytes of an object, or of a range that is read at once. How many of them travel at a time.

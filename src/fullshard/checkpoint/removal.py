@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fullshard.checkpoint.blocks import CorruptCheckpointError
-from fullshard.checkpoint.manifest import number_of
+from fullshard.checkpoint.manifest import Location, number_of
 from fullshard.checkpoint.reader import Checkpoint
-from fullshard.checkpoint.storage import Location, storage_of
+from fullshard.checkpoint.storage import storage_of
 from fullshard.policies import warn
 
 

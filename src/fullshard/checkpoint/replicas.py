@@ -38,10 +38,10 @@ from fullshard.checkpoint.blocks import (
     bytes_of,
     checksum,
 )
-from fullshard.checkpoint.manifest import MANIFEST, StoredFile, mark_of
+from fullshard.checkpoint.manifest import MANIFEST, Location, StoredFile, mark_of
 from fullshard.checkpoint.ranks import Ranks
 from fullshard.checkpoint.reader import list_checkpoints
-from fullshard.checkpoint.storage import Location, files_of, storage_of
+from fullshard.checkpoint.storage import files_of, storage_of
 from fullshard.comm.waits import waiting
 
 #: The file of a directory of checkpoints that names its training.

@@ -42,6 +42,7 @@ from fullshard.checkpoint.manifest import (
     MANIFEST,
     METADATA,
     Entry,
+    Location,
     Manifest,
     Piece,
     Stored,
@@ -49,6 +50,7 @@ from fullshard.checkpoint.manifest import (
     Tensors,
     check,
     checked_state,
+    checked_step,
     encode,
     encode_contents,
     number_of,
@@ -56,7 +58,7 @@ from fullshard.checkpoint.manifest import (
 from fullshard.checkpoint.ranks import PeerFailure, Ranks
 from fullshard.checkpoint.removal import remove_older
 from fullshard.checkpoint.replicas import Hosts, Sent
-from fullshard.checkpoint.storage import Location, Partial, Storage, located, storage_of
+from fullshard.checkpoint.storage import Partial, Storage, located, storage_of
 from fullshard.policies import warn
 from fullshard.torch_private import foreach_copy
 
@@ -119,10 +121,7 @@ def save(
     Background.wait_until_finished()
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"keep_last is {keep_last}; expected None or how many to keep, 1 or more")
-    if step is not None and not hasattr(step, "__index__"):
-        raise TypeError(f"step is {step!r}; expected an integer")
-    if step is not None and (step := operator.index(step)) < 0:
-        raise ValueError(f"step is {step}; expected a number of 0 or more")
+    step = checked_step(step)
     if replicas is not None and step is None:
         raise ValueError("replicas need a step, which is compared with the steps of the checkpoints in the directory")
     root: Location = located(directory).absolute()

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fullshard.checkpoint.blocks import BlockReader, BlockWriter
-from fullshard.checkpoint.manifest import MANIFEST, METADATA, StoredFile, number_of
-
-#: A ``pathlib.Path``, or a ``UPath`` of universal_pathlib, which has the same methods.
-Location = Any
+from fullshard.checkpoint.manifest import Location, StoredFile
 
 
 def located(directory: str | os.PathLike[str] | Any) -> Location:
@@ -141,11 +138,3 @@ def storage_of(directory: Location) -> Storage:
 def files_of(path: Location) -> Files:
     """The files of a checkpoint."""
     return storage_of(path.parent).files(path)
-
-
-def is_checkpoint(path: Location) -> bool:
-    """Whether a directory is a checkpoint, also one of DCP. Other programs have a manifest.json, too."""
-    if not path.is_dir() or number_of(path.name):
-        return bool(path.is_dir())
-    names = {each.name for each in path.iterdir()}
-    return METADATA in names or (MANIFEST in names and any(name.endswith(".distcp") for name in names))

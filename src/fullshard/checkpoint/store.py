@@ -96,7 +96,7 @@ class Store:
             found = self._repeat("", request)
         except FileNotFoundError:
             return {}
-        below = self._fs._strip_protocol(self._root).rstrip("/") + "/"
+        below = f"{self._root}/"
         return {path.rstrip("/").removeprefix(below): each for path, each in found.items() if path.startswith(below)}
 
     def delete(self, names: Iterable[str]) -> None:
