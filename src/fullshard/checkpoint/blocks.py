@@ -245,7 +245,7 @@ class BlockReader:
         """Reads bytes from ``start`` on, and returns how many. Raises OSError."""
         return os.preadv(self._file, [block], start)
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Says which bytes are read next, for readers that read ahead."""
 
     def read_into(self, target: memoryview, start: int) -> None:

@@ -254,7 +254,7 @@ class Checkpoint:
             for file in sorted(reads):
                 reader, runs = self._reader(file), sorted(reads[file], key=operator.itemgetter(0))
                 if reader.reads_ahead:
-                    reader.expect(self._range(*run) for run in runs)
+                    reader.prefetch(self._range(*run) for run in runs)
                 for start, name, into, part in runs:
                     if part is None:
                         reader.read_to(into, start)

@@ -231,7 +231,7 @@ class _ObjectWriter(BlockWriter):
 
 
 class _ObjectReader(BlockReader):
-    """Reads ranges of an object. Those that are :meth:`expected` are read ahead, several at a time."""
+    """Reads ranges of an object. Those passed to :meth:`prefetch` are read ahead, several at a time."""
 
     reads_ahead = True
 
@@ -244,7 +244,7 @@ class _ObjectReader(BlockReader):
     def _open(self, path: Location) -> int:
         return self._store.size(self._name)
 
-    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:
         blocks = sorted({block for start, end in ranges for block in range(start // BLOCK, -(-end // BLOCK))})
         self._ranges.clear()
         for block in blocks:
