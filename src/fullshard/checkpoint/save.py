@@ -1,15 +1,14 @@
-"""Saves: all ranks write into a hidden directory, and one rename makes it visible.
+"""Saves: all ranks write a checkpoint that nobody sees, and the first rank publishes it.
 
 Owns the order of the steps. The process may end after any of them::
 
     every rank      describes its part                                      ─▶ agree
-    first rank      makes  .step-00000010.<job>.partial  and locks it
-    every rank      writes its file and forces it to the disk               ─▶ agree
-    first rank      writes .metadata and manifest.json, forces them and the directory to the disk
-    first rank      renames it to  step-00000010,  and forces that to the disk
+    first rank      begins the checkpoint: on a disk  .step-00000010.<job>.partial,  which it locks
+    every rank      writes its files, and waits until they are kept         ─▶ agree
+    first rank      writes .metadata and manifest.json, and publishes it: on a disk by a rename
     first rank      removes the checkpoints beyond keep_last                ─▶ agree
 
-If a process ends during a save, its hidden directory has no lock any more, and the next save removes it.
+If a process ends during a save, what it wrote has no lock or lease any more, and the next save removes it.
 """
 
 from __future__ import annotations
